@@ -1,4 +1,5 @@
-"""Make a folder with all that kvferry and its tests need beside torch and numpy: for a GPU machine that reaches no package index.
+"""Make a folder with all that kvferry and its tests need beside torch and numpy: for a GPU machine
+that reaches no package index.
 
     python scripts/bundle_libraries.py build/libraries --python 3.12 --strip x86_64-linux-gnu-strip
     # there, in the repository's root, with that folder in it:
@@ -18,10 +19,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = (
-    *("aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "execnet", "frozenlist", "hypothesis", "idna"),
-    *("iniconfig", "jinja2", "markupsafe", "msgspec", "multidict", "nixl", "nixl-cu13", "packaging"),
-    *("pluggy", "prometheus-client", "propcache", "psutil", "pygments", "pytest", "pytest-timeout", "pytest-xdist"),
-    *("pyzmq", "rich", "safetensors", "sortedcontainers", "tokenizers", "typing-extensions", "uvloop", "yarl"),
+    *(
+        "aiohappyeyeballs",
+        "aiohttp",
+        "aiosignal",
+        "attrs",
+        "execnet",
+        "frozenlist",
+        "hypothesis",
+        "idna",
+    ),
+    *(
+        "iniconfig",
+        "jinja2",
+        "markupsafe",
+        "msgspec",
+        "multidict",
+        "nixl",
+        "nixl-cu13",
+        "packaging",
+    ),
+    *(
+        "pluggy",
+        "prometheus-client",
+        "propcache",
+        "psutil",
+        "pygments",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+    ),
+    *(
+        "pyzmq",
+        "rich",
+        "safetensors",
+        "sortedcontainers",
+        "tokenizers",
+        "typing-extensions",
+        "uvloop",
+        "yarl",
+    ),
 )
 NIXL_LIBRARIES, NIXL_CORE = "nixl_cu13.libs", ".nixl_cu13.mesonpy.libs"
 UCX_MODULES = ("libucm_cuda.so", "libuct_cma.so", "libuct_cuda.so")
@@ -59,15 +96,24 @@ fi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="is made, or made anew")
-    parser.add_argument("--python", default="3.12", help="of the other machine (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", help="of the other machine (default: %(default)s)"
+    )
     parser.add_argument("--machine", default="x86_64", help="its processor (default: %(default)s)")
-    parser.add_argument("--strip", help="a program that takes symbols out of libraries for that processor: half the size")
+    parser.add_argument(
+        "--strip",
+        help="a program that takes symbols out of libraries for that processor: half the size",
+    )
     options = parser.parse_args()
     if options.folder.exists():
         if not (options.folder / "env.sh").exists():
-            parser.error(f"{options.folder} was not made by this script; name another folder, or remove it")
+            parser.error(
+                f"{options.folder} was not made by this script; name another folder, or remove it"
+            )
         shutil.rmtree(options.folder)
     with tempfile.TemporaryDirectory() as wheels:
         _download(Path(wheels), options.python, options.machine)
@@ -80,19 +126,46 @@ def main() -> int:
         for library in options.folder.rglob("*.so*"):
             subprocess.run([options.strip, "--strip-unneeded", library], check=True)
     words = {"@VERSION@": options.python, "@CORE@": NIXL_CORE, "@LIBRARIES@": NIXL_LIBRARIES}
-    (options.folder / "env.sh").write_text(re.sub("@[A-Z]+@", lambda found: words[found[0]], ENVIRONMENT))
+    (options.folder / "env.sh").write_text(
+        re.sub("@[A-Z]+@", lambda found: words[found[0]], ENVIRONMENT)
+    )
     size = sum(file.stat().st_size for file in options.folder.rglob("*") if file.is_file())
     print(f"{options.folder}: {size / 2**20:.0f} MiB")
     return 0
 
 
 def _download(folder: Path, version: str, machine: str) -> None:
-    known = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    known = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     versions = {re.sub("[-_.]+", "-", name).lower(): number for name, number in known.items()}
     wanted = [f"{name}=={versions[name]}" if name in versions else name for name in DISTRIBUTIONS]
     abi = "cp" + version.replace(".", "")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    command += ["--python-version", version, "--implementation", "cp", "--abi", abi, "--abi", "abi3", "--abi", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
+    command += [
+        "--python-version",
+        version,
+        "--implementation",
+        "cp",
+        "--abi",
+        abi,
+        "--abi",
+        "abi3",
+        "--abi",
+        "none",
+    ]
     for glibc in ("2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5"):
         command += ["--platform", f"manylinux_{glibc}_{machine}"]
     subprocess.run([*command, "--platform", f"manylinux2014_{machine}", *wanted], check=True)
@@ -116,13 +189,23 @@ def _drop_libraries(folder: Path) -> None:
     for module in (libraries / "ucx").iterdir():
         if not module.name.startswith(UCX_MODULES):
             module.unlink()
-    needed = [*(core / "plugins").iterdir(), *(libraries / "ucx").iterdir(), *(folder / "nixl_cu13").glob("*.so")]
+    needed = [
+        *(core / "plugins").iterdir(),
+        *(libraries / "ucx").iterdir(),
+        *(folder / "nixl_cu13").glob("*.so"),
+    ]
     looked_at = set[Path]()
     while needed:
         library = needed.pop()
         looked_at.add(library)
-        said = subprocess.run(["readelf", "--dynamic", library], check=True, capture_output=True, text=True).stdout
-        named = [place / name for name in re.findall(r"\(NEEDED\).*\[(.*)\]", said) for place in (core, libraries)]
+        said = subprocess.run(
+            ["readelf", "--dynamic", library], check=True, capture_output=True, text=True
+        ).stdout
+        named = [
+            place / name
+            for name in re.findall(r"\(NEEDED\).*\[(.*)\]", said)
+            for place in (core, libraries)
+        ]
         needed += [found for found in named if found.exists() and found not in looked_at]
     for library in (*core.iterdir(), *libraries.iterdir()):
         if library.is_file() and library not in looked_at:

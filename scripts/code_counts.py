@@ -3,8 +3,9 @@
     python scripts/code_counts.py          a table
     python scripts/code_counts.py --json   one JSON object
 
-"One importer beside it": a module under 80 lines that exactly one other module imports, from the same folder. Such a module is usually a
-section of its importer. "Pronouns": the share of words in docstrings that point at something instead of naming it.
+"One importer beside it": a module under 80 lines that exactly one other module imports, from the
+same folder. Such a module is usually a section of its importer. "Pronouns": the share of words in
+docstrings that point at something instead of naming it.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "kvferry"
 SHORT_MODULE_LINES = 80
 MANY_FIELDS = 12
-PRONOUN = re.compile(r"it|its|they|them|those|these|that|who|whoever|somebody|nobody|one|ones|he|his|what|others?|such")
+PRONOUN = re.compile(
+    r"it|its|they|them|those|these|that|who|whoever|somebody|nobody|one|ones|he|his|what|others?|such"
+)
 WORD = re.compile(r"[A-Za-z']+")
 
 
@@ -46,7 +49,9 @@ class Module:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Print the size, structure and prose of the package in figures.")
+    parser = argparse.ArgumentParser(
+        description="Print the size, structure and prose of the package in figures."
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     figures = count(read_package(PACKAGE))
     if parser.parse_args().json:
@@ -58,7 +63,9 @@ def main() -> int:
 
 
 def read_package(root: Path) -> list[Module]:
-    """Every module with code of its own; `__init__` files that are only a docstring do not count."""
+    """Every module with code of its own; `__init__` files that are only a docstring do not
+    count.
+    """
     modules = []
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
@@ -72,7 +79,12 @@ def read_package(root: Path) -> list[Module]:
 
 
 def count(modules: list[Module]) -> dict[str, float]:
-    words = [word for module in modules for text in _docstrings(module.tree) for word in WORD.findall(text.lower())]
+    words = [
+        word
+        for module in modules
+        for text in _docstrings(module.tree)
+        for word in WORD.findall(text.lower())
+    ]
     lines = sum(module.num_lines for module in modules)
     comments = sum(_num_comment_lines(module.text) for module in modules)
     folders = Counter(module.folder for module in modules)
@@ -83,12 +95,20 @@ def count(modules: list[Module]) -> dict[str, float]:
         "files over 600 lines": sum(module.num_lines > 600 for module in modules),
         "largest folder, in files": max(folders.values()),
         "short modules, one importer beside them": sum(_is_section(module) for module in modules),
-        "classes over 12 fields": sum(_num_fields(node) > MANY_FIELDS for node in _classes(modules)),
-        "class names used twice": sum(uses > 1 for uses in Counter(node.name for node in _classes(modules)).values()),
+        "classes over 12 fields": sum(
+            _num_fields(node) > MANY_FIELDS for node in _classes(modules)
+        ),
+        "class names used twice": sum(
+            uses > 1 for uses in Counter(node.name for node in _classes(modules)).values()
+        ),
         "docstring words": len(words),
-        "pronouns among them, %": round(100 * sum(bool(PRONOUN.fullmatch(word)) for word in words) / len(words), 1),
+        "pronouns among them, %": round(
+            100 * sum(bool(PRONOUN.fullmatch(word)) for word in words) / len(words), 1
+        ),
         "comment lines, %": round(100 * comments / lines, 1),
-        "lines over 100 characters": sum(len(line) > 100 for module in modules for line in module.text.splitlines()),
+        "lines over 100 characters": sum(
+            len(line) > 100 for module in modules for line in module.text.splitlines()
+        ),
     }
 
 
@@ -118,7 +138,11 @@ def _classes(modules: list[Module]) -> Iterator[ast.ClassDef]:
 
 def _num_fields(node: ast.ClassDef) -> int:
     """Annotated fields, and attributes that methods assign to `self`."""
-    names = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    names = {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
     for item in ast.walk(node):
         if (
             isinstance(item, ast.Attribute)
@@ -135,13 +159,19 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for item in node.body:
-                if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) and isinstance(item.value.value, str):
+                if (
+                    isinstance(item, ast.Expr)
+                    and isinstance(item.value, ast.Constant)
+                    and isinstance(item.value.value, str)
+                ):
                     yield item.value.value
 
 
 def _num_comment_lines(text: str) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type == tokenize.COMMENT and not token.string.startswith("# noqa") for token in tokens)
+    return sum(
+        token.type == tokenize.COMMENT and not token.string.startswith("# noqa") for token in tokens
+    )
 
 
 if __name__ == "__main__":

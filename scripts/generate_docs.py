@@ -1,4 +1,5 @@
-"""Writes the tables in docs/ that come from the code: messages, states, settings, flags. `make docs` runs it, a check sees that it was.
+"""Writes the tables in docs/ that come from the code: messages, states, settings, flags. `make
+docs` runs it, a check sees that it was.
 
 A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is written by people.
 """
@@ -17,7 +18,13 @@ from kvferry.config import KVTransferConfig, NixlExtraConfig
 from kvferry.config.fields import described
 from kvferry.protocol.transfer import TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
-from kvferry.router.options import ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
+from kvferry.router.options import (
+    ConversationOptions,
+    RouterLimits,
+    RouterOptions,
+    RoutingOptions,
+    Timeouts,
+)
 from kvferry.router.serving.admission import AdmissionOptions
 
 ROOT = Path(__file__).parents[1]
@@ -27,9 +34,13 @@ SOURCE = ROOT / "src" / "kvferry"
 def main() -> int:
     """Rewrite stale pages; with --check only say which they are."""
     is_check = "--check" in sys.argv[1:]
-    stale = [page for page, text in generated_pages().items() if page.read_text(encoding="utf-8") != text]
+    stale = [
+        page for page, text in generated_pages().items() if page.read_text(encoding="utf-8") != text
+    ]
     for page in stale:
-        print(f"{page.relative_to(ROOT)} is {'stale; run make docs' if is_check else 'written anew'}")
+        print(
+            f"{page.relative_to(ROOT)} is {'stale; run make docs' if is_check else 'written anew'}"
+        )
         if not is_check:
             page.write_text(generated_pages()[page], encoding="utf-8")
     return int(is_check and bool(stale))
@@ -45,7 +56,9 @@ def generated_pages() -> dict[Path, str]:
         },
     }
     tables["router.md"] = {"router": router_table()}
-    return {ROOT / "docs" / name: fill(ROOT / "docs" / name, parts) for name, parts in tables.items()}
+    return {
+        ROOT / "docs" / name: fill(ROOT / "docs" / name, parts) for name, parts in tables.items()
+    }
 
 
 def fill(page: Path, parts: dict[str, str]) -> str:
@@ -62,11 +75,25 @@ def fill(page: Path, parts: dict[str, str]) -> str:
 def router_table() -> str:
     """The tables of the router's configuration file."""
     rows = ["| table | key | default | meaning |", "|---|---|---|---|"]
-    for table in (Timeouts, RouterLimits, AdmissionOptions, RoutingOptions, HealthOptions, ConversationOptions):
-        name = next(field.name for field in dataclasses.fields(RouterOptions) if field.default_factory is table)
+    for table in (
+        Timeouts,
+        RouterLimits,
+        AdmissionOptions,
+        RoutingOptions,
+        HealthOptions,
+        ConversationOptions,
+    ):
+        name = next(
+            field.name
+            for field in dataclasses.fields(RouterOptions)
+            if field.default_factory is table
+        )
         meanings = dict(fields(next(classes(Path(inspect.getfile(table)), table.__name__))))
         for field in dataclasses.fields(table):
-            rows.append(f"| `{name}` | `{field.name}` | {shown_default(field.default)} | {meanings[field.name]} |")
+            rows.append(
+                f"| `{name}` | `{field.name}` | {shown_default(field.default)} | "
+                f"{meanings[field.name]} |"
+            )
     return "\n".join(rows)
 
 
@@ -84,11 +111,21 @@ def message_table() -> str:
 
 def transition_table() -> str:
     rows = ["| state | event | next state |", "|---|---|---|"]
-    return "\n".join([*rows, *(f"| {state} | {event} | {after} |" for (state, event), after in sorted(TRANSITIONS.items()))])
+    return "\n".join(
+        [
+            *rows,
+            *(
+                f"| {state} | {event} | {after} |"
+                for (state, event), after in sorted(TRANSITIONS.items())
+            ),
+        ]
+    )
 
 
 def settings_table(settings: type) -> str:
-    """Kinds and defaults as users write them; the meaning is the sentence below a field, and every field has one."""
+    """Kinds and defaults as users write them; the meaning is the sentence below a field, and every
+    field has one.
+    """
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     hints = get_type_hints(settings, include_extras=True)
     source = next(classes(Path(inspect.getfile(settings)), settings.__name__))
@@ -97,7 +134,9 @@ def settings_table(settings: type) -> str:
         if not field.init:
             continue
         if not meanings[field.name]:
-            raise SystemExit(f"{settings.__name__}.{field.name} has no sentence below it that says what it means")
+            raise SystemExit(
+                f"{settings.__name__}.{field.name} has no sentence below it that says what it means"
+            )
         value = one_line(described(hints[field.name])).replace(" that is not empty", "")
         rows.append(f"| `{field.name}` | {value} | {default_of(field)} | {meanings[field.name]} |")
     return "\n".join(rows)
@@ -117,7 +156,10 @@ def flag_table(command: str) -> str:
         if not row.meaning:
             raise SystemExit(f"{row.names[0]} of kvferry {command} has no help")
         names = ", ".join(f"`{name}`" for name in row.names)
-        rows.append(f"| {names} | {one_line(row.values)} | {one_line(row.default)} | {one_line(row.meaning)} |")
+        rows.append(
+            f"| {names} | {one_line(row.values)} | {one_line(row.default)} | "
+            f"{one_line(row.meaning)} |"
+        )
     return "\n".join(rows)
 
 
@@ -133,7 +175,11 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for index, part in enumerate(node.body):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             after = node.body[index + 1] if index + 1 < len(node.body) else None
-            meaning = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            meaning = (
+                after.value.value
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                else ""
+            )
             yield part.target.id, one_line(str(meaning))
 
 

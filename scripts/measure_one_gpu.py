@@ -1,4 +1,5 @@
-"""What staging could reach on one GPU at best, for docs/decisions/037-staged-nixl.md: nothing of kvferry or NIXL is in it.
+"""What staging could reach on one GPU at best, for docs/decisions/037-bounce-buffers.md: nothing of
+kvferry or NIXL is in it.
 
     python scripts/measure_one_gpu.py [--mib 1024] [--json]
 
@@ -63,15 +64,28 @@ def copies(total_mib: int) -> list[Mapping[str, Any]]:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(target[:: rows // 64], source[:: rows // 64]), "wrong bytes"
-            found.append(row(f"gathered, copied, scattered, {name}; chunks", mib, timed(graph.replay), plain_s))
+            found.append(
+                row(
+                    f"gathered, copied, scattered, {name}; chunks",
+                    mib,
+                    timed(graph.replay),
+                    plain_s,
+                )
+            )
             del graph, rings
     return found
 
 
-def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.Tensor], slots: int) -> Captured:
-    """With more slots than one each step has a stream of its own, and waits for the one before it, and for room."""
+def captured(
+    source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.Tensor], slots: int
+) -> Captured:
+    """With more slots than one each step has a stream of its own, and waits for the one before it,
+    and for room.
+    """
     shape = slots, len(parts[0]), source.shape[1]
-    here, there = rings = tuple(torch.zeros(shape, dtype=source.dtype, device=source.device) for _ in range(2))
+    here, there = rings = tuple(
+        torch.zeros(shape, dtype=source.dtype, device=source.device) for _ in range(2)
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         main = torch.cuda.current_stream()
@@ -80,7 +94,9 @@ def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.T
             stream.wait_stream(main)
         done = [[torch.cuda.Event() for _ in parts] for _ in streams]
 
-        def step(which: int, number: int, after: Sequence[tuple[int, int]], work: Callable[[], object]) -> None:
+        def step(
+            which: int, number: int, after: Sequence[tuple[int, int]], work: Callable[[], object]
+        ) -> None:
             with torch.cuda.stream(streams[which]):
                 for earlier, of in after:
                     if of >= 0:
@@ -90,7 +106,12 @@ def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.T
 
         for number, part in enumerate(parts):
             first, second = here[number % slots, : len(part)], there[number % slots, : len(part)]
-            step(0, number, [(1, number - slots)], partial(torch.index_select, source, 0, part, out=first))
+            step(
+                0,
+                number,
+                [(1, number - slots)],
+                partial(torch.index_select, source, 0, part, out=first),
+            )
             step(1, number, [(0, number), (2, number - slots)], partial(second.copy_, first))
             step(2, number, [(1, number)], partial(target.index_copy_, 0, part, second))
         for stream in streams:
@@ -119,12 +140,20 @@ def take_turns(mine: int, turn: Any, mib: int, pipe: Any) -> None:
 def turns() -> list[Mapping[str, Any]]:
     context, found = multiprocessing.get_context("spawn"), []
     for mib in TURNS_MIB:
-        turn, pipes = context.Value("q", 0, lock=False), [context.Pipe(duplex=False) for _ in range(2)]
-        sides = [context.Process(target=take_turns, args=(mine, turn, mib, pipe[1]), daemon=True) for mine, pipe in enumerate(pipes)]
+        turn, pipes = (
+            context.Value("q", 0, lock=False),
+            [context.Pipe(duplex=False) for _ in range(2)],
+        )
+        sides = [
+            context.Process(target=take_turns, args=(mine, turn, mib, pipe[1]), daemon=True)
+            for mine, pipe in enumerate(pipes)
+        ]
         for side in sides:
             side.start()
         if not pipes[0][0].poll(TURNS_S):
-            raise SystemExit("two processes did not take their turns on this GPU; is something else using it?")
+            raise SystemExit(
+                "two processes did not take their turns on this GPU; is something else using it?"
+            )
         found.append(row("turn of one of two processes", mib, pipes[0][0].recv()))
         for side in sides:
             side.join(TURNS_S)
@@ -132,14 +161,19 @@ def turns() -> list[Mapping[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch has no GPU here: there is nothing to measure")
     for each in (*copies(given.mib), *turns()):
-        print(json.dumps(each) if given.json else "  ".join(str(value) for value in each.values()), flush=True)
+        print(
+            json.dumps(each) if given.json else "  ".join(str(value) for value in each.values()),
+            flush=True,
+        )
     return 0
 
 

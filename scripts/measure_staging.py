@@ -1,9 +1,11 @@
-"""What staging costs and gains over NIXL, for docs/decisions/037-staged-nixl.md: scattered segments read plainly, staged through rings of
-several sizes, and one contiguous segment of the same bytes, in turn, between two processes.
+"""What staging costs and gains over NIXL, for docs/decisions/037-bounce-buffers.md: scattered segments
+read plainly, staged through rings of several sizes, and one contiguous segment of the same bytes,
+in turn, between two processes.
 
     python scripts/measure_staging.py [--device cuda] [--mib 256] [--segments 4 16 64] [--rings 64/4 256/32] [--rounds 9] [--json]
 
-A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread, and its rate beside the contiguous one's.
+A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread,
+and its rate beside the contiguous one's.
 """
 
 import argparse
@@ -45,7 +47,9 @@ class Plan:
         made: dict[str, DataTransport] = {"plain": NixlTransport(reach=NetworkReach.THIS_HOST)}
         for ring, chunk in self.rings:
             settings = BounceSettings(1 << 30, ring * MIB, chunk * MIB)
-            made[f"staged {ring}/{chunk}"] = BounceNixlTransport(NixlTransport(reach=NetworkReach.THIS_HOST), settings, b"a measurement")
+            made[f"staged {ring}/{chunk}"] = BounceNixlTransport(
+                NixlTransport(reach=NetworkReach.THIS_HOST), settings, b"a measurement"
+            )
         return made
 
 
@@ -53,11 +57,15 @@ class Memory:
     def __init__(self, plan: Plan) -> None:
         import torch  # only where it is asked for
 
-        pattern = (torch.arange(plan.total_bytes, dtype=torch.int32, device=plan.device) % PATTERN % 251).to(torch.uint8)
+        pattern = (
+            torch.arange(plan.total_bytes, dtype=torch.int32, device=plan.device) % PATTERN % 251
+        ).to(torch.uint8)
         self.bytes = pattern
         if plan.device == "cuda":
             torch.cuda.synchronize()
-        self.region = Region("kv", pattern.data_ptr(), plan.total_bytes, plan.total_bytes, 1, plan.kind)
+        self.region = Region(
+            "kv", pattern.data_ptr(), plan.total_bytes, plan.total_bytes, 1, plan.kind
+        )
 
 
 def serve(pipe: Connection, plan: Plan) -> None:
@@ -96,23 +104,39 @@ def check(memory: Memory, segments: Segments) -> None:
     import torch
 
     device, size = memory.bytes.device, segments.segment_bytes
-    order = torch.as_tensor(segments.remote_offsets[np.argsort(segments.local_offsets)], device=device)
+    order = torch.as_tensor(
+        segments.remote_offsets[np.argsort(segments.local_offsets)], device=device
+    )
     step = max(1, 64 * MIB // size)
     for first in range(0, len(order), step):
         part = order[first : first + step]
-        expected = ((part[:, None] + torch.arange(size, device=device)[None, :]) % PATTERN % 251).to(torch.uint8)
-        assert torch.equal(memory.bytes[first * size : first * size + expected.numel()].view(len(part), size), expected), "wrong bytes"
+        expected = (
+            (part[:, None] + torch.arange(size, device=device)[None, :]) % PATTERN % 251
+        ).to(torch.uint8)
+        assert torch.equal(
+            memory.bytes[first * size : first * size + expected.numel()].view(len(part), size),
+            expected,
+        ), "wrong bytes"
 
 
 def measure(
-    pipe: Connection, plan: Plan, segment_bytes: int, rounds: int, memory: Memory, transports: Mapping[str, DataTransport]
+    pipe: Connection,
+    plan: Plan,
+    segment_bytes: int,
+    rounds: int,
+    memory: Memory,
+    transports: Mapping[str, DataTransport],
 ) -> list[dict[str, Any]]:
     one = Segments(0, 0, plan.total_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
     segments = scattered(plan.total_bytes, segment_bytes, seed=segment_bytes)
     # Descriptors by the hundred thousand take seconds: of those fewer bytes are moved.
     most = 4096 if plan.device == "cuda" else len(segments.local_offsets)
-    few = Segments(0, 0, segment_bytes, segments.local_offsets[:most], segments.remote_offsets[:most])
-    ways = {"contiguous": ("plain", one), "plain": ("plain", few)} | {name: (name, segments) for name in transports if name != "plain"}
+    few = Segments(
+        0, 0, segment_bytes, segments.local_offsets[:most], segments.remote_offsets[:most]
+    )
+    ways = {"contiguous": ("plain", one), "plain": ("plain", few)} | {
+        name: (name, segments) for name in transports if name != "plain"
+    }
     for name, (transport, wanted) in ways.items():
         read(pipe, transport, transports[transport], wanted)
         if name.startswith("staged"):
@@ -123,7 +147,10 @@ def measure(
     for _ in range(rounds):
         for name, (transport, wanted) in ways.items():
             times[name].append(read(pipe, transport, transports[transport], wanted))
-    rates = {name: ways[name][1].total_bytes / statistics.median(each) / 1e9 for name, each in times.items()}
+    rates = {
+        name: ways[name][1].total_bytes / statistics.median(each) / 1e9
+        for name, each in times.items()
+    }
     return [
         {
             "segment_kib": segment_bytes / 1024,
@@ -139,15 +166,21 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--segments", type=int, nargs="+", default=[4, 16, 64], help="KiB")
-    parser.add_argument("--rings", nargs="+", default=["64/4"], help="MiB of the ring / MiB of a chunk")
+    parser.add_argument(
+        "--rings", nargs="+", default=["64/4"], help="MiB of the ring / MiB of a chunk"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    rings = tuple((int(ring), int(chunk)) for ring, _, chunk in (each.partition("/") for each in given.rings))
+    rings = tuple(
+        (int(ring), int(chunk)) for ring, _, chunk in (each.partition("/") for each in given.rings)
+    )
     plan = Plan(given.device, given.mib * MIB, rings)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -162,7 +195,10 @@ def main() -> int:
         transport.connect(PEER, offers[name], [region])
     for kib in given.segments:
         for row in measure(ours, plan, kib * 1024, given.rounds, memory, transports):
-            print(json.dumps(row) if given.json else "  ".join(f"{value}" for value in row.values()), flush=True)
+            print(
+                json.dumps(row) if given.json else "  ".join(f"{value}" for value in row.values()),
+                flush=True,
+            )
     ours.send("")
     producer.join(10)
     for transport in transports.values():

@@ -1,7 +1,8 @@
 """Property tests assert no time: on a busy machine a slow example says nothing about the code.
 
-Where several processes test, each takes a file at a time, the long ones first, so that all end at about the same time. Tests with real vLLM
-are as one file: its servers take memory, and several files share some.
+Where several processes test, each takes a file at a time, the long ones first, so that all end at
+about the same time. Tests with real vLLM are as one file: its servers take memory, and several
+files share some.
 """
 
 import sys

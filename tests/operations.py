@@ -10,7 +10,9 @@ __all__ = ["count_instructions"]
 
 
 def count_instructions(call: Callable[[], object]) -> int:
-    """Of this thread, in all Python functions that the call enters. What C code does by itself is not counted."""
+    """Of this thread, in all Python functions that the call enters. What C code does by itself is
+    not counted.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,5 +1,6 @@
-"""A machine that stands still for seconds, as virtual ones do, makes any test fail that waits for something. Such a failure says nothing:
-the test is run once more, and the report says so. A failure on a machine that went on is a failure.
+"""A machine that stands still for seconds, as virtual ones do, makes any test fail that waits for
+something. Such a failure says nothing: the test is run once more, and the report says so. A failure
+on a machine that went on is a failure.
 """
 
 import os
@@ -22,7 +23,9 @@ AFTER_EFFECT_S = 60.0
 
 KERNEL_LOG = Path("/dev/kmsg")
 STALLS = (b"detected stalls", b"self-detected stall", b"workqueue lockup")
-"""What Linux says when its own threads have not run for half a minute: what is new does not run either then, though this process may."""
+"""What Linux says when its own threads have not run for half a minute: what is new does not run
+either then, though this process may.
+"""
 
 
 class StallWatchdog:
@@ -63,7 +66,12 @@ def _open_end(log: Path) -> int | None:
     return opened
 
 
-def run_test(item: pytest.Item, nextitem: pytest.Item | None, pulse: StallWatchdog, say: Callable[[str], None]) -> None:
+def run_test(
+    item: pytest.Item,
+    nextitem: pytest.Item | None,
+    pulse: StallWatchdog,
+    say: Callable[[str], None],
+) -> None:
     began = time.monotonic()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)

@@ -56,33 +56,52 @@ def outcome(load: Callable[[dict[str, Any]], object], settings: dict[str, Any]) 
     return ""
 
 
-# -- KVTransferConfig ------------------------------------------------------------------------------------------------
+# -- KVTransferConfig --
 
 
 def test_defaults_are_those_of_the_seeds() -> None:
     config = KVTransferConfig.from_mapping(PULL)
     assert config.kv_load_failure_policy is FailurePolicy.FAIL
-    assert (config.kv_buffer_device, config.kv_port, config.enable_permute_local_kv) == ("auto", 14579, False)
+    assert (config.kv_buffer_device, config.kv_port, config.enable_permute_local_kv) == (
+        "auto",
+        14579,
+        False,
+    )
     extra = nixl()
     assert (extra.backends, extra.num_threads, extra.kv_lease_duration) == (("UCX",), 4, 30.0)
-    assert (extra.decoder_kv_blocks_ttl, extra.kv_recompute_threshold, extra.bidirectional_kv_xfer) == (480.0, 64, False)
+    assert (
+        extra.decoder_kv_blocks_ttl,
+        extra.kv_recompute_threshold,
+        extra.bidirectional_kv_xfer,
+    ) == (480.0, 64, False)
 
 
 def test_every_engine_gets_its_own_id() -> None:
-    assert KVTransferConfig.from_mapping(PULL).engine_id != KVTransferConfig.from_mapping(PULL).engine_id
+    assert (
+        KVTransferConfig.from_mapping(PULL).engine_id
+        != KVTransferConfig.from_mapping(PULL).engine_id
+    )
 
 
 @pytest.mark.parametrize(
-    ("role", "is_producer", "is_consumer"), [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)]
+    ("role", "is_producer", "is_consumer"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
 )
-def test_the_role_says_who_may_produce_and_consume(role: str, is_producer: bool, is_consumer: bool) -> None:
+def test_the_role_says_who_may_produce_and_consume(
+    role: str, is_producer: bool, is_consumer: bool
+) -> None:
     config = KVTransferConfig.from_mapping({**PULL, "kv_role": role})
     assert (config.is_kv_producer, config.is_kv_consumer) == (is_producer, is_consumer)
 
 
 @pytest.mark.parametrize("text", ["True", "true", True])
 def test_flags_may_be_written_as_text_because_the_seeds_do(text: object) -> None:
-    assert KVTransferConfig.from_mapping({**PULL, "enable_permute_local_kv": text}).enable_permute_local_kv is True
+    assert (
+        KVTransferConfig.from_mapping(
+            {**PULL, "enable_permute_local_kv": text}
+        ).enable_permute_local_kv
+        is True
+    )
     assert nixl(enable_cross_layers_blocks=text).enable_cross_layers_blocks is True
 
 
@@ -92,14 +111,24 @@ def test_the_permutation_may_be_switched_on_in_either_place() -> None:
 
 
 def test_a_config_survives_the_way_into_a_worker_process() -> None:
-    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_extra_config": {"transports": ["shm"], "kv_lease_duration": 3}})
+    config = KVTransferConfig.from_mapping(
+        {**PULL, "kv_connector_extra_config": {"transports": ["shm"], "kv_lease_duration": 3}}
+    )
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
     assert copy.extra == config.extra
 
 
 @pytest.mark.parametrize(
-    ("lease", "interval", "extension"), [(30, 5.0, 20.0), (60, 10.0, 40.0), (20, 3.0, 13.0), (6, 1.0, 4.0), (3, 0.5, 2.0), (1.5, 0.25, 1.0)]
+    ("lease", "interval", "extension"),
+    [
+        (30, 5.0, 20.0),
+        (60, 10.0, 40.0),
+        (20, 3.0, 13.0),
+        (6, 1.0, 4.0),
+        (3, 0.5, 2.0),
+        (1.5, 0.25, 1.0),
+    ],
 )
 def test_heartbeats_follow_from_the_lease(lease: float, interval: float, extension: float) -> None:
     extra = nixl(kv_lease_duration=lease)
@@ -115,21 +144,53 @@ def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kv_rol": "kv_both"}, "kv_rol is not a setting of --kv-transfer-config; did you mean kv_role?"),
-        ({"kv_role": "kv_bth"}, 'kv_role must be one of kv_producer, kv_consumer, kv_both, got "kv_bth"; did you mean kv_both?'),
-        ({"kv_load_failure_policy": "retry"}, 'kv_load_failure_policy must be one of fail, recompute, got "retry"'),
-        ({"kv_buffer_device": "disk"}, 'kv_buffer_device must be one of auto, cuda, cpu, got "disk"'),
+        (
+            {"kv_rol": "kv_both"},
+            "kv_rol is not a setting of --kv-transfer-config; did you mean kv_role?",
+        ),
+        (
+            {"kv_role": "kv_bth"},
+            'kv_role must be one of kv_producer, kv_consumer, kv_both, got "kv_bth"; did you mean '
+            "kv_both?",
+        ),
+        (
+            {"kv_load_failure_policy": "retry"},
+            'kv_load_failure_policy must be one of fail, recompute, got "retry"',
+        ),
+        (
+            {"kv_buffer_device": "disk"},
+            'kv_buffer_device must be one of auto, cuda, cpu, got "disk"',
+        ),
         ({"engine_id": 7}, "engine_id must be a text that is not empty, got 7"),
         ({"engine_id": ""}, 'engine_id must be a text that is not empty, got ""'),
         ({"kv_port": True}, "kv_port must be a port number from 0 to 65535, got true"),
         ({"enable_permute_local_kv": 1}, "enable_permute_local_kv must be true or false, got 1"),
         ({"kv_port": None}, "kv_port must be a port number from 0 to 65535, got null"),
-        ({"KV_ROLE": "kv_both"}, "KV_ROLE is not a setting of --kv-transfer-config; did you mean kv_role?"),
-        ({"zzz": 1}, "zzz is not a setting of --kv-transfer-config; remove it, or use one of the 13 in docs/configuration.md"),
-        ({"engine_id": "a b"}, 'engine_id is "a b", which has spaces or unprintable characters; remove them'),
-        ({"engine_id": "a\x7f"}, 'engine_id is "a\\u007f", which has spaces or unprintable characters; remove them'),
-        ({"engine_id": "a\n"}, 'engine_id is "a\\n", which has spaces or unprintable characters; remove them'),
-        ({"kv_connector_extra_config": [1]}, "kv_connector_extra_config must be an object, got [1]"),
+        (
+            {"KV_ROLE": "kv_both"},
+            "KV_ROLE is not a setting of --kv-transfer-config; did you mean kv_role?",
+        ),
+        (
+            {"zzz": 1},
+            "zzz is not a setting of --kv-transfer-config; remove it, or use one of the 13 in "
+            "docs/configuration.md",
+        ),
+        (
+            {"engine_id": "a b"},
+            'engine_id is "a b", which has spaces or unprintable characters; remove them',
+        ),
+        (
+            {"engine_id": "a\x7f"},
+            'engine_id is "a\\u007f", which has spaces or unprintable characters; remove them',
+        ),
+        (
+            {"engine_id": "a\n"},
+            'engine_id is "a\\n", which has spaces or unprintable characters; remove them',
+        ),
+        (
+            {"kv_connector_extra_config": [1]},
+            "kv_connector_extra_config must be an object, got [1]",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence: str) -> None:
@@ -140,34 +201,77 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
     ("extra", "sentence"),
     [
         ({"planes": ["shm"]}, "planes of NixlConnector is now called transports; rename it"),
-        ({"staging_ring_bytes": 1}, "staging_ring_bytes of NixlConnector is now called bounce_buffer_bytes; rename it"),
-        ({"kv_lease_duraton": 60}, "kv_lease_duraton is not a setting of NixlConnector; did you mean kv_lease_duration?"),
-        ({"kv_lease_duration": 0}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0"),
-        ({"kv_lease_duration": 0.49}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0.49"),
+        (
+            {"staging_ring_bytes": 1},
+            "staging_ring_bytes of NixlConnector is now called bounce_buffer_bytes; rename it",
+        ),
+        (
+            {"kv_lease_duraton": 60},
+            "kv_lease_duraton is not a setting of NixlConnector; did you mean kv_lease_duration?",
+        ),
+        (
+            {"kv_lease_duration": 0},
+            "kv_lease_duration must be a number of seconds of at least 0.5, got 0",
+        ),
+        (
+            {"kv_lease_duration": 0.49},
+            "kv_lease_duration must be a number of seconds of at least 0.5, got 0.49",
+        ),
         ({"read_timeout": 0}, "read_timeout must be a number of seconds above 0, got 0"),
-        ({"kv_lease_duration": -1}, "kv_lease_duration must be a number of seconds of at least 0.5, got -1"),
-        ({"kv_lease_duration": "60"}, 'kv_lease_duration must be a number of seconds of at least 0.5, got "60"'),
-        ({"kv_lease_duration": float("nan")}, "kv_lease_duration must be a number of seconds of at least 0.5, got NaN"),
-        ({"kv_lease_duration": float("inf")}, "kv_lease_duration must be a number of seconds of at least 0.5, got Infinity"),
+        (
+            {"kv_lease_duration": -1},
+            "kv_lease_duration must be a number of seconds of at least 0.5, got -1",
+        ),
+        (
+            {"kv_lease_duration": "60"},
+            'kv_lease_duration must be a number of seconds of at least 0.5, got "60"',
+        ),
+        (
+            {"kv_lease_duration": float("nan")},
+            "kv_lease_duration must be a number of seconds of at least 0.5, got NaN",
+        ),
+        (
+            {"kv_lease_duration": float("inf")},
+            "kv_lease_duration must be a number of seconds of at least 0.5, got Infinity",
+        ),
         ({"num_threads": True}, "num_threads must be a whole number of at least 1, got true"),
         ({"num_threads": "4"}, 'num_threads must be a whole number of at least 1, got "4"'),
         ({"backends": "UCX"}, 'backends must be a list of texts, got "UCX"'),
         ({"backends": []}, 'backends must name at least one NIXL backend, for example ["UCX"]'),
-        ({"transports": ["smh"]}, 'transports names "smh", which is no data transport; did you mean shm?'),
-        ({"peers": ["10.0.0.7"]}, 'peers has "10.0.0.7", which is no address; write host:port, for example 10.0.0.7:5600'),
+        (
+            {"transports": ["smh"]},
+            'transports names "smh", which is no data transport; did you mean shm?',
+        ),
+        (
+            {"peers": ["10.0.0.7"]},
+            'peers has "10.0.0.7", which is no address; write host:port, for example 10.0.0.7:5600',
+        ),
     ],
 )
-def test_a_wrong_extra_setting_is_named_by_its_dotted_key(extra: dict[str, Any], sentence: str) -> None:
-    assert refusal({**PULL, "kv_connector_extra_config": extra}) == f"kv_connector_extra_config.{sentence}"
+def test_a_wrong_extra_setting_is_named_by_its_dotted_key(
+    extra: dict[str, Any], sentence: str
+) -> None:
+    assert (
+        refusal({**PULL, "kv_connector_extra_config": extra})
+        == f"kv_connector_extra_config.{sentence}"
+    )
 
 
 @pytest.mark.parametrize("key", ["kv_connector", "kv_role"])
 def test_connector_and_role_must_be_given(key: str) -> None:
-    assert refusal({name: value for name, value in PULL.items() if name != key}).startswith(f"{key} is missing; set it")
+    assert refusal({name: value for name, value in PULL.items() if name != key}).startswith(
+        f"{key} is missing; set it"
+    )
 
 
 def test_keys_that_only_vllm_uses_are_accepted() -> None:
-    theirs = {"kv_rank": 0, "kv_parallel_size": 2, "kv_buffer_size": 5e9, "kv_ip": "10.0.0.1", "kv_port": 14579}
+    theirs = {
+        "kv_rank": 0,
+        "kv_parallel_size": 2,
+        "kv_buffer_size": 5e9,
+        "kv_ip": "10.0.0.1",
+        "kv_port": 14579,
+    }
     config = KVTransferConfig.from_mapping({**PULL, **theirs})
     assert {key: getattr(config, key) for key in theirs} == theirs
     assert KVTransferConfig.from_mapping({**PULL, "kv_buffer_size": "1e9"}).kv_buffer_size == "1e9"
@@ -176,18 +280,38 @@ def test_keys_that_only_vllm_uses_are_accepted() -> None:
 
 @pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
 def test_both_ways_of_handing_over_have_a_way_back(connector: str) -> None:
-    KVTransferConfig.from_mapping({**PULL, "kv_connector": connector, "kv_connector_extra_config": {"bidirectional_kv_xfer": True}})
+    KVTransferConfig.from_mapping(
+        {
+            **PULL,
+            "kv_connector": connector,
+            "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+        }
+    )
 
 
 def test_connectors_from_elsewhere_check_their_own_settings() -> None:
-    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_module_path": "their.module", "kv_connector_extra_config": {"any": 1}})
+    config = KVTransferConfig.from_mapping(
+        {
+            **PULL,
+            "kv_connector_module_path": "their.module",
+            "kv_connector_extra_config": {"any": 1},
+        }
+    )
     assert config.extra == FreeExtraConfig({"any": 1})
-    ours = {**PULL, "kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": {"any": 1}}
+    ours = {
+        **PULL,
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_connector_extra_config": {"any": 1},
+    }
     assert "any is not a setting" in refusal(ours)
 
 
 def multi(*connectors: object) -> dict[str, Any]:
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": list(connectors)}}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
 
 
 def test_the_connectors_of_a_multi_connector_share_its_engine_id() -> None:
@@ -200,31 +324,45 @@ def test_the_connectors_of_a_multi_connector_share_its_engine_id() -> None:
     ("child", "sentence"),
     [
         ({**PULL, "kv_role": 3}, "connectors[1].kv_role must be one of"),
-        ({**PULL, "kv_connector_extra_config": {"backnds": 1}}, "connectors[1].kv_connector_extra_config.backnds is not a setting of"),
+        (
+            {**PULL, "kv_connector_extra_config": {"backnds": 1}},
+            "connectors[1].kv_connector_extra_config.backnds is not a setting of",
+        ),
         ({**PULL, "engine_id": "x"}, "connectors[1].engine_id cannot be set"),
         (multi(PULL), "connectors[1].kv_connector cannot be MultiConnector again"),
         (3, "connectors[1] must be an object, got 3"),
     ],
 )
-def test_a_wrong_setting_inside_a_multi_connector_is_named_by_its_whole_path(child: object, sentence: str) -> None:
+def test_a_wrong_setting_inside_a_multi_connector_is_named_by_its_whole_path(
+    child: object, sentence: str
+) -> None:
     assert refusal(multi(PULL, child)).startswith(f"kv_connector_extra_config.{sentence}")
 
 
 def test_offloading_needs_to_know_how_much_memory() -> None:
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     assert refusal(config).startswith("kv_connector_extra_config.cpu_bytes_to_use is missing")
-    extra = KVTransferConfig.from_mapping({**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}).extra
+    extra = KVTransferConfig.from_mapping(
+        {**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}
+    ).extra
     assert isinstance(extra, OffloadingExtraConfig)
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-extra_keys = st.sampled_from([*NixlExtraConfig.__dataclass_fields__, "connectors", "cpu_bytes_to_use"]) | st.text()
+extra_keys = (
+    st.sampled_from([*NixlExtraConfig.__dataclass_fields__, "connectors", "cpu_bytes_to_use"])
+    | st.text()
+)
 likely_mappings = st.fixed_dictionaries(
     {},
     optional={
-        "kv_connector": st.sampled_from(["NixlConnector", "NixlPushConnector", "MultiConnector", "OffloadingConnector", "X"]) | json_values,
+        "kv_connector": st.sampled_from(
+            ["NixlConnector", "NixlPushConnector", "MultiConnector", "OffloadingConnector", "X"]
+        )
+        | json_values,
         "kv_role": st.sampled_from(["kv_both", "kv_producer"]) | json_values,
         "kv_connector_extra_config": st.dictionaries(extra_keys, json_values) | json_values,
         "kv_connector_module_path": json_values,
@@ -244,32 +382,47 @@ def test_any_json_becomes_settings_or_one_sentence(mapping: dict[str, Any]) -> N
     assert len(sentence) < 1000
 
 
-# -- environment -----------------------------------------------------------------------------------------------------
+# -- environment --
 
 
 def test_the_side_channel_is_on_this_machine_unless_told_otherwise() -> None:
     channel = SideChannelConfig.from_environment({})
-    assert (channel.bind_host, channel.advertised_host, channel.port) == ("127.0.0.1", "127.0.0.1", 5600)
+    assert (channel.bind_host, channel.advertised_host, channel.port) == (
+        "127.0.0.1",
+        "127.0.0.1",
+        5600,
+    )
     assert channel.is_local
 
 
 def test_a_variable_that_does_nothing_here_is_answered_with_the_setting_that_does() -> None:
     (sentence,) = ignored_variables({"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480"})
-    assert sentence.startswith("VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect here; set kv_lease_duration")
+    assert sentence.startswith(
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect here; set kv_lease_duration"
+    )
     assert ignored_variables({"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": ""}) == []
 
 
 def test_a_kvferry_variable_wins_over_the_one_of_vllm() -> None:
     environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601"}
-    assert SideChannelConfig.from_environment(environ) == SideChannelConfig("10.0.0.1", "10.0.0.1", 5601)
-    environ |= {"KVFERRY_SIDE_CHANNEL_HOST": "10.0.0.2", "KVFERRY_SIDE_CHANNEL_PORT": "0", "KVFERRY_SIDE_CHANNEL_BIND": "0.0.0.0"}
-    assert SideChannelConfig.from_environment(environ) == SideChannelConfig("0.0.0.0", "10.0.0.2", 0)
+    assert SideChannelConfig.from_environment(environ) == SideChannelConfig(
+        "10.0.0.1", "10.0.0.1", 5601
+    )
+    environ |= {
+        "KVFERRY_SIDE_CHANNEL_HOST": "10.0.0.2",
+        "KVFERRY_SIDE_CHANNEL_PORT": "0",
+        "KVFERRY_SIDE_CHANNEL_BIND": "0.0.0.0",
+    }
+    assert SideChannelConfig.from_environment(environ) == SideChannelConfig(
+        "0.0.0.0", "10.0.0.2", 0
+    )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "0", "[::]", "0:0:0:0:0:0:0:0"])
 def test_a_wildcard_is_never_advertised(host: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* set it to this machine's address and KVFERRY_SIDE_CHANNEL_BIND"
+        ConfigError,
+        match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* set it to this machine's address and KVFERRY_SIDE_CHANNEL_BIND",
     ):
         SideChannelConfig.from_environment({"VLLM_NIXL_SIDE_CHANNEL_HOST": host})
     with pytest.raises(ConfigError, match="no peer can dial"):
@@ -283,13 +436,26 @@ def test_a_port_is_a_number_up_to_65535(port: str) -> None:
 
 
 @given(st.text(), st.text(), st.text())
-def test_any_environment_becomes_a_side_channel_or_one_sentence(host: str, port: str, bind: str) -> None:
-    environ = {"KVFERRY_SIDE_CHANNEL_HOST": host, "KVFERRY_SIDE_CHANNEL_PORT": port, "KVFERRY_SIDE_CHANNEL_BIND": bind}
+def test_any_environment_becomes_a_side_channel_or_one_sentence(
+    host: str, port: str, bind: str
+) -> None:
+    environ = {
+        "KVFERRY_SIDE_CHANNEL_HOST": host,
+        "KVFERRY_SIDE_CHANNEL_PORT": port,
+        "KVFERRY_SIDE_CHANNEL_BIND": bind,
+    }
     assert outcome(SideChannelConfig.from_environment, environ).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"), [("localhost", True), ("127.0.0.9", True), ("::1", True), ("10.0.0.1", False), ("localhost.example", False)]
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("127.0.0.9", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+    ],
 )
 def test_only_the_loopback_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
@@ -298,8 +464,15 @@ def test_only_the_loopback_is_loopback(host: str, expected: bool) -> None:
 def test_the_layout_is_read_from_the_environment() -> None:
     assert kv_cache_layout_from_environment({}) is KVLayout.HND
     assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD"}) is KVLayout.NHD
-    assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD", "KVFERRY_KV_CACHE_LAYOUT": "HND"}) is KVLayout.HND
-    with pytest.raises(ConfigError, match='VLLM_KV_CACHE_LAYOUT must be one of HND, NHD, got "DHN"'):
+    assert (
+        kv_cache_layout_from_environment(
+            {"VLLM_KV_CACHE_LAYOUT": "NHD", "KVFERRY_KV_CACHE_LAYOUT": "HND"}
+        )
+        is KVLayout.HND
+    )
+    with pytest.raises(
+        ConfigError, match='VLLM_KV_CACHE_LAYOUT must be one of HND, NHD, got "DHN"'
+    ):
         kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "DHN"})
 
 
@@ -308,14 +481,17 @@ def test_no_faults_are_made_unless_asked_for() -> None:
     assert fault_spec_from_environment({"KVFERRY_FAULTS": " corrupt "}) == "corrupt"
 
 
-# -- secret ----------------------------------------------------------------------------------------------------------
+# -- secret --
 
 
 def test_the_operators_secret_is_taken_from_variable_or_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(f"{SECRET}\n")
     path.chmod(0o600)
-    from_file, from_text = ClusterSecret.load({"KVFERRY_SECRET_FILE": str(path)}), ClusterSecret.load({"KVFERRY_SECRET": SECRET})
+    from_file, from_text = (
+        ClusterSecret.load({"KVFERRY_SECRET_FILE": str(path)}),
+        ClusterSecret.load({"KVFERRY_SECRET": SECRET}),
+    )
     assert from_file.key == from_text.key == SECRET.encode()
     assert from_file.is_explicit
     assert from_text.is_explicit
@@ -352,7 +528,10 @@ def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 def test_a_secret_is_made_once_and_only_for_this_user(tmp_path: Path, variable: str) -> None:
-    first, second = ClusterSecret.load({variable: str(tmp_path)}), ClusterSecret.load({variable: str(tmp_path)})
+    first, second = (
+        ClusterSecret.load({variable: str(tmp_path)}),
+        ClusterSecret.load({variable: str(tmp_path)}),
+    )
     assert first.key == second.key
     assert len(first.key) == 64
     assert not first.is_explicit
@@ -371,7 +550,9 @@ def test_another_directory_has_another_secret(tmp_path: Path) -> None:
 
 
 def test_a_runtime_directory_that_is_not_there_is_not_used(tmp_path: Path) -> None:
-    secret = ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path / "missing"), "TMPDIR": str(tmp_path)})
+    secret = ClusterSecret.load(
+        {"XDG_RUNTIME_DIR": str(tmp_path / "missing"), "TMPDIR": str(tmp_path)}
+    )
     assert secret.source == str(tmp_path / f"kvferry-{os.geteuid()}" / "secret")
 
 
@@ -406,10 +587,24 @@ def test_an_emptied_secret_file_is_refused_not_used(tmp_path: Path) -> None:
 
 
 def test_processes_that_start_at_once_agree_on_the_secret(tmp_path: Path) -> None:
-    code = "import os; from kvferry.config import ClusterSecret; input(); print(ClusterSecret.load(os.environ).key.hex())"
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "KVFERRY_SECRET": "", "KVFERRY_SECRET_FILE": ""}
+    code = (
+        "import os; from kvferry.config import ClusterSecret; input(); "
+        "print(ClusterSecret.load(os.environ).key.hex())"
+    )
+    environ = {
+        **os.environ,
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "KVFERRY_SECRET": "",
+        "KVFERRY_SECRET_FILE": "",
+    }
     starters = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            text=True,
+        )
         for _ in range(4)
     ]
     try:
@@ -426,8 +621,14 @@ def test_processes_that_start_at_once_agree_on_the_secret(tmp_path: Path) -> Non
 
 
 def test_without_the_operators_secret_only_this_machine_is_reachable(tmp_path: Path) -> None:
-    made, given_one = ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path)}), ClusterSecret.load({"KVFERRY_SECRET": SECRET})
-    local, remote = SideChannelConfig(), SideChannelConfig(bind_host="0.0.0.0", advertised_host="10.0.0.1")
+    made, given_one = (
+        ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path)}),
+        ClusterSecret.load({"KVFERRY_SECRET": SECRET}),
+    )
+    local, remote = (
+        SideChannelConfig(),
+        SideChannelConfig(bind_host="0.0.0.0", advertised_host="10.0.0.1"),
+    )
     made.check_reach(local)
     given_one.check_reach(local)
     given_one.check_reach(remote)
@@ -438,7 +639,10 @@ def test_without_the_operators_secret_only_this_machine_is_reachable(tmp_path: P
 
 
 def test_the_example_of_the_seeds_is_valid() -> None:
-    text = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": 60}}'
+    text = (
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
+        '{"kv_lease_duration": 60}}'
+    )
     extra = KVTransferConfig.from_mapping(json.loads(text)).extra
     assert isinstance(extra, NixlExtraConfig)
     assert extra.kv_lease_duration == 60.0

@@ -1,4 +1,6 @@
-"""Documents that can be checked are checked: links lead somewhere, commands exist, every package is on the tour."""
+"""Documents that can be checked are checked: links lead somewhere, commands exist, every package is
+on the tour.
+"""
 
 import re
 import shlex
@@ -12,11 +14,32 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 COMMAND = re.compile(r"\bkvferry (--?[a-z-]+|[a-z][a-z-]+)")
-PROSE_AFTER_NAME = {"and", "is", "does", "needs", "has", "never", "on", "in", "as", "with", "only", "for", "or", "the", "carries", "moves"}
+PROSE_AFTER_NAME = {
+    "and",
+    "is",
+    "does",
+    "needs",
+    "has",
+    "never",
+    "on",
+    "in",
+    "as",
+    "with",
+    "only",
+    "for",
+    "or",
+    "the",
+    "carries",
+    "moves",
+}
 
 
 def local_links(path: Path) -> list[str]:
-    return [link for link in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link and not link.startswith("mailto:")]
+    return [
+        link
+        for link in LINK.findall(path.read_text(encoding="utf-8"))
+        if "://" not in link and not link.startswith("mailto:")
+    ]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -27,7 +50,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_code_exist(path: Path) -> None:
     """Inside backticks and code blocks, `kvferry WORD` is a command."""
-    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", path.read_text(encoding="utf-8"), flags=re.DOTALL))
+    code = "\n".join(
+        re.findall(r"```.*?```|`[^`\n]+`", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    )
     known = {*COMMANDS, "--version", "--help"} | PROSE_AFTER_NAME
     assert [word for word in COMMAND.findall(code) if word not in known] == []
 
@@ -35,7 +60,9 @@ def test_commands_in_code_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tests_that_are_named_exist(path: Path) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8"))
-    assert [f"{module}::{name}" for module, name in named if f"def {name}(" not in _text(ROOT / module)] == []
+    assert [
+        f"{module}::{name}" for module, name in named if f"def {name}(" not in _text(ROOT / module)
+    ] == []
 
 
 def _text(path: Path) -> str:
@@ -43,7 +70,11 @@ def _text(path: Path) -> str:
 
 
 def test_every_promise_about_faults_names_a_test() -> None:
-    rows = [line for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")][2:]
+    rows = [
+        line
+        for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ][2:]
     assert len(rows) >= 9
     assert [row for row in rows if "::test_" not in row] == []
 
@@ -71,8 +102,12 @@ def test_readme_and_the_page_on_vllm_show_the_same_commands() -> None:
 
 
 def test_no_document_or_source_names_a_machine() -> None:
-    """Paths of somebody's machine and addresses of package registries do not belong into the project."""
-    machine = re.compile(r"(?<![\w.])/(?:work|home|root|Users)/|pypi\.org|pythonhosted|download\.pytorch")
+    """Paths of somebody's machine and addresses of package registries do not belong into the
+    project.
+    """
+    machine = re.compile(
+        r"(?<![\w.])/(?:work|home|root|Users)/|pypi\.org|pythonhosted|download\.pytorch"
+    )
     files = [
         *DOCUMENTS,
         *ROOT.glob("src/**/*.py"),
@@ -82,7 +117,9 @@ def test_no_document_or_source_names_a_machine() -> None:
         ROOT / ".ci" / "run",
     ]
     assert [
-        str(path.relative_to(ROOT)) for path in files if path != Path(__file__) and machine.search(path.read_text(encoding="utf-8"))
+        str(path.relative_to(ROOT))
+        for path in files
+        if path != Path(__file__) and machine.search(path.read_text(encoding="utf-8"))
     ] == []
 
 
@@ -91,9 +128,15 @@ def test_the_commands_of_the_page_on_planning_run_and_write_the_table_it_shows(
 ) -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text('{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}')
+    (tmp_path / "tiny" / "config.json").write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}'
+    )
     monkeypatch.chdir(tmp_path)
-    commands = [shlex.split(line) for block in page.split("```")[1::2] for line in block.strip().splitlines()]
+    commands = [
+        shlex.split(line)
+        for block in page.split("```")[1::2]
+        for line in block.strip().splitlines()
+    ]
     outputs = []
     for words in commands:
         assert words[:2] == ["kvferry", "plan"]
@@ -103,4 +146,10 @@ def test_the_commands_of_the_page_on_planning_run_and_write_the_table_it_shows(
     cells = [cell.strip() for line in outputs[0].splitlines() for cell in line.split("|")]
     shown = page.split("for the sizes of Llama-3.1-70B:\n\n")[1].split("\n\n")[0].splitlines()
     assert len(shown) == 7
-    assert [cell for line in shown if "---" not in line for cell in map(str.strip, line.split("|")) if cell not in cells] == []
+    assert [
+        cell
+        for line in shown
+        if "---" not in line
+        for cell in map(str.strip, line.split("|"))
+        if cell not in cells
+    ] == []

@@ -1,4 +1,6 @@
-"""The protocol decides and does nothing: no clock, thread, socket, file, random number or log line."""
+"""The protocol decides and does nothing: no clock, thread, socket, file, random number or log
+line.
+"""
 
 import ast
 from pathlib import Path
@@ -28,14 +30,20 @@ def impurities(source: str) -> list[str]:
             module = node.module or ""
             if node.level or not _is_pure(module):
                 found.append("." * node.level + module)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in IMPURE_CALLS
+        ):
             found.append(f"{node.func.id}()")
     return found
 
 
 def _is_pure(module: str) -> bool:
     top = module.split(".")[0]
-    return top in PURE_STANDARD | PURE_OTHERS or any(module == ours or module.startswith(f"{ours}.") for ours in OURS)
+    return top in PURE_STANDARD | PURE_OTHERS or any(
+        module == ours or module.startswith(f"{ours}.") for ours in OURS
+    )
 
 
 @pytest.mark.parametrize("path", sorted(PROTOCOL.rglob("*.py")), ids=lambda path: path.stem)

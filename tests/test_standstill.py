@@ -1,4 +1,6 @@
-"""A failure is tried again where the machine stalled, and nowhere else: by a pytest of its own, that is stopped for a while."""
+"""A failure is tried again where the machine stalled, and nowhere else: by a pytest of its own,
+that is stopped for a while.
+"""
 
 import os
 import signal
@@ -32,12 +34,33 @@ def test_another(shared): pass
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stands_still", [True, False])
-def test_a_failure_is_tried_again_only_where_the_machine_stood_still(tmp_path: Path, stands_still: bool) -> None:
-    (tmp_path / "test_sample.py").write_text(TESTS.replace("WAIT_S", "2.0" if stands_still else "0.5"))
+def test_a_failure_is_tried_again_only_where_the_machine_stood_still(
+    tmp_path: Path, stands_still: bool
+) -> None:
+    (tmp_path / "test_sample.py").write_text(
+        TESTS.replace("WAIT_S", "2.0" if stands_still else "0.5")
+    )
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_protocol\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_sample.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "test_sample.py",
+    ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
         deadline = time.monotonic() + 60
         while not (tmp_path / "waiting").exists():
             assert time.monotonic() < deadline
@@ -53,9 +76,15 @@ def test_a_failure_is_tried_again_only_where_the_machine_stood_still(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("said", "is_standstill"), [("rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:", True), ("port 3 entered disabled state", False)]
+    ("said", "is_standstill"),
+    [
+        ("rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:", True),
+        ("port 3 entered disabled state", False),
+    ],
 )
-def test_what_the_kernel_says_of_itself_counts(tmp_path: Path, said: str, is_standstill: bool) -> None:
+def test_what_the_kernel_says_of_itself_counts(
+    tmp_path: Path, said: str, is_standstill: bool
+) -> None:
     log = tmp_path / "kmsg"
     log.write_text("BUG: workqueue lockup - long ago\n")
     pulse = StallWatchdog(log)

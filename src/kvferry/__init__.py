@@ -1,4 +1,6 @@
-"""kvferry carries the KV cache of a large language model from the engine that computed it to the engine that needs it."""
+"""kvferry carries the KV cache of a large language model from the engine that computed it to the
+engine that needs it.
+"""
 
 __all__ = ["__version__"]
 

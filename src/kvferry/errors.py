@@ -50,7 +50,10 @@ class IncompatiblePeer(RemoteProtocolError):
     def __init__(self, peer: str, differences: dict[str, tuple[object, object]]) -> None:
         self.peer = peer
         self.differences = differences
-        listed = "; ".join(f"{name}: ours {ours!r}, theirs {theirs!r}" for name, (ours, theirs) in differences.items())
+        listed = "; ".join(
+            f"{name}: ours {ours!r}, theirs {theirs!r}"
+            for name, (ours, theirs) in differences.items()
+        )
         super().__init__(f"peer {peer} is not compatible: {listed}")
 
 
@@ -63,10 +66,17 @@ class TransportError(KVFerryError):
 
 
 class RequestRefused(KVFerryError):
-    """An HTTP request that is not served. `status` is the answer's; `param` names the field at fault, if one is; `retry_after_s` says
-    that it is worth another try, and when."""
+    """An HTTP request that is not served. `status` is the answer's; `param` names the field at
+    fault, if one is; `retry_after_s` says that it is worth another try, and when.
+    """
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         self.message = message
         self.status = status
         self.param = param

@@ -1,4 +1,6 @@
-"""Past-tense facts. The transfer worker emits them; the engine, metrics and logs are views of them."""
+"""Past-tense facts. The transfer worker emits them; the engine, metrics and logs are views of
+them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -59,7 +61,9 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransferAbandoned:
-    """The blocks will not be used, but something may still write into them; `TransferFailed` follows when nothing can."""
+    """The blocks will not be used, but something may still write into them; `TransferFailed`
+    follows when nothing can.
+    """
 
     request: RequestId
     reason: str
@@ -91,7 +95,9 @@ class RetainedBlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDeferred:
-    """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is through."""
+    """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is
+    through.
+    """
 
     request: RequestId
 

@@ -1,8 +1,9 @@
-"""Pauses of some microseconds, for a thread that waits for a device and shares its interpreter with others.
+"""Pauses of some microseconds, for a thread that waits for a device and shares its interpreter with
+others.
 
-To release the GIL for a moment is not enough: whoever waits for it has to be woken first, which takes longer where
-processors are idle or shared, and by then the lock is taken again. A thread that polls without pause would keep an engine's thread out for
-milliseconds at a time.
+To release the GIL for a moment is not enough: whoever waits for it has to be woken first, which
+takes longer where processors are idle or shared, and by then the lock is taken again. A thread that
+polls without pause would keep an engine's thread out for milliseconds at a time.
 """
 
 import ctypes

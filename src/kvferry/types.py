@@ -107,7 +107,9 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a frame came from and a reply goes: an inbound connection's identity, or the address we dialled."""
+    """Where a frame came from and a reply goes: an inbound connection's identity, or the address we
+    dialled.
+    """
 
     identity: bytes
     dialled: str = ""
@@ -121,7 +123,9 @@ class AxisKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of what lies in a block: `count` of its kind, each `stride_bytes` after the one before."""
+    """One dimension of what lies in a block: `count` of its kind, each `stride_bytes` after the one
+    before.
+    """
 
     kind: AxisKind
     count: int
@@ -141,10 +145,14 @@ class Region:
     device: int = 0
     group: int = 0
     axes: tuple[Axis, ...] | None = None
-    """How layers, tokens and heads lie in a block, outermost first; what lies at one index is the same few bytes everywhere. Axes of one
-    element are left out. None: not known, so only whole blocks can move."""
+    """How layers, tokens and heads lie in a block, outermost first; what lies at one index is the
+    same few bytes everywhere. Axes of one element are left out. None: not known, so only whole
+    blocks can move.
+    """
     layers: tuple[str, ...] = ()
-    """The layers that share its blocks, in the order of the layer axis; empty: the one it is named after."""
+    """The layers that share its blocks, in the order of the layer axis; empty: the one it is named
+    after.
+    """
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -161,4 +169,6 @@ class Region:
 
     @property
     def size_bytes(self) -> int:
-        return (self.num_blocks - 1) * self.stride_bytes + self.block_bytes if self.num_blocks else 0
+        return (
+            (self.num_blocks - 1) * self.stride_bytes + self.block_bytes if self.num_blocks else 0
+        )

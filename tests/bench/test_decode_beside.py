@@ -1,4 +1,6 @@
-"""Decode steps beside transfers: the figures, and the whole with a real model and a real producer on this machine."""
+"""Decode steps beside transfers: the figures, and the whole with a real model and a real producer
+on this machine.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.decode_interference import HEADROOM_TOKENS, BackgroundReader, DecodeStream, Pace, StepTimes, make_rows
+from kvferry.bench.decode_interference import (
+    HEADROOM_TOKENS,
+    BackgroundReader,
+    DecodeStream,
+    Pace,
+    StepTimes,
+    make_rows,
+)
 from kvferry.bench.transfer.memory import HostAllocator
 from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer.processes import Shape, start_producer
@@ -19,13 +28,33 @@ COMMAND = [sys.executable, "-m", "kvferry", "bench", "decode-interference"]
 
 
 def test_rows_compare_every_pace_with_decoding_alone() -> None:
-    alone, beside = StepTimes([0.010] * 99 + [0.020]), StepTimes([0.011] * 50 + [0.013] * 50, [0.002] * 10)
+    alone, beside = (
+        StepTimes([0.010] * 99 + [0.020]),
+        StepTimes([0.011] * 50 + [0.013] * 50, [0.002] * 10),
+    )
     rows = make_rows({Pace.NONE: alone, Pace.EVERY_10_MS: beside, Pace.WITHOUT_PAUSE: StepTimes()})
     assert [row["pace"] for row in rows] == ["none", "every 10 ms", "without pause"]
-    assert (rows[0]["step_ms_p50"], rows[0]["p50_ratio"], rows[0]["p99_ratio"], rows[0]["transfers"]) == (10.0, 1.0, 1.0, 0)
-    assert (rows[1]["step_ms_p50"], rows[1]["p50_ratio"], rows[1]["step_ms_p99"]) == (12.0, 1.2, 13.0)
-    assert (rows[1]["transfers"], rows[1]["transfer_ms_p50"], rows[1]["moved_gbps"]) == (10, 2.0, 0.56)
-    assert (rows[2]["step_ms_p50"], rows[2]["p50_ratio"], rows[2]["moved_gbps"]) == (None, None, None)
+    assert (
+        rows[0]["step_ms_p50"],
+        rows[0]["p50_ratio"],
+        rows[0]["p99_ratio"],
+        rows[0]["transfers"],
+    ) == (10.0, 1.0, 1.0, 0)
+    assert (rows[1]["step_ms_p50"], rows[1]["p50_ratio"], rows[1]["step_ms_p99"]) == (
+        12.0,
+        1.2,
+        13.0,
+    )
+    assert (rows[1]["transfers"], rows[1]["transfer_ms_p50"], rows[1]["moved_gbps"]) == (
+        10,
+        2.0,
+        0.56,
+    )
+    assert (rows[2]["step_ms_p50"], rows[2]["p50_ratio"], rows[2]["moved_gbps"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_stream_decodes_for_ever_within_its_blocks(tmp_path: Path) -> None:
@@ -50,7 +79,11 @@ def test_a_transfer_that_fails_is_told_to_whoever_decodes() -> None:
 @pytest.mark.slow
 def test_every_pace_is_measured_in_one_run() -> None:
     ran = subprocess.run(
-        [*COMMAND, "--json", "--seconds", "0.8", "--context", "64"], capture_output=True, text=True, timeout=100, check=False
+        [*COMMAND, "--json", "--seconds", "0.8", "--context", "64"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
@@ -59,14 +92,23 @@ def test_every_pace_is_measured_in_one_run() -> None:
         ("every 10 ms", True),
         ("without pause", True),
     ]
-    assert all(row[key] > 0 for row in told["rows"] for key in ("steps", "step_ms_p50", "step_ms_p99", "p50_ratio", "p99_ratio"))
+    assert all(
+        row[key] > 0
+        for row in told["rows"]
+        for key in ("steps", "step_ms_p50", "step_ms_p99", "p50_ratio", "p99_ratio")
+    )
     assert told["machine"]["transport"] == "shm"
 
 
 @pytest.mark.slow
 def test_a_device_or_transport_that_is_not_there_is_refused_in_a_sentence() -> None:
-    for arguments, label in ((["--device", "tpu"], "cpu, cuda or cuda:N"), (["--transport", "nope"], "no transport nope")):
-        ran = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    for arguments, label in (
+        (["--device", "tpu"], "cpu, cuda or cuda:N"),
+        (["--transport", "nope"], "no transport nope"),
+    ):
+        ran = subprocess.run(
+            [*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False
+        )
         assert ran.returncode != 0
         assert label in ran.stderr
         assert "Traceback" not in ran.stderr

@@ -19,7 +19,9 @@ from kvferry.bench.figures import quantile, ratio, rounded
         ([4.0, 2.0], 1.0, 4.0),
     ],
 )
-def test_a_quantile_lies_between_its_neighbours(values: list[float], share: float, expected: float) -> None:
+def test_a_quantile_lies_between_its_neighbours(
+    values: list[float], share: float, expected: float
+) -> None:
     assert quantile(values, share) == pytest.approx(expected)
 
 

@@ -1,4 +1,6 @@
-"""What stays flat is called flat; what grows is not, however slowly, once it is more than is allowed."""
+"""What stays flat is called flat; what grows is not, however slowly, once it is more than is
+allowed.
+"""
 
 import random
 

@@ -20,14 +20,30 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "multiturn", "--json", "--conversations", "1", "--turns", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "bench",
+        "multiturn",
+        "--json",
+        "--conversations",
+        "1",
+        "--turns",
+        "3",
+    ]
     lengths = ["--first-tokens", "320", "--answer-tokens", "80", "--prefix-caching", "off"]
     ran = subprocess.run([*command, *lengths], capture_output=True, text=True, timeout=480)
     assert ran.stdout, ran.stderr
-    rows: dict[tuple[bool, int], dict[str, Any]] = {(row["reuse"], row["turn"]): row for row in json.loads(ran.stdout)["rows"]}
+    rows: dict[tuple[bool, int], dict[str, Any]] = {
+        (row["reuse"], row["turn"]): row for row in json.loads(ran.stdout)["rows"]
+    }
     assert len(rows) == 2 * 3
     for row in rows.values():
-        assert row["computed_tokens"] + row["cached_tokens"] + row["pulled_tokens"] == row["prompt_tokens"]
+        assert (
+            row["computed_tokens"] + row["cached_tokens"] + row["pulled_tokens"]
+            == row["prompt_tokens"]
+        )
         # Blocks move whole.
         assert row["pulled_bytes"] == -(-row["pulled_tokens"] // BLOCK) * BLOCK * TOKEN_BYTES
         assert row["pulled_tokens"] == 0 or row["reuse"]
@@ -40,18 +56,44 @@ def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
         assert rows[False, after]["computed_tokens"] == rows[False, after]["prompt_tokens"]
 
 
-def turn(arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int) -> TurnSample:
-    return TurnSample(arrangement, reuse, number, 100 * number, ttft_s, PrefillCounts(computed, 0, 100 * number - computed, 8))
+def turn(
+    arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int
+) -> TurnSample:
+    return TurnSample(
+        arrangement,
+        reuse,
+        number,
+        100 * number,
+        ttft_s,
+        PrefillCounts(computed, 0, 100 * number - computed, 8),
+    )
 
 
 def test_a_row_sums_up_one_turn_beside_the_same_without_reuse() -> None:
-    turns = [turn(UNCACHED, 2, reuse, ttft, computed) for reuse, ttft, computed in ((True, 0.01, 20), (False, 0.04, 200), (True, 0.03, 40))]
+    turns = [
+        turn(UNCACHED, 2, reuse, ttft, computed)
+        for reuse, ttft, computed in ((True, 0.01, 20), (False, 0.04, 200), (True, 0.03, 40))
+    ]
     turns += [turn(CACHED, 1, False, 0.05, 100)]
     first, plain, reused = make_rows(turns)
     assert (first["prefill_engines"], first["turn"], first["of_no_reuse"]) == (2, 1, 1.0)
-    assert (plain["reuse"], plain["ttft_p50_ms"], plain["computed_tokens"], plain["of_no_reuse"]) == (False, 40.0, 200, 1.0)
-    assert (reused["reuse"], reused["ttft_p50_ms"], reused["of_no_reuse"], reused["prompt_tokens"]) == (True, 20.0, 0.5, 200)
-    assert (reused["computed_tokens"], reused["pulled_tokens"], reused["pulled_bytes"]) == (20, 160, 8)
+    assert (
+        plain["reuse"],
+        plain["ttft_p50_ms"],
+        plain["computed_tokens"],
+        plain["of_no_reuse"],
+    ) == (False, 40.0, 200, 1.0)
+    assert (
+        reused["reuse"],
+        reused["ttft_p50_ms"],
+        reused["of_no_reuse"],
+        reused["prompt_tokens"],
+    ) == (True, 20.0, 0.5, 200)
+    assert (reused["computed_tokens"], reused["pulled_tokens"], reused["pulled_bytes"]) == (
+        20,
+        160,
+        8,
+    )
 
 
 def test_conversations_without_length_are_refused() -> None:
@@ -60,4 +102,7 @@ def test_conversations_without_length_are_refused() -> None:
 
 
 def test_a_conversation_is_as_long_as_all_that_is_said_in_it() -> None:
-    assert Lengths(turns=3, first_tokens=100, user_tokens=10, answer_tokens=5).total == 100 + 2 * 10 + 3 * 5
+    assert (
+        Lengths(turns=3, first_tokens=100, user_tokens=10, answer_tokens=5).total
+        == 100 + 2 * 10 + 3 * 5
+    )

@@ -1,4 +1,6 @@
-"""Both benchmarks for real, with the smallest load: every number is there and makes sense. No time is judged here."""
+"""Both benchmarks for real, with the smallest load: every number is there and makes sense. No time
+is judged here.
+"""
 
 import json
 import os
@@ -20,16 +22,25 @@ Bench = Callable[..., Any]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bench:
-    """The command. Servers whose names do not begin with `anew` come out of the nursery, which has imported vLLM already."""
+    """The command. Servers whose names do not begin with `anew` come out of the nursery, which has
+    imported vLLM already.
+    """
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
-    # Transports that tests open in this process set variables of these libraries; what a server finds is the operator's.
-    for name in [name for name in os.environ if name.startswith(("UCX_", "NIXL_")) and name not in GIVEN]:
+    # Transports that tests open in this process set variables of these libraries; what a server
+    # finds is the operator's.
+    for name in [
+        name for name in os.environ if name.startswith(("UCX_", "NIXL_")) and name not in GIVEN
+    ]:
         monkeypatch.delenv(name)
 
     def run(*arguments: str, anew: tuple[str, ...] = ()) -> Any:
-        def child(name: str, command: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
-            return ChildProcess(name, command, environment, spawn_process if name.startswith(anew) else VLLM.start)
+        def child(
+            name: str, command: Sequence[str], environment: Mapping[str, str]
+        ) -> ChildProcess:
+            return ChildProcess(
+                name, command, environment, spawn_process if name.startswith(anew) else VLLM.start
+            )
 
         monkeypatch.setattr(vllm_servers, "ChildProcess", child)
         code = main(["bench", *arguments, "--json", "--vllm-python", str(PYTHON)])
@@ -47,7 +58,13 @@ def test_handover_is_measured_for_both_connectors(bench: Bench) -> None:
     (row,) = result["rows"]
     assert row["prompt_tokens"] == 128
     for who in ("ours", "stock"):
-        assert 0 < row[f"{who}_ms_min"] <= row[f"{who}_ms_p50"] <= row[f"{who}_ms_p90"] <= row[f"{who}_ms_max"]
+        assert (
+            0
+            < row[f"{who}_ms_min"]
+            <= row[f"{who}_ms_p50"]
+            <= row[f"{who}_ms_p90"]
+            <= row[f"{who}_ms_max"]
+        )
     assert row["floor_ms_p50"] > 0
     assert row["stock_transfer_ms_p50"] > 0, "the bytes did not move"
     assert row["ratio"] == pytest.approx(row["ours_ms_p50"] / row["stock_ms_p50"], rel=0.05)
@@ -65,4 +82,6 @@ def test_steps_are_measured_for_both_connectors(bench: Bench) -> None:
     assert min(result["handover"][f"{who}_ms_p50"] for who in ("ours", "stock")) > 0
     idle = {(row["role"], row["side"]): row for row in result["idle_rows"]}
     # While leases are held, vLLM steps on although nothing is to be computed.
-    assert min(idle["prefill", "worker"]["ours_steps"], idle["prefill", "worker"]["stock_steps"]) > 0
+    assert (
+        min(idle["prefill", "worker"]["ours_steps"], idle["prefill", "worker"]["stock_steps"]) > 0
+    )

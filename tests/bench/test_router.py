@@ -1,4 +1,6 @@
-"""The router benchmark: every answer is verified, and a router that is wrong is seen, in real processes. No time is asserted."""
+"""The router benchmark: every answer is verified, and a router that is wrong is seen, in real
+processes. No time is asserted.
+"""
 
 import json
 import subprocess
@@ -16,7 +18,8 @@ from kvferry.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 TALK = BenchMessages(1000)
 
-# With the flags of vLLM's toy proxy. Every third request that it is asked, it does what its `WRONG` says.
+# With the flags of vLLM's toy proxy. Every third request that it is asked, it does what its `WRONG`
+# says.
 WRONG_ROUTER = """
 import argparse, itertools, json
 import aiohttp
@@ -62,7 +65,17 @@ web.run_app(app, host=given.host, port=int(given.port), print=None)
 
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry", "bench", "router", "--json", "--repeats", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "bench",
+        "router",
+        "--json",
+        "--repeats",
+        "1",
+        *flags,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
@@ -75,12 +88,29 @@ def rows_of(ran: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [1, EVENTS])
 def test_every_request_through_our_router_is_verified(writes: int) -> None:
-    flags = ["--routers", "direct", "kvferry", "--requests", "30", "--concurrency", "1", "8", "--prompt-bytes", "100", "200k"]
+    flags = [
+        "--routers",
+        "direct",
+        "kvferry",
+        "--requests",
+        "30",
+        "--concurrency",
+        "1",
+        "8",
+        "--prompt-bytes",
+        "100",
+        "200k",
+    ]
     ran = bench(*flags, "--writes", str(writes))
     rows = rows_of(ran)
     assert ran.returncode == 0
     where = [(row["prompt_bytes"], row["concurrency"], row["router"]) for row in rows]
-    assert where == [(size, count, router) for size in (100, 200_000) for count in (1, 8) for router in ("direct", "kvferry")]
+    assert where == [
+        (size, count, router)
+        for size in (100, 200_000)
+        for count in (1, 8)
+        for router in ("direct", "kvferry")
+    ]
     assert {(row["requests"], row["failed"]) for row in rows} == {(30, 0)}
     assert all(row["rps"] > 0 and row["ttfb_p50_ms"] > 0 and row["of_direct"] > 0 for row in rows)
     assert [row["cpu_s_per_1k"] is None for row in rows] == [True, False] * 4
@@ -96,7 +126,9 @@ def test_every_request_through_the_routers_of_others_is_verified(router: Router)
     ran = bench("--routers", router, *flags, "--router-python", str(tools.python))
     rows = rows_of(ran)
     assert ran.returncode == 0
-    assert [(row["router"], row["requests"], row["failed"]) for row in rows] == [(router, 30, 0)] * 4
+    assert [(row["router"], row["requests"], row["failed"]) for row in rows] == [
+        (router, 30, 0)
+    ] * 4
 
 
 @pytest.mark.slow
@@ -112,25 +144,35 @@ def test_every_request_through_the_routers_of_others_is_verified(router: Router)
         ("cut", "the connection was closed before the answer was whole"),
     ],
 )
-def test_a_router_that_is_wrong_now_and_then_is_seen(wrong: str, why: str | None, tmp_path: Path) -> None:
+def test_a_router_that_is_wrong_now_and_then_is_seen(
+    wrong: str, why: str | None, tmp_path: Path
+) -> None:
     program = tmp_path / "wrong_router.py"
     program.write_text(f"WRONG = {wrong!r}\n{WRONG_ROUTER}")
     flags = ["--routers", "toy", "--requests", "20", "--concurrency", "1", "--prompt-bytes", "1k"]
     ran = bench(*flags, "--toy-proxy", str(program), "--router-python", sys.executable)
     (row,) = rows_of(ran)
-    # One request before it counts as started and four to warm up; the third is wrong and every third after it.
+    # One request before it counts as started and four to warm up; the third is wrong and every
+    # third after it.
     expected = {} if why is None else {why: 8}
     assert row["failures"] == expected
-    assert (row["failed"], row["requests"], ran.returncode) == ((0, 20, 0) if why is None else (8, 13, 1))
+    assert (row["failed"], row["requests"], ran.returncode) == (
+        (0, 20, 0) if why is None else (8, 13, 1)
+    )
 
 
 def test_d_wants_the_parameters_of_its_own_request_and_each_once() -> None:
     ledger = PrefillLedger(TALK)
-    first, second = (answer.partition(b"\r\n\r\n")[2] for answer in (ledger.next_answer(), ledger.next_answer()))
+    first, second = (
+        answer.partition(b"\r\n\r\n")[2] for answer in (ledger.next_answer(), ledger.next_answer())
+    )
     assert first != second
     assert ledger.decode_mismatch(TALK.decode_body(second)) is None
     assert ledger.decode_mismatch(TALK.decode_body(first)) is None
-    assert ledger.decode_mismatch(TALK.decode_body(first)) == "D got parameters that P did not write for this request"
+    assert (
+        ledger.decode_mismatch(TALK.decode_body(first))
+        == "D got parameters that P did not write for this request"
+    )
     assert ledger.decode_mismatch(TALK.request_body) == "D did not get P's parameters"
     assert ledger.decode_mismatch(b'{"prompt":""}') == "D did not get the prompt"
 
@@ -140,19 +182,30 @@ def test_parameters_are_found_wherever_a_router_puts_them() -> None:
     for place in ("first", "last", "between"):
         params = json.loads(ledger.next_answer().partition(b"\r\n\r\n")[2])["kv_transfer_params"]
         fields = json.loads(ledger.messages.request_body)
-        parts = {"first": [{"kv_transfer_params": params}, fields], "last": [fields, {"kv_transfer_params": params}]}
+        parts = {
+            "first": [{"kv_transfer_params": params}, fields],
+            "last": [fields, {"kv_transfer_params": params}],
+        }
         parts["between"] = [fields, {"kv_transfer_params": params}, {"user": "x" * 100_000}]
-        body = json.dumps({key: value for part in parts[place] for key, value in part.items()}, indent=1).encode()
+        body = json.dumps(
+            {key: value for part in parts[place] for key, value in part.items()}, indent=1
+        ).encode()
         assert ledger.decode_mismatch(body) is None, place
 
 
 @pytest.mark.parametrize("size", [1, 100, 1024, 65536])
 def test_a_prompt_is_as_long_as_it_was_asked_for(size: int) -> None:
-    empty = len(json.dumps({**json.loads(BenchMessages(size).request_body), "prompt": ""}, separators=(",", ":")))
+    empty = len(
+        json.dumps(
+            {**json.loads(BenchMessages(size).request_body), "prompt": ""}, separators=(",", ":")
+        )
+    )
     assert len(BenchMessages(size).request_body) - empty == size
 
 
-def sample(rps: float, ttfb_ms: float, failures: dict[str, int] | None = None, cpu: float | None = None) -> Sample:
+def sample(
+    rps: float, ttfb_ms: float, failures: dict[str, int] | None = None, cpu: float | None = None
+) -> Sample:
     return Sample(rps, ttfb_ms, 2 * ttfb_ms, 0.5, 0.0, 10, failures or {}, cpu)
 
 
@@ -160,15 +213,36 @@ def test_a_row_tells_medians_and_what_a_router_adds() -> None:
     cell = RouterCell(1024, 16)
     cell.samples = {
         Router.DIRECT: [sample(1000, 1.0)] * 3,
-        Router.KVFERRY: [sample(100, 9.0, cpu=3.0), sample(500, 3.0, cpu=0.5), sample(600, 2.0, {"lost": 2}, cpu=0.4)],
+        Router.KVFERRY: [
+            sample(100, 9.0, cpu=3.0),
+            sample(500, 3.0, cpu=0.5),
+            sample(600, 2.0, {"lost": 2}, cpu=0.4),
+        ],
         Router.TOY: [sample(50, 30.0, cpu=9.0)],
     }
     direct, ours, toy = make_rows([cell])
-    assert (ours["rps"], ours["rps_min"], ours["rps_max"], ours["of_direct"], ours["of_toy"]) == (500, 100, 600, 0.5, 10.0)
-    assert (ours["ttfb_p50_ms"], ours["added_p50_ms"], ours["added_p99_ms"], ours["cpu_s_per_1k"]) == (3.0, 2.0, 4.0, 0.5)
+    assert (ours["rps"], ours["rps_min"], ours["rps_max"], ours["of_direct"], ours["of_toy"]) == (
+        500,
+        100,
+        600,
+        0.5,
+        10.0,
+    )
+    assert (
+        ours["ttfb_p50_ms"],
+        ours["added_p50_ms"],
+        ours["added_p99_ms"],
+        ours["cpu_s_per_1k"],
+    ) == (3.0, 2.0, 4.0, 0.5)
     assert (ours["requests"], ours["failed"], ours["failures"]) == (30, 2, {"lost": 2})
-    assert (direct["added_p50_ms"], direct["cpu_s_per_1k"], toy["of_vllm_router"]) == (None, None, None)
-    told = table([direct, ours, toy], {"repeats": 3, "seconds": 2.0, "requests": None, "skipped": {}})
+    assert (direct["added_p50_ms"], direct["cpu_s_per_1k"], toy["of_vllm_router"]) == (
+        None,
+        None,
+        None,
+    )
+    told = table(
+        [direct, ours, toy], {"repeats": 3, "seconds": 2.0, "requests": None, "skipped": {}}
+    )
     assert "2 × lost" in told
 
 
@@ -182,7 +256,19 @@ def test_a_router_whose_packages_are_missing_is_left_out_with_the_fix(tmp_path: 
         assert note is not None
         assert package in note
         assert "make setup-vllm" in note
-    ran = bench("--routers", "toy", "direct", "--requests", "2", "--concurrency", "1", "--prompt-bytes", "10", "--router-python", str(bare))
+    ran = bench(
+        "--routers",
+        "toy",
+        "direct",
+        "--requests",
+        "2",
+        "--concurrency",
+        "1",
+        "--prompt-bytes",
+        "10",
+        "--router-python",
+        str(bare),
+    )
     assert [row["router"] for row in rows_of(ran)] == ["direct"]
     assert "left out: toy needs fastapi" in ran.stderr
     assert "fastapi" in json.loads(ran.stdout)["machine"]["skipped"]["toy"]
@@ -203,7 +289,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         assert why in ran.stderr
 
 
-def test_the_environment_beside_us_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_beside_us_is_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert default_router_python() == Path(sys.executable)
     python = tmp_path / ".venv-router" / "bin" / "python"

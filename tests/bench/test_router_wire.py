@@ -1,4 +1,6 @@
-"""HTTP of the router benchmark: messages come whole however they are cut, and what is no message is refused."""
+"""HTTP of the router benchmark: messages come whole however they are cut, and what is no message is
+refused.
+"""
 
 from itertools import pairwise
 
@@ -29,7 +31,11 @@ places = st.lists(st.integers(min_value=0, max_value=10_000), max_size=12)
 @given(places)
 def test_requests_come_whole_and_in_order_however_they_are_cut(where: list[int]) -> None:
     reader = StubRequestReader()
-    found = [request for segment in cut(PLAIN + BARE + CHUNKED + PLAIN, where) for request in reader.feed(segment)]
+    found = [
+        request
+        for segment in cut(PLAIN + BARE + CHUNKED + PLAIN, where)
+        for request in reader.feed(segment)
+    ]
     post = b"POST /v1/completions HTTP/1.1"
     assert [(request.line, request.body) for request in found] == [
         (post, b"hello"),
@@ -44,13 +50,19 @@ def test_requests_come_whole_and_in_order_however_they_are_cut(where: list[int])
 def test_an_answer_comes_whole_however_it_is_cut(answer: bytes, where: list[int]) -> None:
     reader = ResponseReader()
     for _ in range(2):
-        found = [whole for segment in cut(answer, where) if (whole := reader.feed(segment)) is not None]
-        assert [(whole.status, whole.body, whole.keeps_alive) for whole in found] == [(200, b"hello", True)]
+        found = [
+            whole for segment in cut(answer, where) if (whole := reader.feed(segment)) is not None
+        ]
+        assert [(whole.status, whole.body, whole.keeps_alive) for whole in found] == [
+            (200, b"hello", True)
+        ]
 
 
 def test_a_sender_that_asks_first_is_told_to_go_on() -> None:
     reader = StubRequestReader()
-    assert reader.feed(b"POST / HTTP/1.1\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n") == []
+    assert (
+        reader.feed(b"POST / HTTP/1.1\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n") == []
+    )
     assert reader.wants_continue
     assert [request.body for request in reader.feed(b"hello")] == [b"hello"]
     assert not reader.wants_continue
@@ -73,7 +85,10 @@ def test_an_answer_with_a_length_does_not_end_with_its_connection() -> None:
 
 def test_text_that_looks_like_the_last_chunk_does_not_end_an_answer() -> None:
     reader = ResponseReader()
-    assert reader.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\na\r\ndata:0\r\n\r\n") is None
+    assert (
+        reader.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\na\r\ndata:0\r\n\r\n")
+        is None
+    )
     answer = reader.feed(b"\r\n0\r\n\r\n")
     assert answer is not None
     assert answer.body == b"data:0\r\n\r\n"

@@ -1,4 +1,6 @@
-"""A small soak: real engine processes, every ending, all blocks free; and what it calls a problem."""
+"""A small soak: real engine processes, every ending, all blocks free; and what it calls a
+problem.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
         started = {}
         for transport, transfers in TRANSFERS.items():
             words = [*command, "--transports", transport, "--transfers", str(transfers)]
-            started[transport] = stack.enter_context(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True))
+            started[transport] = stack.enter_context(
+                subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
+            )
             stack.callback(started[transport].kill)
         yield started
 
@@ -35,12 +39,18 @@ def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", TRANSFERS)
-def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[str]"], transport: str) -> None:
+def test_many_transfers_leave_nothing_behind(
+    soaks: dict[str, "subprocess.Popen[str]"], transport: str
+) -> None:
     transfers = TRANSFERS[transport]
     output, errors = soaks[transport].communicate(timeout=380)
     assert output, errors
     (run,) = json.loads(output)["runs"]
-    assert (run["errors"], run["wrong_tokens"], run["used_blocks"]) == ({}, 0, {"prefill": 0, "decode": 0})
+    assert (run["errors"], run["wrong_tokens"], run["used_blocks"]) == (
+        {},
+        0,
+        {"prefill": 0, "decode": 0},
+    )
     assert run["transfers"] >= transfers
     assert run["moved"][transport] >= transfers, "each of them was a read"
     assert set(run["aborted"]) == set(ABORTED_OUTCOMES), "each kind of end was met"
@@ -51,9 +61,13 @@ def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[
         assert rows["threads"]["is_flat"]
 
 
-def result(tally: SoakTally | None = None, used_blocks: int = 0, verdict: Verdict | None = None) -> SoakResult:
+def result(
+    tally: SoakTally | None = None, used_blocks: int = 0, verdict: Verdict | None = None
+) -> SoakResult:
     verdicts = {} if verdict is None else {"decode": {"rss_bytes": verdict}}
-    return SoakResult("shm", tally or SoakTally(), 1.0, {}, {}, {"prefill": used_blocks, "decode": 0}, verdicts)
+    return SoakResult(
+        "shm", tally or SoakTally(), 1.0, {}, {}, {"prefill": used_blocks, "decode": 0}, verdicts
+    )
 
 
 def test_a_good_run_has_no_problems() -> None:
@@ -86,4 +100,6 @@ def test_a_process_is_looked_at_with_all_it_holds() -> None:
 
 
 def test_the_driver_s_word_on_processes_is_read_as_far_as_it_says_something() -> None:
-    assert parse_device_bytes("12, 500\n13, [N/A]\n12, 24\n\nNo running processes found\n") == {12: 524 * 2**20}
+    assert parse_device_bytes("12, 500\n13, [N/A]\n12, 24\n\nNo running processes found\n") == {
+        12: 524 * 2**20
+    }

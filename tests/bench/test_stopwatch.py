@@ -1,4 +1,6 @@
-"""The stopwatch times what the engine calls and changes nothing else. Needs no vLLM: any class will do."""
+"""The stopwatch times what the engine calls and changes nothing else. Needs no vLLM: any class will
+do.
+"""
 
 import json
 import threading
@@ -78,7 +80,11 @@ def test_every_call_is_counted_and_nested_ones_once(connector: Any, tmp_path: Pa
         connector.fails()
     connector.shutdown()
     totals = written(tmp_path)
-    assert {name: method["calls"] for name, method in totals.items()} == {"outer": 3, "inner": 1, "fails": 1}
+    assert {name: method["calls"] for name, method in totals.items()} == {
+        "outer": 3,
+        "inner": 1,
+        "fails": 1,
+    }
     assert totals["outer"]["total_s"] >= totals["outer"]["max_s"] > 0
     assert connector.ended == 1
 
@@ -93,7 +99,11 @@ def test_calls_of_other_threads_are_not_the_engines(connector: Any, tmp_path: Pa
 
 def test_vllm_finds_the_timed_class_by_the_connectors_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(stopwatch.WRAPS_VARIABLE, f"{__name__}:Connector")
-    monkeypatch.setitem(__import__("sys").modules, __name__, __import__("types").SimpleNamespace(Connector=Connector))
+    monkeypatch.setitem(
+        __import__("sys").modules,
+        __name__,
+        __import__("types").SimpleNamespace(Connector=Connector),
+    )
     found = stopwatch.Connector
     assert issubclass(found, Connector)
     assert found is stopwatch.Connector

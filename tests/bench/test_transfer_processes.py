@@ -1,4 +1,6 @@
-"""The transfer benchmark with its two real processes: what it answers, and that nothing outlives it."""
+"""The transfer benchmark with its two real processes: what it answers, and that nothing outlives
+it.
+"""
 
 import json
 import os
@@ -44,7 +46,9 @@ def parent_of(pid: int) -> int | None:
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """The benchmark, once it measures, and its children."""
-    with subprocess.Popen([*QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stderr is not None
             assert any("segments of 4 KiB" in line for line in process.stderr)
@@ -62,7 +66,13 @@ def assert_all_end(pids: list[int]) -> None:
 
 def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
-    ran = subprocess.run([*QUICK, "--rounds", "1", "--json", "--plot", str(plot)], capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run(
+        [*QUICK, "--rounds", "1", "--json", "--plot", str(plot)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
     cells = [(row["transport"], row["segment_bytes"], row["pattern"]) for row in told["rows"]]
@@ -73,8 +83,12 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
         for pattern in ("scattered", "runs")
     )
     assert all(row[key] > 0 for row in told["rows"] for key in ("gbps", "of_memcpy", "of_raw_nixl"))
-    assert all(row["copies"] * 8 <= row["segments"] for row in told["rows"] if row["pattern"] == "runs")
-    assert all(row["copies"] > row["segments"] / 2 for row in told["rows"] if row["pattern"] == "scattered")
+    assert all(
+        row["copies"] * 8 <= row["segments"] for row in told["rows"] if row["pattern"] == "runs"
+    )
+    assert all(
+        row["copies"] > row["segments"] / 2 for row in told["rows"] if row["pattern"] == "scattered"
+    )
     assert plot.read_text().startswith("<svg")
 
 
@@ -83,11 +97,19 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     (tmp_path / "nixl" / "__init__.py").write_text("raise ImportError('not on this machine')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*QUICK, "--rounds", "1", "--json"], capture_output=True, text=True, timeout=100, check=False, env=os.environ | {"PYTHONPATH": path}
+        [*QUICK, "--rounds", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert ran.returncode == 0, ran.stderr
     assert "NIXL is not installed" in ran.stderr
-    assert {(row["transport"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None), ("tcp", None)}
+    assert {(row["transport"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {
+        ("shm", None),
+        ("tcp", None),
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -115,7 +137,13 @@ def test_a_producer_that_dies_ends_the_benchmark_with_a_reason() -> None:
 
 
 def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
-    ran = subprocess.run([*QUICK, "--spread", "99999"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    ran = subprocess.run(
+        [*QUICK, "--spread", "99999"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert ran.returncode != 0
     assert "--spread 99999" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -131,13 +159,19 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
-    assert [(row["segment_bytes"], row["pattern"], row["segments"]) for row in told["rows"] if row["transport"] == "shm"] == [
+    assert [
+        (row["segment_bytes"], row["pattern"], row["segments"])
+        for row in told["rows"]
+        if row["transport"] == "shm"
+    ] == [
         (32768, "scattered", 128),
         (32768, "runs", 128),
         (32768, "scattered", 64),
         (32768, "runs", 64),
     ]
-    refused = subprocess.run([*QUICK, "--segments", "65536"], capture_output=True, text=True, timeout=100, check=False)
+    refused = subprocess.run(
+        [*QUICK, "--segments", "65536"], capture_output=True, text=True, timeout=100, check=False
+    )
     assert refused.returncode == 2
     assert "leave nothing to move" in refused.stderr
 
@@ -160,19 +194,43 @@ def test_bytes_that_went_astray_are_noticed() -> None:
 
 
 def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
-    """Every way but those of CUDA itself, in two sizes, the slow ones in part; each is seen to bring the right bytes."""
-    scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, method_s=0.05, max_descriptors=64, skips_failures=True)
+    """Every way but those of CUDA itself, in two sizes, the slow ones in part; each is seen to
+    bring the right bytes.
+    """
+    scope = Scope(
+        (4, 64, 2048),
+        (16, 4),
+        regions=2,
+        rounds=2,
+        method_s=0.05,
+        max_descriptors=64,
+        skips_failures=True,
+    )
     cells = measure(DeviceAllocator(None), scope, 1, StopRequest())
     rows, baselines = make_device_rows(cells), make_baselines(cells)
     assert {row["transport"] for row in rows} == {"nixl", "nixl bounce"}
-    found = [(row["segment_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows if row["transport"] == "nixl"]
+    found = [
+        (row["segment_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20)
+        for row in rows
+        if row["transport"] == "nixl"
+    ]
     patterns = ("scattered", "runs")
-    assert found == [(kib, pattern, 16) for kib in (4, 64) for pattern in patterns] + [(2048, "scattered", 16)] + [
-        (kib, pattern, 4) for kib in (4, 64) for pattern in patterns
-    ] + [(2048, "scattered", 4)]
+    assert found == [(kib, pattern, 16) for kib in (4, 64) for pattern in patterns] + [
+        (2048, "scattered", 16)
+    ] + [(kib, pattern, 4) for kib in (4, 64) for pattern in patterns] + [(2048, "scattered", 4)]
     small = [(row["transport"], row["timed_bytes"]) for row in rows if row["segment_bytes"] == 4096]
-    assert small == [("nixl", 64 * 4096), ("nixl bounce", 16 << 20)] * 2 + [("nixl", 64 * 4096), ("nixl bounce", 4 << 20)] * 2
-    assert all(row[key] > 0 for row in rows for key in ("gbps", "of_memcpy", "of_raw_nixl", "of_contiguous_nixl", "median_us"))
+    assert (
+        small
+        == [("nixl", 64 * 4096), ("nixl bounce", 16 << 20)] * 2
+        + [("nixl", 64 * 4096), ("nixl bounce", 4 << 20)] * 2
+    )
     assert all(
-        each[key] > 0 for each in baselines for key in ("memcpy_gbps", "raw_nixl_gbps", "raw_nixl_write_gbps", "contiguous_nixl_gbps")
+        row[key] > 0
+        for row in rows
+        for key in ("gbps", "of_memcpy", "of_raw_nixl", "of_contiguous_nixl", "median_us")
+    )
+    assert all(
+        each[key] > 0
+        for each in baselines
+        for key in ("memcpy_gbps", "raw_nixl_gbps", "raw_nixl_write_gbps", "contiguous_nixl_gbps")
     )

@@ -14,12 +14,19 @@ def test_rounds_are_short_and_add_up() -> None:
 
 
 def test_a_row_says_what_was_asked_in_milliseconds() -> None:
-    ours = VllmHandoverSamples(handover_s=[0.010, 0.020, 0.030], floor_s=[0.008], transfer_s=[0.004], prefill_s=[0.05])
+    ours = VllmHandoverSamples(
+        handover_s=[0.010, 0.020, 0.030], floor_s=[0.008], transfer_s=[0.004], prefill_s=[0.05]
+    )
     stock = VllmHandoverSamples(handover_s=[0.040, 0.040, 1.1], floor_s=[0.009])
     (row,) = make_rows({OURS: {128: ours}, STOCK: {128: stock}})
     assert json.loads(json.dumps(row)) == row
     assert row["prompt_tokens"] == 128
-    assert (row["ours_ms_p50"], row["ours_ms_p90"], row["ours_ms_min"], row["ours_ms_max"]) == (20.0, 28.0, 10.0, 30.0)
+    assert (row["ours_ms_p50"], row["ours_ms_p90"], row["ours_ms_min"], row["ours_ms_max"]) == (
+        20.0,
+        28.0,
+        10.0,
+        30.0,
+    )
     assert (row["stock_ms_p50"], row["stock_ms_p90"]) == (40.0, 888.0)
     assert row["ratio"] == 0.5
     assert (row["floor_ms_p50"], row["transfer_ms_p50"], row["target_ms"]) == (8.0, 4.0, 14.0)

@@ -37,7 +37,9 @@ def test_a_server_is_what_was_asked_for() -> None:
 def test_a_plain_server_knows_nothing_of_transfers() -> None:
     server = VllmServer(name="plain", model=Path("model"), port=8100)
     assert "--kv-transfer-config" not in server.command(Path("python"))
-    assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_NIXL_SIDE_CHANNEL_PORT"} & set(server.variables())
+    assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_NIXL_SIDE_CHANNEL_PORT"} & set(
+        server.variables()
+    )
 
 
 def test_an_interpreter_without_vllm_is_refused_with_the_fix() -> None:
@@ -50,7 +52,9 @@ def test_a_file_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
         check_vllm(tmp_path / "nothing")
 
 
-def test_the_environment_beside_us_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_beside_us_is_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert default_python() == Path(sys.executable)
     python = tmp_path / ".venv-vllm" / "bin" / "python"

@@ -1,5 +1,7 @@
-"""Engines are killed, stopped, cut off and left by their clients, at random and under load. Exit code 1 when a promise was broken.
-`python -m tests.chaos router`: the members of a router's fleet, see tests/chaos/router."""
+"""Engines are killed, stopped, cut off and left by their clients, at random and under load. Exit
+code 1 when a promise was broken. `python -m tests.chaos router`: the members of a router's fleet,
+see tests/chaos/router.
+"""
 
 import argparse
 import json
@@ -20,19 +22,43 @@ from kvferry.engine.make_model.writer import make_model
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, help="of the plan, the prompts and the clients (default: a new one, which is shown)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="of the plan, the prompts and the clients (default: a new one, which is shown)",
+    )
     parser.add_argument("--duration-s", type=float, default=300.0)
     parser.add_argument("--streams", type=int, default=24, help="requests under way at any time")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=300, help="different ones")
-    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.BOTH, help="how KV is handed over (default: %(default)s)")
-    parser.add_argument("--bound-s", type=float, default=Settings.bound_s, help="no request may take longer; raise it on a busy machine")
+    parser.add_argument(
+        "--mode",
+        type=Mode,
+        choices=list(Mode),
+        default=Mode.BOTH,
+        help="how KV is handed over (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bound-s",
+        type=float,
+        default=Settings.bound_s,
+        help="no request may take longer; raise it on a busy machine",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    settings = Settings(seed, given.duration_s, given.streams, given.prefill, given.decode, given.prompts, given.bound_s, given.mode)
+    settings = Settings(
+        seed,
+        given.duration_s,
+        given.streams,
+        given.prefill,
+        given.decode,
+        given.prompts,
+        given.bound_s,
+        given.mode,
+    )
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as directory:
         make_model(Path(directory) / "tiny")
         report = run(settings, Path(directory), Path(directory) / "tiny")
@@ -48,7 +74,8 @@ def show(report: Report) -> None:
     console = Console(stderr=True)
     settings = report.settings
     table = Table(
-        title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, {settings.streams} streams, {settings.mode}, {report.hosts}"
+        title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, {settings.streams} streams, "
+        f"{settings.mode}, {report.hosts}"
     )
     table.add_column("what")
     table.add_column("count", justify="right")
@@ -59,7 +86,9 @@ def show(report: Report) -> None:
     console.print(table)
     for violation in report.violations:
         console.print(f"VIOLATION {violation}", style="bold red", markup=False)
-    again = f"make chaos SEED={settings.seed} DURATION_S={settings.duration_s:g} MODE={settings.mode}"
+    again = (
+        f"make chaos SEED={settings.seed} DURATION_S={settings.duration_s:g} MODE={settings.mode}"
+    )
     console.print(f"{'clean' if report.is_clean else 'BROKEN'}; again: {again}", markup=False)
 
 

@@ -11,7 +11,12 @@ __all__ = ["PROGRESS_S", "busy", "expect", "family_of", "left_behind", "say"]
 
 SETTLE_S = 60.0
 PROGRESS_S = 5.0
-LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_transfers", "kvferry:num_registrations")
+LEVELS = (
+    "kvferry:num_leases",
+    "kvferry:num_held_blocks",
+    "kvferry:num_transfers",
+    "kvferry:num_registrations",
+)
 
 
 def say(text: str) -> None:
@@ -22,7 +27,11 @@ async def busy(engines: Mapping[str, Engine]) -> dict[str, dict[str, float]]:
     """What each still holds or waits for; empty where it is quiet."""
     async with new_session() as session:
         return {
-            name: {key: value for key, value in (await metrics(session, engine)).items() if key in (*QUIET, *LEVELS) and value}
+            name: {
+                key: value
+                for key, value in (await metrics(session, engine)).items()
+                if key in (*QUIET, *LEVELS) and value
+            }
             for name, engine in engines.items()
         }
 

@@ -39,7 +39,9 @@ class Attempt:
 
 
 def judge(attempt: Attempt, right: Sequence[int]) -> Outcome:
-    """Every request ends in exactly one of: tokens that equal a single engine's, or an error that says why."""
+    """Every request ends in exactly one of: tokens that equal a single engine's, or an error that
+    says why.
+    """
     if attempt.tokens != list(right[: len(attempt.tokens)]):
         return Outcome.WRONG
     if attempt.is_overdue:
@@ -49,7 +51,9 @@ def judge(attempt: Attempt, right: Sequence[int]) -> Outcome:
     if attempt.status is None:
         return Outcome.UNREACHED if attempt.error else Outcome.ODD
     if attempt.status != 200:
-        return Outcome.REFUSED if attempt.status in HONEST_STATUSES and attempt.error else Outcome.ODD
+        return (
+            Outcome.REFUSED if attempt.status in HONEST_STATUSES and attempt.error else Outcome.ODD
+        )
     if attempt.error:
         return Outcome.BROKEN
     if not attempt.is_whole:

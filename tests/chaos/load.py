@@ -1,4 +1,6 @@
-"""Clients: each asks one thing after the other over HTTP, streamed or whole, and some leave early."""
+"""Clients: each asks one thing after the other over HTTP, streamed or whole, and some leave
+early.
+"""
 
 import asyncio
 import json
@@ -28,7 +30,9 @@ class Question:
 
 @dataclass
 class Load:
-    """Asks `questions` at random of the router at `url` until told to stop. Counts outcomes; keeps what broke a promise."""
+    """Asks `questions` at random of the router at `url` until told to stop. Counts outcomes; keeps
+    what broke a promise.
+    """
 
     url: str
     questions: Sequence[Question]
@@ -60,7 +64,10 @@ class Load:
         rng = random.Random(f"client {self.seed} {number}")
         while not self.is_stopping:
             question = rng.choice(self.questions)
-            if self._note(question, await self._ask(session, question.prompt, rng)) is not Outcome.RIGHT:
+            if (
+                self._note(question, await self._ask(session, question.prompt, rng))
+                is not Outcome.RIGHT
+            ):
                 await asyncio.sleep(SHORT_SLEEP_S)
 
     def _note(self, question: Question, attempt: Attempt) -> Outcome:
@@ -69,14 +76,21 @@ class Load:
         if attempt.error:
             self.refusals[_gist(attempt.error)] += 1
         if outcome in VIOLATIONS:
-            self.violations.append(f"{outcome}: prompt of {len(question.prompt.token_ids)} tokens, {attempt}, right: {question.right}")
+            self.violations.append(
+                f"{outcome}: prompt of {len(question.prompt.token_ids)} tokens, {attempt}, right: "
+                f"{question.right}"
+            )
         return outcome
 
-    async def _ask(self, session: aiohttp.ClientSession, prompt: Prompt, rng: random.Random) -> Attempt:
+    async def _ask(
+        self, session: aiohttp.ClientSession, prompt: Prompt, rng: random.Random
+    ) -> Attempt:
         attempt = Attempt()
         stay_s = rng.random() * LONGEST_STAY_S if rng.random() < LEAVING else None
         is_streamed = rng.random() < STREAMED
-        asking = asyncio.create_task(exchange(session, self.url, {**prompt.body(), "stream": is_streamed}, attempt))
+        asking = asyncio.create_task(
+            exchange(session, self.url, {**prompt.body(), "stream": is_streamed}, attempt)
+        )
         _, waiting = await asyncio.wait([asking], timeout=stay_s)
         if waiting:
             attempt.has_left = True
@@ -87,7 +101,9 @@ class Load:
         return attempt
 
 
-async def exchange(session: aiohttp.ClientSession, url: str, body: Mapping[str, object], attempt: Attempt) -> None:
+async def exchange(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, object], attempt: Attempt
+) -> None:
     """One request from beginning to end; what happens is written into `attempt`."""
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:

@@ -1,4 +1,6 @@
-"""How the fleet hands KV over: P is asked first and D pulls, both legs start together and P pushes, or some of each. Pure."""
+"""How the fleet hands KV over: P is asked first and D pulls, both legs start together and P pushes,
+or some of each. Pure.
+"""
 
 from enum import StrEnum
 
@@ -13,7 +15,9 @@ class Mode(StrEnum):
     BOTH = "both"
 
     def prefill_connectors(self, index: int) -> tuple[str, ...]:
-        """Of one P's lives. With both, neighbours differ, and each comes back as the other kind: the router must not go by what it knew."""
+        """Of one P's lives. With both, neighbours differ, and each comes back as the other kind:
+        the router must not go by what it knew.
+        """
         match self:
             case Mode.PULL:
                 return (PULL,)

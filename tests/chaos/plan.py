@@ -1,4 +1,6 @@
-"""What is done to whom and when, from a seed. Pure: the same seed and numbers give the same plan."""
+"""What is done to whom and when, from a seed. Pure: the same seed and numbers give the same
+plan.
+"""
 
 import random
 from collections.abc import Sequence
@@ -50,10 +52,18 @@ class Fault:
     """Of what is undone afterwards."""
 
 
-def make_plan(seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str) -> list[Fault]:
-    """One of each kind comes first, so that even a short run has seen them all if it is long enough; then at random."""
+def make_plan(
+    seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str
+) -> list[Fault]:
+    """One of each kind comes first, so that even a short run has seen them all if it is long
+    enough; then at random.
+    """
     rng = random.Random(f"plan {seed}")
-    targets = {Kind.KILL_PREFILL: list(prefill), Kind.KILL_DECODE: list(decode), Kind.KILL_ROUTER: [router]}
+    targets = {
+        Kind.KILL_PREFILL: list(prefill),
+        Kind.KILL_DECODE: list(decode),
+        Kind.KILL_ROUTER: [router],
+    }
     ahead = rng.sample(list(Kind), len(Kind))
     planned_faults = []
     at_s = 1.0

@@ -21,7 +21,13 @@ __all__ = ["Report", "Settings", "run"]
 
 RESERVE = 40
 MOST_AT_ONCE = 2
-COUNTED = ("finished_loads", "failed_loads", "kv_expired_reqs", "failed_handshakes", "pushed_tokens")
+COUNTED = (
+    "finished_loads",
+    "failed_loads",
+    "kv_expired_reqs",
+    "failed_handshakes",
+    "pushed_tokens",
+)
 SHOWN = tuple(f"kvferry:{name}_total" for name in COUNTED)
 AT_ONCE = "kvferry:router_legs_at_once_total"
 
@@ -55,8 +61,16 @@ class Report:
         return not self.violations
 
     def as_json(self) -> dict[str, Any]:
-        counts = {name: {str(key): number for key, number in getattr(self, name).items()} for name in ("injected", "outcomes", "errors")}
-        rest = {"hosts": self.hosts, "engines": self.engines, "violations": self.violations, "is_clean": self.is_clean}
+        counts = {
+            name: {str(key): number for key, number in getattr(self, name).items()}
+            for name in ("injected", "outcomes", "errors")
+        }
+        rest = {
+            "hosts": self.hosts,
+            "engines": self.engines,
+            "violations": self.violations,
+            "is_clean": self.is_clean,
+        }
         return {"settings": asdict(self.settings), **counts, **rest}
 
 
@@ -64,9 +78,16 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
     report = Report(settings)
     say(f"seed {settings.seed}: computing {settings.prompts} right answers")
     questions = asyncio.run(_questions(settings, directory / "reference", model))
-    with ChaosCluster.opened(directory / "yard", model, settings.prefill, settings.decode, settings.mode) as chaos_cluster:
-        report.hosts = "network namespaces" if chaos_cluster.hosts_are_namespaces else "fault proxies"
-        say(f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are {report.hosts}")
+    with ChaosCluster.opened(
+        directory / "yard", model, settings.prefill, settings.decode, settings.mode
+    ) as chaos_cluster:
+        report.hosts = (
+            "network namespaces" if chaos_cluster.hosts_are_namespaces else "fault proxies"
+        )
+        say(
+            f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are "
+            f"{report.hosts}"
+        )
         asyncio.run(_Run(settings, chaos_cluster, questions, report).whole())
         family = family_of([*chaos_cluster.engines.values(), chaos_cluster.router])
     report.violations += left_behind(family)
@@ -74,7 +95,9 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
 
 
 async def _questions(settings: Settings, directory: Path, model: Path) -> list[Question]:
-    """Prompts of all lengths, some with common beginnings, and what an engine that knows nothing of transfers answers."""
+    """Prompts of all lengths, some with common beginnings, and what an engine that knows nothing of
+    transfers answers.
+    """
     rng = random.Random(f"prompts {settings.seed}")
     prompts: list[Prompt] = []
     for _ in range(settings.prompts + RESERVE):
@@ -83,16 +106,29 @@ async def _questions(settings: Settings, directory: Path, model: Path) -> list[Q
             tokens = rng.choice(prompts).token_ids[:200] + tokens
         prompts.append(Prompt(tokens, max_tokens=rng.randrange(2, 50)))
     with Cluster(directory, model) as cluster:
-        answers = await ask_all(cluster.serve("reference", is_plain=True).ready(), prompts, timeout_s=300)
-    return [Question(prompt, answer.token_ids[0]) for prompt, answer in zip(prompts, answers, strict=True)]
+        answers = await ask_all(
+            cluster.serve("reference", is_plain=True).ready(), prompts, timeout_s=300
+        )
+    return [
+        Question(prompt, answer.token_ids[0])
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 class _Run:
-    def __init__(self, settings: Settings, chaos_cluster: ChaosCluster, questions: list[Question], report: Report) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        chaos_cluster: ChaosCluster,
+        questions: list[Question],
+        report: Report,
+    ) -> None:
         self._settings = settings
         self._chaos_cluster = chaos_cluster
         self._report = report
-        self._load = Load(chaos_cluster.router.url, questions[:-RESERVE], settings.seed, settings.bound_s)
+        self._load = Load(
+            chaos_cluster.router.url, questions[:-RESERVE], settings.seed, settings.bound_s
+        )
         self._unasked = questions[-RESERVE:]
         """No cache can answer these."""
         self._locks = {name: asyncio.Lock() for name in (*chaos_cluster.engines, ROUTER)}
@@ -100,7 +136,9 @@ class _Run:
 
     async def whole(self) -> None:
         chaos_cluster, settings = self._chaos_cluster, self._settings
-        plan = make_plan(settings.seed, settings.duration_s, chaos_cluster.prefill, chaos_cluster.decode, ROUTER)
+        plan = make_plan(
+            settings.seed, settings.duration_s, chaos_cluster.prefill, chaos_cluster.decode, ROUTER
+        )
         load = asyncio.create_task(self._load.run(settings.streams))
         progress = asyncio.create_task(self._show_progress())
         try:
@@ -113,12 +151,16 @@ class _Run:
             load.cancel()
             await asyncio.gather(progress, load, return_exceptions=True)
         await self._check_end()
-        self._report.outcomes = Counter({str(outcome): self._load.outcomes[outcome] for outcome in Outcome})
+        self._report.outcomes = Counter(
+            {str(outcome): self._load.outcomes[outcome] for outcome in Outcome}
+        )
         self._report.errors = self._load.refusals
         self._report.violations += self._load.violations
 
     async def _inject_all(self, plan: list[Fault]) -> None:
-        """In order, a few at a time: on a slow machine, where a restart takes long, fewer of them, or nobody would be left to be hurt."""
+        """In order, a few at a time: on a slow machine, where a restart takes long, fewer of them,
+        or nobody would be left to be hurt.
+        """
         gate = asyncio.Semaphore(MOST_AT_ONCE)
         tasks = []
         for fault in plan:
@@ -132,7 +174,9 @@ class _Run:
 
     async def _inject(self, fault: Fault) -> None:
         async with self._locks[fault.target]:
-            self._report.violations += await asyncio.to_thread(self._chaos_cluster.replace_if_dead, fault.target)
+            self._report.violations += await asyncio.to_thread(
+                self._chaos_cluster.replace_if_dead, fault.target
+            )
             match fault.kind:
                 case Kind.KILL_PREFILL | Kind.KILL_DECODE | Kind.KILL_ROUTER:
                     await asyncio.to_thread(self._chaos_cluster.restart, fault.target)
@@ -148,9 +192,13 @@ class _Run:
         self._report.injected[fault.kind] += 1
 
     async def _check_end(self) -> None:
-        """Everything is healed: all blocks come back, and everybody works with everybody, with nothing restarted."""
+        """Everything is healed: all blocks come back, and everybody works with everybody, with
+        nothing restarted.
+        """
         for name in self._locks:
-            self._report.violations += await asyncio.to_thread(self._chaos_cluster.replace_if_dead, name)
+            self._report.violations += await asyncio.to_thread(
+                self._chaos_cluster.replace_if_dead, name
+            )
         say("load and faults are over; waiting until every block is free")
         await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
         before, at_once = await self._pulled(), await self._at_once()
@@ -164,13 +212,21 @@ class _Run:
             has_pushed = self._settings.mode is not Mode.PUSH or await self._at_once() > at_once
             return has_pushed and all(after[name] > before[name] for name in after)
 
-        await self._expect("every decode engine fetches KV again, in push with both legs at once", is_working)
+        await self._expect(
+            "every decode engine fetches KV again, in push with both legs at once", is_working
+        )
         await self._expect("all blocks free once more", self._is_quiet)
         async with new_session() as session:
             for name, engine in self._chaos_cluster.engines.items():
                 found = await metrics(session, engine)
-                transports = {key: value for key, value in found.items() if key.startswith("kvferry:transfers_total/")}
-                self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | transports
+                transports = {
+                    key: value
+                    for key, value in found.items()
+                    if key.startswith("kvferry:transfers_total/")
+                }
+                self._report.engines[name] = {
+                    key: found.get(key, 0.0) for key in SHOWN
+                } | transports
         self._report.engines[ROUTER] = {AT_ONCE: await self._at_once()}
 
     async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
@@ -184,8 +240,13 @@ class _Run:
 
     async def _pulled(self) -> dict[str, float]:
         async with new_session() as session:
-            engines = {name: self._chaos_cluster.engines[name] for name in self._chaos_cluster.decode}
-            return {name: (await metrics(session, engine)).get("kvferry:finished_loads_total", 0.0) for name, engine in engines.items()}
+            engines = {
+                name: self._chaos_cluster.engines[name] for name in self._chaos_cluster.decode
+            }
+            return {
+                name: (await metrics(session, engine)).get("kvferry:finished_loads_total", 0.0)
+                for name, engine in engines.items()
+            }
 
     async def _at_once(self) -> float:
         """Requests whose legs this life of the router has started together."""
@@ -197,7 +258,9 @@ class _Run:
             await asyncio.sleep(PROGRESS_S)
             counts = self._load.outcomes
             say(
-                f"{time.monotonic() - self._began:5.0f} s  {sum(counts.values())} requests: {counts[Outcome.RIGHT]} right, "
-                f"{counts[Outcome.REFUSED]} refused, {counts[Outcome.BROKEN]} aborted, {counts[Outcome.LEFT]} left, "
+                f"{time.monotonic() - self._began:5.0f} s  {sum(counts.values())} requests: "
+                f"{counts[Outcome.RIGHT]} right, "
+                f"{counts[Outcome.REFUSED]} refused, {counts[Outcome.BROKEN]} aborted, "
+                f"{counts[Outcome.LEFT]} left, "
                 f"{len(self._load.violations)} violations; {self._report.injected.total()} faults"
             )

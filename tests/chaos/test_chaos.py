@@ -1,4 +1,6 @@
-"""The chaos run is repeatable, sees what it must see, and a short one is clean. The long one is `make chaos`."""
+"""The chaos run is repeatable, sees what it must see, and a short one is clean. The long one is
+`make chaos`.
+"""
 
 import json
 import subprocess
@@ -27,16 +29,28 @@ def test_the_same_seed_gives_the_same_plan_and_another_gives_another() -> None:
 def test_a_plan_has_injuries_of_every_kind_for_the_right_targets() -> None:
     plan = make_plan(3, 300, *NAMES)
     assert {fault.kind for fault in plan} == set(Kind)
-    assert {fault.target for fault in plan if fault.kind is Kind.KILL_PREFILL} <= {"prefill-0", "prefill-1"}
+    assert {fault.target for fault in plan if fault.kind is Kind.KILL_PREFILL} <= {
+        "prefill-0",
+        "prefill-1",
+    }
     assert all(fault.target == "router" for fault in plan if fault.kind is Kind.KILL_ROUTER)
     assert all(fault.at_s < 300 for fault in plan)
 
 
-def test_a_fleet_of_both_kinds_has_prefill_engines_of_both_and_decode_engines_that_do_both() -> None:
+def test_a_fleet_of_both_kinds_has_prefill_engines_of_both_and_decode_engines_that_do_both() -> (
+    None
+):
     lives = [Mode.BOTH.prefill_connectors(index) for index in (0, 1)]
     assert {first for first, *_ in lives} == {"NixlConnector", "NixlPushConnector"}
-    assert all(len(set(each)) == 2 for each in lives), "a restarted one comes back as the other kind"
-    assert Mode.BOTH.decode_connectors == Mode.PUSH.decode_connectors == Mode.PUSH.prefill_connectors(0) == ("NixlPushConnector",)
+    assert all(len(set(each)) == 2 for each in lives), (
+        "a restarted one comes back as the other kind"
+    )
+    assert (
+        Mode.BOTH.decode_connectors
+        == Mode.PUSH.decode_connectors
+        == Mode.PUSH.prefill_connectors(0)
+        == ("NixlPushConnector",)
+    )
     assert Mode.PULL.decode_connectors == Mode.PULL.prefill_connectors(1) == ("NixlConnector",)
 
 
@@ -69,17 +83,41 @@ def test_every_outcome_in_capitals_is_a_violation() -> None:
 
 
 def test_a_report_can_be_written_as_json() -> None:
-    report = Report(Settings(7), injected=Counter({Kind.LONG_CUT: 2}), outcomes=Counter({Outcome.RIGHT: 3}))
+    report = Report(
+        Settings(7), injected=Counter({Kind.LONG_CUT: 2}), outcomes=Counter({Outcome.RIGHT: 3})
+    )
     read = json.loads(json.dumps(report.as_json()))
-    assert (read["settings"]["seed"], read["injected"], read["outcomes"]) == (7, {str(Kind.LONG_CUT): 2}, {str(Outcome.RIGHT): 3})
+    assert (read["settings"]["seed"], read["injected"], read["outcomes"]) == (
+        7,
+        {str(Kind.LONG_CUT): 2},
+        {str(Outcome.RIGHT): 3},
+    )
     assert read["is_clean"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_short_chaos_run_is_clean(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "7", "--duration-s", "20", "--streams", "20", "--prompts", "40"]
-    done = subprocess.run([*command, "--json", str(tmp_path / "report.json")], cwd=ROOT, capture_output=True, text=True, timeout=220)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "--seed",
+        "7",
+        "--duration-s",
+        "20",
+        "--streams",
+        "20",
+        "--prompts",
+        "40",
+    ]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "report.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
     print(done.stderr)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())

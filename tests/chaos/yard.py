@@ -1,5 +1,7 @@
-"""The engines and the router that get hurt, and how. With root each engine is a host of its own; otherwise its channels go through proxies
-that can be stalled. Blocking; the caller keeps faults of one member apart."""
+"""The engines and the router that get hurt, and how. With root each engine is a host of its own;
+otherwise its channels go through proxies that can be stalled. Blocking; the caller keeps faults of
+one member apart.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +21,13 @@ from kvferry.testing.fault_proxy import FaultProxy
 __all__ = ["ROUTER", "ChaosCluster"]
 
 ROUTER = "router"
-DEADLINES = {"handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10, "push_registration_timeout": 10}
+DEADLINES = {
+    "handshake_timeout": 2,
+    "confirm_timeout": 2,
+    "read_timeout": 5,
+    "receive_timeout": 10,
+    "push_registration_timeout": 10,
+}
 EXTRA: dict[str, Any] = {"kv_lease_duration": LEASE_S, **DEADLINES}
 CHUNKED = ("--max-num-batched-tokens", "64")
 """So that a prompt takes several steps, and push has something to send between them."""
@@ -51,20 +59,40 @@ class ChaosCluster:
 
     @classmethod
     @contextmanager
-    def opened(cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode) -> Iterator["ChaosCluster"]:
-        """Policies take turns among D, transports among P; every second D has no prefix cache, so that it must fetch."""
+    def opened(
+        cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode
+    ) -> Iterator["ChaosCluster"]:
+        """Policies take turns among D, transports among P; every second D has no prefix cache, so
+        that it must fetch.
+        """
         with ExitStack() as stack:
-            hosts = None if why_impossible() else stack.enter_context(Hosts.opened(prefill + decode))
+            hosts = (
+                None if why_impossible() else stack.enter_context(Hosts.opened(prefill + decode))
+            )
             cluster = stack.enter_context(Cluster(directory, model))
             members = {}
             for number in range(prefill + decode):
                 index = number if number < prefill else number - prefill
                 name = f"prefill-{index}" if number < prefill else f"decode-{index}"
-                extra = {**EXTRA, "transports": ["tcp"]} if number < prefill and index % 2 == 0 else EXTRA
-                flags = CHUNKED if number < prefill else ("--no-enable-prefix-caching",) if index % 2 == 0 else ()
+                extra = (
+                    {**EXTRA, "transports": ["tcp"]}
+                    if number < prefill and index % 2 == 0
+                    else EXTRA
+                )
+                flags = (
+                    CHUNKED
+                    if number < prefill
+                    else ("--no-enable-prefix-caching",)
+                    if index % 2 == 0
+                    else ()
+                )
                 at = BEHIND if hosts is None else hosts[number]
-                connectors = mode.prefill_connectors(index) if number < prefill else mode.decode_connectors
-                members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at, connectors)
+                connectors = (
+                    mode.prefill_connectors(index) if number < prefill else mode.decode_connectors
+                )
+                members[name] = Member(
+                    name, "fail" if index % 2 == 0 else "recompute", flags, extra, at, connectors
+                )
             chaos_cluster = cls(cluster, hosts, members)
             stack.callback(chaos_cluster.close)
             chaos_cluster.start()
@@ -84,7 +112,11 @@ class ChaosCluster:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        return {name: member.engine for name, member in self._members.items() if member.engine is not None}
+        return {
+            name: member.engine
+            for name, member in self._members.items()
+            if member.engine is not None
+        }
 
     @property
     def router(self) -> Engine:
@@ -165,4 +197,8 @@ class ChaosCluster:
 
     def _start_router(self, port: int) -> Engine:
         engines = self.engines
-        return self._cluster.proxy([engines[name] for name in self.prefill], [engines[name] for name in self.decode], port=port).ready()
+        return self._cluster.proxy(
+            [engines[name] for name in self.prefill],
+            [engines[name] for name in self.decode],
+            port=port,
+        ).ready()

@@ -1,8 +1,10 @@
-"""A process as `kvferry up` starts them, without an engine in it: announces a port, serves, ends as told.
+"""A process as `kvferry up` starts them, without an engine in it: announces a port, serves, ends as
+told.
 
-`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too), fail, silent, unhealthy or finish;
-or, as engines with requests do, patient (needs a moment after SIGINT), busy (needs longer than anybody waits) or stubborn (ignores
-SIGINT), which break off at SIGTERM.
+`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too),
+fail, silent, unhealthy or finish; or, as engines with requests do, patient (needs a moment after
+SIGINT), busy (needs longer than anybody waits) or stubborn (ignores SIGINT), which break off at
+SIGTERM.
 """
 
 import os
@@ -29,7 +31,9 @@ kvferry:transfers_total{transport="nixl"} 0.0
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send(503 if sys.argv[1] == "unhealthy" else 200, METRICS if self.path == "/metrics" else "")
+        self._send(
+            503 if sys.argv[1] == "unhealthy" else 200, METRICS if self.path == "/metrics" else ""
+        )
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -69,7 +73,13 @@ def main() -> None:
         sys.exit("the model has three legs")
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)"])
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)",
+            ]
+        )
     if mode in (*WORK_S, "stubborn"):
         signal.signal(signal.SIGINT, finish_work if mode in WORK_S else signal.SIG_IGN)
         signal.signal(signal.SIGTERM, break_off)

@@ -1,4 +1,6 @@
-"""A `kvferry up` of stub processes, for tests that kill it: prints the pids of its group as they are once all are up, then waits."""
+"""A `kvferry up` of stub processes, for tests that kill it: prints the pids of its group as they
+are once all are up, then waits.
+"""
 
 import os
 import sys

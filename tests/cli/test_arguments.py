@@ -18,7 +18,12 @@ def merged(*arguments: str) -> dict[str, Any] | None:
 
 def test_the_two_spellings_of_the_seeds_mean_the_same() -> None:
     whole = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_connector_extra_config":{"backends":["LIBFABRIC"]}}'
-    dotted = [f"{TRANSFER_CONFIG_FLAG}.kv_connector", "NixlConnector", f"{TRANSFER_CONFIG_FLAG}.kv_role", "kv_both"]
+    dotted = [
+        f"{TRANSFER_CONFIG_FLAG}.kv_connector",
+        "NixlConnector",
+        f"{TRANSFER_CONFIG_FLAG}.kv_role",
+        "kv_both",
+    ]
     dotted += [f"{TRANSFER_CONFIG_FLAG}.kv_connector_extra_config.backends+", "LIBFABRIC"]
     mapping = merged(*dotted)
     assert mapping == merged(TRANSFER_CONFIG_FLAG, whole) == json.loads(whole)
@@ -30,9 +35,24 @@ def test_the_two_spellings_of_the_seeds_mean_the_same() -> None:
 
 def test_other_arguments_pass_through_in_order() -> None:
     split = split_transfer_arguments(
-        ["model", "--port", "1", f"{TRANSFER_CONFIG_FLAG}.kv_role=kv_both", "--max_model_len=8", "--", f"{TRANSFER_CONFIG_FLAG}.x"]
+        [
+            "model",
+            "--port",
+            "1",
+            f"{TRANSFER_CONFIG_FLAG}.kv_role=kv_both",
+            "--max_model_len=8",
+            "--",
+            f"{TRANSFER_CONFIG_FLAG}.x",
+        ]
     )
-    assert split.rest == ("model", "--port", "1", "--max-model-len=8", "--", f"{TRANSFER_CONFIG_FLAG}.x")
+    assert split.rest == (
+        "model",
+        "--port",
+        "1",
+        "--max-model-len=8",
+        "--",
+        f"{TRANSFER_CONFIG_FLAG}.x",
+    )
     assert split.mapping == {"kv_role": "kv_both"}
 
 
@@ -42,14 +62,23 @@ def test_nothing_said_is_not_an_empty_config() -> None:
 
 
 def test_a_dotted_value_wins_over_the_json_whatever_the_order() -> None:
-    dotted, whole = [f"{TRANSFER_CONFIG_FLAG}.kv_role", "kv_consumer"], [TRANSFER_CONFIG_FLAG, '{"kv_role": "kv_both", "engine_id": "x"}']
-    assert merged(*dotted, *whole) == merged(*whole, *dotted) == {"kv_role": "kv_consumer", "engine_id": "x"}
+    dotted, whole = (
+        [f"{TRANSFER_CONFIG_FLAG}.kv_role", "kv_consumer"],
+        [TRANSFER_CONFIG_FLAG, '{"kv_role": "kv_both", "engine_id": "x"}'],
+    )
+    assert (
+        merged(*dotted, *whole)
+        == merged(*whole, *dotted)
+        == {"kv_role": "kv_consumer", "engine_id": "x"}
+    )
 
 
 def test_appending_adds_to_the_list_of_the_json() -> None:
     whole = '{"kv_connector_extra_config": {"backends": ["UCX"]}}'
     flag = f"{TRANSFER_CONFIG_FLAG}.kv_connector_extra_config.backends+"
-    assert merged(flag, "A", TRANSFER_CONFIG_FLAG, whole, f"{flag}=B") == {"kv_connector_extra_config": {"backends": ["UCX", "A", "B"]}}
+    assert merged(flag, "A", TRANSFER_CONFIG_FLAG, whole, f"{flag}=B") == {
+        "kv_connector_extra_config": {"backends": ["UCX", "A", "B"]}
+    }
 
 
 LEASE_PLUS = [f"{TRANSFER_CONFIG_FLAG}.kv_connector_extra_config.kv_lease_duration+", "5"]
@@ -68,34 +97,68 @@ VALUES: list[tuple[str, object]] = [
 
 @pytest.mark.parametrize(("text", "value"), VALUES)
 def test_values_are_json_where_they_can_be(text: str, value: object) -> None:
-    assert merged(f"{TRANSFER_CONFIG_FLAG}.a.b", text) == merged(f"{TRANSFER_CONFIG_FLAG}.a.b={text}") == {"a": {"b": value}}
+    assert (
+        merged(f"{TRANSFER_CONFIG_FLAG}.a.b", text)
+        == merged(f"{TRANSFER_CONFIG_FLAG}.a.b={text}")
+        == {"a": {"b": value}}
+    )
 
 
-@pytest.mark.parametrize(("text", "value"), [("123", "123"), ("true", "true"), ('"123"', "123"), ("null", "null"), ("p0", "p0")])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("123", "123"), ("true", "true"), ('"123"', "123"), ("null", "null"), ("p0", "p0")],
+)
 def test_a_key_that_takes_a_text_gets_one(text: str, value: str) -> None:
     assert merged(f"{TRANSFER_CONFIG_FLAG}.engine_id", text) == {"engine_id": value}
 
 
 def test_what_is_a_text_depends_on_the_connector() -> None:
     extra = f"{TRANSFER_CONFIG_FLAG}.kv_connector_extra_config"
-    own = merged(f"{TRANSFER_CONFIG_FLAG}.kv_connector", "OffloadingConnector", f"{extra}.spec_name", "7", f"{extra}.cpu_bytes_to_use", "7")
-    assert own == {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "7", "cpu_bytes_to_use": 7}}
-    listed = merged(TRANSFER_CONFIG_FLAG, '{"kv_connector": "NixlConnector"}', f"{extra}.backends+", "7", f"{extra}.num_threads", "7")
-    assert listed == {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["7"], "num_threads": 7}}
+    own = merged(
+        f"{TRANSFER_CONFIG_FLAG}.kv_connector",
+        "OffloadingConnector",
+        f"{extra}.spec_name",
+        "7",
+        f"{extra}.cpu_bytes_to_use",
+        "7",
+    )
+    assert own == {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"spec_name": "7", "cpu_bytes_to_use": 7},
+    }
+    listed = merged(
+        TRANSFER_CONFIG_FLAG,
+        '{"kv_connector": "NixlConnector"}',
+        f"{extra}.backends+",
+        "7",
+        f"{extra}.num_threads",
+        "7",
+    )
+    assert listed == {
+        "kv_connector": "NixlConnector",
+        "kv_connector_extra_config": {"backends": ["7"], "num_threads": 7},
+    }
     theirs = merged(
-        TRANSFER_CONFIG_FLAG, '{"kv_connector": "NixlConnector", "kv_connector_module_path": "their.module"}', f"{extra}.backends+", "7"
+        TRANSFER_CONFIG_FLAG,
+        '{"kv_connector": "NixlConnector", "kv_connector_module_path": "their.module"}',
+        f"{extra}.backends+",
+        "7",
     )
     assert theirs is not None
     assert theirs["kv_connector_extra_config"] == {"backends": [7]}
 
 
 def test_null_stays_null_where_there_may_be_none() -> None:
-    assert merged(f"{TRANSFER_CONFIG_FLAG}.kv_connector_module_path", "null") == {"kv_connector_module_path": None}
+    assert merged(f"{TRANSFER_CONFIG_FLAG}.kv_connector_module_path", "null") == {
+        "kv_connector_module_path": None
+    }
 
 
 def test_underscores_in_the_flag_are_dashes() -> None:
     assert (
-        merged("--kv_transfer_config.kv_role", "kv_both") == merged('--kv_transfer_config={"kv_role":"kv_both"}') == {"kv_role": "kv_both"}
+        merged("--kv_transfer_config.kv_role", "kv_both")
+        == merged('--kv_transfer_config={"kv_role":"kv_both"}')
+        == {"kv_role": "kv_both"}
     )
 
 
@@ -103,19 +166,34 @@ def test_underscores_in_the_flag_are_dashes() -> None:
     ("arguments", "sentence"),
     [
         ([TRANSFER_CONFIG_FLAG], "--kv-transfer-config needs a value"),
-        ([f"{TRANSFER_CONFIG_FLAG}.kv_role", "--port"], "--kv-transfer-config.kv_role needs a value"),
-        ([TRANSFER_CONFIG_FLAG, "{}", TRANSFER_CONFIG_FLAG, "{}"], "--kv-transfer-config is given twice"),
+        (
+            [f"{TRANSFER_CONFIG_FLAG}.kv_role", "--port"],
+            "--kv-transfer-config.kv_role needs a value",
+        ),
+        (
+            [TRANSFER_CONFIG_FLAG, "{}", TRANSFER_CONFIG_FLAG, "{}"],
+            "--kv-transfer-config is given twice",
+        ),
         ([TRANSFER_CONFIG_FLAG, "{'kv_role': 1}"], "--kv-transfer-config is not JSON"),
         ([TRANSFER_CONFIG_FLAG, "[" * 100_000], "--kv-transfer-config is not JSON"),
         ([TRANSFER_CONFIG_FLAG, "[]"], "--kv-transfer-config must be a JSON object, got []"),
         ([TRANSFER_CONFIG_FLAG, '{"a": 1, "a": 2}'], '--kv-transfer-config has the key "a" twice'),
-        ([f"{TRANSFER_CONFIG_FLAG}.a", "1", f"{TRANSFER_CONFIG_FLAG}.a", "2"], "--kv-transfer-config.a is given twice"),
+        (
+            [f"{TRANSFER_CONFIG_FLAG}.a", "1", f"{TRANSFER_CONFIG_FLAG}.a", "2"],
+            "--kv-transfer-config.a is given twice",
+        ),
         (
             [f"{TRANSFER_CONFIG_FLAG}.a.b", "1", f"{TRANSFER_CONFIG_FLAG}.a", "2"],
             "--kv-transfer-config.a.b goes into a, which is given a value too",
         ),
-        ([TRANSFER_CONFIG_FLAG, '{"a": 3}', f"{TRANSFER_CONFIG_FLAG}.a.b", "1"], "a is 3, so a.b cannot be set in it"),
-        ([TRANSFER_CONFIG_FLAG, '{"a": "UCX"}', f"{TRANSFER_CONFIG_FLAG}.a+", "1"], 'a is "UCX", so nothing can be appended to it'),
+        (
+            [TRANSFER_CONFIG_FLAG, '{"a": 3}', f"{TRANSFER_CONFIG_FLAG}.a.b", "1"],
+            "a is 3, so a.b cannot be set in it",
+        ),
+        (
+            [TRANSFER_CONFIG_FLAG, '{"a": "UCX"}', f"{TRANSFER_CONFIG_FLAG}.a+", "1"],
+            'a is "UCX", so nothing can be appended to it',
+        ),
         ([f"{TRANSFER_CONFIG_FLAG}.kv_role+", "x"], "kv_role takes one value; remove the +"),
         (
             [f"{TRANSFER_CONFIG_FLAG}.kv_connector", "NixlConnector", *LEASE_PLUS],

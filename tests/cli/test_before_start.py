@@ -1,4 +1,6 @@
-"""What cannot work is said before a process is started, and what works is said so that it can be copied."""
+"""What cannot work is said before a process is started, and what works is said so that it can be
+copied.
+"""
 
 import json
 import os
@@ -31,21 +33,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def transfer(**changes: str) -> KVTransferConfig:
-    return KVTransferConfig.from_mapping({"kv_connector": "NixlConnector", "kv_role": "kv_both", **changes})
+    return KVTransferConfig.from_mapping(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", **changes}
+    )
 
 
 def test_what_can_be_started_passes(model: Path) -> None:
-    check_before_start(EngineOptions(model, tensor_parallel_size=2, max_model_len=64, kv_transfer=transfer()), ANY_PORT)
+    check_before_start(
+        EngineOptions(model, tensor_parallel_size=2, max_model_len=64, kv_transfer=transfer()),
+        ANY_PORT,
+    )
 
 
 def test_what_cannot_be_started_is_named(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     wrong = {
         "architectures must be": EngineOptions(tmp_path),
-        "does not divide the model's num_attention_heads": EngineOptions(model, tensor_parallel_size=3),
+        "does not divide the model's num_attention_heads": EngineOptions(
+            model, tensor_parallel_size=3
+        ),
         "is more than the model's 4096 positions": EngineOptions(model, max_model_len=5000),
-        "MooncakeConnector is not supported yet": EngineOptions(model, kv_transfer=transfer(kv_connector="MooncakeConnector")),
-        "cannot be imported": EngineOptions(model, kv_transfer=transfer(kv_connector="X", kv_connector_module_path="no.such")),
+        "MooncakeConnector is not supported yet": EngineOptions(
+            model, kv_transfer=transfer(kv_connector="MooncakeConnector")
+        ),
+        "cannot be imported": EngineOptions(
+            model, kv_transfer=transfer(kv_connector="X", kv_connector_module_path="no.such")
+        ),
     }
     for words, options in wrong.items():
         with pytest.raises(ConfigError, match=words):
@@ -53,15 +66,22 @@ def test_what_cannot_be_started_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_serve_says_it_at_once_and_loads_no_torch(model: Path) -> None:
-    code = "import sys; from kvferry.cli.main import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    code = (
+        "import sys; from kvferry.cli.main import main; code = main(sys.argv[1:]); print(code, "
+        "'torch' in sys.modules)"
+    )
     command = [sys.executable, "-c", code, "serve", str(model), "-tp", "3", "--port", "0"]
     environ = os.environ | {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, env=environ
+    )
     assert done.stdout == "2 False\n"
     assert "does not divide" in done.stderr
 
 
-def test_a_port_that_is_taken_is_said_before_the_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_said_before_the_start(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", str(model), "--port", str(port)]) == 2
@@ -72,14 +92,23 @@ def test_a_port_that_is_taken_is_said_before_the_start(model: Path, capsys: pyte
     check_listenable(Address("localhost", port))
 
 
-@pytest.mark.parametrize(("host", "words"), [("192.0.2.1", "is not an address of this machine"), ("no host", "cannot be resolved")])
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [("192.0.2.1", "is not an address of this machine"), ("no host", "cannot be resolved")],
+)
 def test_a_host_that_is_not_ours_is_named(host: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_listenable(Address(host, 8000))
 
 
 @pytest.mark.parametrize(
-    ("host", "dialled"), [("0.0.0.0", "127.0.0.1:80"), ("::", "[::1]:80"), ("localhost", "localhost:80"), ("10.0.0.1", "10.0.0.1:80")]
+    ("host", "dialled"),
+    [
+        ("0.0.0.0", "127.0.0.1:80"),
+        ("::", "[::1]:80"),
+        ("localhost", "localhost:80"),
+        ("10.0.0.1", "10.0.0.1:80"),
+    ],
 )
 def test_every_interface_is_dialled_on_this_machine(host: str, dialled: str) -> None:
     assert str(dialable(Address(host, 80))) == dialled
@@ -92,9 +121,12 @@ def test_the_curl_line_survives_the_shell_whatever_the_model_is_called() -> None
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (6, [1, 3, 6]), (8, [1, 2, 4, 8]), (16, [1, 2, 4, 8, 16])]
+    ("heads", "ranks"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 3]), (6, [1, 3, 6]), (8, [1, 2, 4, 8]), (16, [1, 2, 4, 8, 16])],
 )
-def test_a_model_made_with_more_heads_can_be_split_over_more_ranks(tmp_path: Path, heads: int, ranks: list[int]) -> None:
+def test_a_model_made_with_more_heads_can_be_split_over_more_ranks(
+    tmp_path: Path, heads: int, ranks: list[int]
+) -> None:
     assert main(["make-model", str(tmp_path), "--heads", str(heads)]) == 0
     config = read_model_config(tmp_path)
     assert config.attention.num_heads == heads

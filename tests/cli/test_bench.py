@@ -7,7 +7,9 @@ from kvferry.cli.main import main
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
-def test_every_benchmark_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_has_help_with_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", name, "--help"])
     assert caught.value.code == 0
@@ -31,6 +33,8 @@ def test_help_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_arguments_become_what_a_benchmark_asks_for() -> None:
-    arguments = make_parser("vllm-handover").parse(["--prompt-tokens", "512,128,512", "--samples", "7"])
+    arguments = make_parser("vllm-handover").parse(
+        ["--prompt-tokens", "512,128,512", "--samples", "7"]
+    )
     assert (arguments.prompt_tokens, arguments.samples, arguments.json) == ([512, 128], 7, False)
     assert make_parser("vllm-handover").parse([]).prompt_tokens == [128, 512, 1500]

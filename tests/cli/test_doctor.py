@@ -1,4 +1,6 @@
-"""The doctor turns answers into findings, survives probes that do not answer, and changes nothing."""
+"""The doctor turns answers into findings, survives probes that do not answer, and changes
+nothing.
+"""
 
 import json
 import os
@@ -7,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor import ProbeOutput, can_share_memory, examine, is_port_free, probe_nixl, run_probe
+from kvferry.cli.doctor import (
+    ProbeOutput,
+    can_share_memory,
+    examine,
+    is_port_free,
+    probe_nixl,
+    run_probe,
+)
 from kvferry.cli.findings import (
     NixlReport,
     ProbeFailed,
@@ -50,7 +59,9 @@ def test_only_enabled_transports_are_read_from_the_table() -> None:
         ([], Severity.ADVICE, "reported no transports"),
     ],
 )
-def test_transports_decide_what_is_advised(transports: list[str], level: Severity, words: str) -> None:
+def test_transports_decide_what_is_advised(
+    transports: list[str], level: Severity, words: str
+) -> None:
     finding = transport_finding(transports, {"UCX_TLS": "tcp"})
     assert finding.level is level
     assert words in finding.text
@@ -72,16 +83,27 @@ def test_what_is_missing_is_a_problem_or_advice() -> None:
         Severity.OK,
         Severity.OK,
     ]
-    assert [compiled_finding(missing).level for missing in ([], ["copy_segments"])] == [Severity.OK, Severity.ADVICE]
+    assert [compiled_finding(missing).level for missing in ([], ["copy_segments"])] == [
+        Severity.OK,
+        Severity.ADVICE,
+    ]
     assert "copy_segments, linger missing" in compiled_finding(["copy_segments", "linger"]).text
     assert [core_finding(cores).level for cores in (2, 8)] == [Severity.ADVICE, Severity.OK]
-    assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Severity.ADVICE, Severity.OK]
+    assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [
+        Severity.ADVICE,
+        Severity.OK,
+    ]
 
 
 def test_a_plugin_that_was_asked_for_must_start() -> None:
     report = NixlReport("1.5", ["LIBFABRIC", "POSIX", "UCX"], ["UCX", "POSIX"])
     findings = nixl_findings(report, ["POSIX", "LIBFABRIC", "NOPE"])
-    assert [finding.level for finding in findings] == [Severity.OK, Severity.OK, Severity.PROBLEM, Severity.PROBLEM]
+    assert [finding.level for finding in findings] == [
+        Severity.OK,
+        Severity.OK,
+        Severity.PROBLEM,
+        Severity.PROBLEM,
+    ]
     assert "POSIX starts here" in findings[1].text
     assert "LIBFABRIC is found but does not start here" in findings[2].text
     assert "NOPE is not found; use one of LIBFABRIC, POSIX, UCX" in findings[3].text
@@ -92,7 +114,9 @@ def test_ports_of_the_readme_that_are_taken_are_named_with_what_to_set() -> None
     ports = [8100, 8200, 8192, 5601]
     assert port_finding([], ports).level is Severity.OK
     assert port_finding([8100, 8192], ports).text == "8100, 8192 taken; choose others with --port"
-    assert port_finding([5601], ports).text == "5601 taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"
+    assert (
+        port_finding([5601], ports).text == "5601 taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"
+    )
     assert port_finding([5601], ports).level is Severity.ADVICE
 
 
@@ -139,7 +163,9 @@ def test_a_port_in_use_is_seen() -> None:
 @pytest.mark.slow
 def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
+    findings = {
+        finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})
+    }
     assert {
         "machine",
         "Python",
@@ -155,7 +181,9 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "other ports",
         "open files",
         "cores",
-    } == set(findings) - {"NIXL exit"}  # which is there only where the distribution brings a second libnl
+    } == set(findings) - {
+        "NIXL exit"
+    }  # which is there only where the distribution brings a second libnl
     assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Severity.OK] * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -169,4 +197,6 @@ def test_a_problem_is_in_the_json_and_in_the_exit_code(
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["is_ok"] is False
-    assert [finding["topic"] for finding in report["findings"] if finding["level"] == "problem"] == ["secret"]
+    assert [
+        finding["topic"] for finding in report["findings"] if finding["level"] == "problem"
+    ] == ["secret"]

@@ -26,7 +26,9 @@ NEVER = float("inf")
 
 
 def report(**seconds: float) -> GpuReport:
-    """As the benchmark would tell it: 128 MiB in segments of 16 KiB; NIXL with a descriptor for each moves a sixteenth."""
+    """As the benchmark would tell it: 128 MiB in segments of 16 KiB; NIXL with a descriptor for
+    each moves a sixteenth.
+    """
     move = plan_move(Blocks(16384, 8, 1024), Pattern.SCATTERED, 1, 0)
     part = move.part(512)
     named = {name.replace("_by_", " "): [value] for name, value in seconds.items()}
@@ -34,7 +36,10 @@ def report(**seconds: float) -> GpuReport:
     told = {name: copies[name] for name in named if name in copies}
     named = {name: times for name, times in named.items() if times != [NEVER]}
     cells = [TransferCell(move, Pattern.SCATTERED, named, told, {"nixl": part, "raw nixl": part})]
-    return msgspec.json.decode(msgspec.json.encode({"rows": make_device_rows(cells), "baselines": make_baselines(cells)}), type=GpuReport)
+    return msgspec.json.decode(
+        msgspec.json.encode({"rows": make_device_rows(cells), "baselines": make_baselines(cells)}),
+        type=GpuReport,
+    )
 
 
 WHOLE = {
@@ -51,7 +56,11 @@ def test_speeds_are_read_from_the_benchmarks_rows() -> None:
     speeds = gpu_speeds(report(**WHOLE))
     assert isinstance(speeds, GpuSpeeds)
     assert speeds.segment_bytes == 16384
-    assert (round(speeds.copy), round(speeds.cuda_ipc or 0), round(speeds.nixl_bounce or 0)) == (2097, 1890, 501)
+    assert (round(speeds.copy), round(speeds.cuda_ipc or 0), round(speeds.nixl_bounce or 0)) == (
+        2097,
+        1890,
+        501,
+    )
     assert round(speeds.nixl_contiguous or 0) == 1254
     assert speeds.descriptor_us == pytest.approx(9.0)
     assert speeds.nixl == pytest.approx(1.86)
@@ -66,7 +75,13 @@ def test_a_transport_that_moved_nothing_does_not_hide_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("staged_gbps", "descriptor_us", "advised"),
-    [(500.0, 9.0, 8 << 20), (28.0, 9.0, 256 << 10), (500.0, 1e6, 64 << 20), (None, 9.0, None), (500.0, None, None)],
+    [
+        (500.0, 9.0, 8 << 20),
+        (28.0, 9.0, 256 << 10),
+        (500.0, 1e6, 64 << 20),
+        (None, 9.0, None),
+        (500.0, None, None),
+    ],
 )
 def test_staging_is_advised_up_to_where_both_are_as_fast(
     staged_gbps: float | None, descriptor_us: float | None, advised: int | None
@@ -87,7 +102,9 @@ def test_the_transport_that_would_be_chosen_is_told_with_the_reason() -> None:
 
 
 def test_what_does_not_work_or_is_slow_is_advice() -> None:
-    without_ipc = gpu_speed_findings(GPU, report(**{name: took for name, took in WHOLE.items() if name != "cuda_ipc"}), 1)[1]
+    without_ipc = gpu_speed_findings(
+        GPU, report(**{name: took for name, took in WHOLE.items() if name != "cuda_ipc"}), 1
+    )[1]
     assert (without_ipc.level, "nixl everywhere" in without_ipc.text) == (Severity.ADVICE, True)
     only_ipc = gpu_speed_findings(GPU, report(memcpy=64e-6, cuda_ipc=71e-6), 1)[1]
     assert "NIXL does not carry memory of this GPU" in only_ipc.text
@@ -95,12 +112,19 @@ def test_what_does_not_work_or_is_slow_is_advice() -> None:
     assert (slow.level, "is something else running" in slow.text) == (Severity.ADVICE, True)
     for failed in (ProbeFailed("no answer within 60 s"), GpuReport([], [])):
         [finding] = gpu_speed_findings(GPU, failed, 1)
-        assert (finding.level, "nothing could be measured" in finding.text) == (Severity.ADVICE, True)
+        assert (finding.level, "nothing could be measured" in finding.text) == (
+            Severity.ADVICE,
+            True,
+        )
 
 
 def test_settings_of_ucx_are_told_with_who_made_them() -> None:
     ours = ucx_settings_finding(SETTINGS, {})
-    assert ours.text == "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y (set by kvferry), UCX_RCACHE_MAX_UNRELEASED=1024 (set by kvferry)"
+    assert (
+        ours.text
+        == "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y (set by kvferry), UCX_RCACHE_MAX_UNRELEASED=1024 "
+        "(set by kvferry)"
+    )
     assert ours.level is Severity.OK
     theirs = ucx_settings_finding(SETTINGS, {"UCX_RCACHE_MAX_UNRELEASED": "64"})
     assert "UCX_RCACHE_MAX_UNRELEASED=64 (yours)" in theirs.text

@@ -43,11 +43,19 @@ with stop_requests(end_s=0.1) as stop:
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_that_is_asked_for_where_exceptions_are_swallowed_is_remembered(number: signal.Signals) -> None:
+def test_a_stop_that_is_asked_for_where_exceptions_are_swallowed_is_remembered(
+    number: signal.Signals,
+) -> None:
     ran = run(SWALLOWED + REMEMBERED, str(int(number)))
     assert ran.stdout == "still here\n"
     assert ran.stderr.rstrip().endswith("KeyboardInterrupt")

@@ -34,7 +34,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
@@ -48,20 +50,43 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     [
         (["sreve"], "kvferry: sreve is not a command of kvferry; did you mean serve?"),
         (["up", "--planes", "shm"], "kvferry: --planes of `kvferry up` is now called --transports"),
-        (["serve", "m", "--prot", "1"], "kvferry: --prot is not an argument of `kvferry serve`; did you mean --port?"),
+        (
+            ["serve", "m", "--prot", "1"],
+            "kvferry: --prot is not an argument of `kvferry serve`; did you mean --port?",
+        ),
         (
             ["serve", "m", "--max_model_le=1"],
-            "kvferry: --max-model-le is not an argument of `kvferry serve`; did you mean --max-model-len?",
+            "kvferry: --max-model-le is not an argument of `kvferry serve`; did you mean "
+            "--max-model-len?",
         ),
-        (["serve", "m", "--port", "x"], "kvferry: --port: must be a port number from 0 to 65535, got 'x'; see `kvferry serve --help`"),
-        (["serve", "m", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535, got '99999'"),
-        (["serve", "m", "--port", "-1"], "kvferry: --port: must be a port number from 0 to 65535, got '-1'"),
+        (
+            ["serve", "m", "--port", "x"],
+            "kvferry: --port: must be a port number from 0 to 65535, got 'x'; see `kvferry serve "
+            "--help`",
+        ),
+        (
+            ["serve", "m", "--port", "99999"],
+            "kvferry: --port: must be a port number from 0 to 65535, got '99999'",
+        ),
+        (
+            ["serve", "m", "--port", "-1"],
+            "kvferry: --port: must be a port number from 0 to 65535, got '-1'",
+        ),
         (["proxy", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
         (["up", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
-        (["serve", "m", "--device", "tpu"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'tpu'; see `kvferry serve --help`"),
-        (["serve", "m", "--device=cuda:-1"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'cuda:-1'"),
+        (
+            ["serve", "m", "--device", "tpu"],
+            "kvferry: --device: must be cpu, cuda or cuda:N, got 'tpu'; see `kvferry serve --help`",
+        ),
+        (
+            ["serve", "m", "--device=cuda:-1"],
+            "kvferry: --device: must be cpu, cuda or cuda:N, got 'cuda:-1'",
+        ),
         (["up", "--device", "gpu"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'gpu'"),
-        (["serve", "m", "--data_parallel_size", "2"], "kvferry: --data-parallel-size is not supported yet; start several engines"),
+        (
+            ["serve", "m", "--data_parallel_size", "2"],
+            "kvferry: --data-parallel-size is not supported yet; start several engines",
+        ),
         (["serve", "m", "-dp=2"], "kvferry: -dp is not supported yet; start several engines"),
         (
             ["serve", "m", "--pipeline-parallel-size=2"],
@@ -72,37 +97,78 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
             "kvferry: --zzz is not an argument of `kvferry serve`; remove it, or use one of the ",
         ),
         (["up", "--mode", "both"], "kvferry: --mode: invalid choice: 'both'"),
-        (["doctor", "--backends", "../x"], "kvferry: --backends: '../x' is no name of a NIXL plugin"),
+        (
+            ["doctor", "--backends", "../x"],
+            "kvferry: --backends: '../x' is no name of a NIXL plugin",
+        ),
         (["make-model", "m", "--heads", "0"], "kvferry: --heads must be from 1 to 128, got 0"),
         (["SERVE"], "kvferry: SERVE is not a command of kvferry; did you mean serve?"),
-        (["serve"], "kvferry: the following arguments are required: MODEL; see `kvferry serve --help`"),
+        (
+            ["serve"],
+            "kvferry: the following arguments are required: MODEL; see `kvferry serve --help`",
+        ),
         (["serve", "m", "n"], "kvferry: n is one argument too many for `kvferry serve`; remove it"),
         (["serve", "m", "--kv-transfer-config", "{"], "kvferry: --kv-transfer-config is not JSON"),
         (
             ["serve", "m", "--kv-transfer-config.kv_rol", "kv_both"],
             "kvferry: kv_rol is not a setting of --kv-transfer-config; did you mean",
         ),
-        (["serve", "no/such-model", "--kv-transfer-config", PULL], 'kvferry: MODEL is "no/such-model", which is neither a folder nor'),
+        (
+            ["serve", "no/such-model", "--kv-transfer-config", PULL],
+            'kvferry: MODEL is "no/such-model", which is neither a folder nor',
+        ),
         (
             ["serve", "m", "--kv-cache-memory-bytes", "lots"],
             "kvferry: --kv-cache-memory-bytes: 'lots' is no size; write it like 4096, 8k or 1G",
         ),
         (["serve", "m", "--dtype", "int3"], "kvferry: --dtype: invalid choice: 'int3'"),
-        (["proxy", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1"], "kvferry: 2 prefill hosts and 1 prefill ports were given"),
-        (["proxy", "--kv-transfer-config", "{}"], "kvferry: --kv-transfer-config is not an argument of `kvferry proxy`"),
+        (
+            ["proxy", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1"],
+            "kvferry: 2 prefill hosts and 1 prefill ports were given",
+        ),
+        (
+            ["proxy", "--kv-transfer-config", "{}"],
+            "kvferry: --kv-transfer-config is not an argument of `kvferry proxy`",
+        ),
         (["make-model"], "kvferry: the following arguments are required: DIR"),
-        (["doctor", "--jsn"], "kvferry: --jsn is not an argument of `kvferry doctor`; did you mean --json?"),
-        (["bench", "vllm-step"], "kvferry: vllm-step is not a benchmark of kvferry; did you mean vllm-steps?"),
-        (["bench", "vllm-steps", "--jsn"], "kvferry: --jsn is not an argument of `kvferry bench vllm-steps`; did you mean --json?"),
-        (["bench", "vllm-steps", "--requests", "0"], "kvferry: --requests: must be a whole number from 1 to 99999, got '0'"),
-        (["bench", "vllm-handover", "--prompt-tokens", "128,x"], "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas"),
-        (["bench", "vllm-handover", "--prompt_tokens=9999"], "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas"),
-        (["bench", "vllm-handover", "--vllm-python", sys.executable], f"kvferry: {sys.executable} has no vLLM; run `make setup-vllm`"),
+        (
+            ["doctor", "--jsn"],
+            "kvferry: --jsn is not an argument of `kvferry doctor`; did you mean --json?",
+        ),
+        (
+            ["bench", "vllm-step"],
+            "kvferry: vllm-step is not a benchmark of kvferry; did you mean vllm-steps?",
+        ),
+        (
+            ["bench", "vllm-steps", "--jsn"],
+            "kvferry: --jsn is not an argument of `kvferry bench vllm-steps`; did you mean --json?",
+        ),
+        (
+            ["bench", "vllm-steps", "--requests", "0"],
+            "kvferry: --requests: must be a whole number from 1 to 99999, got '0'",
+        ),
+        (
+            ["bench", "vllm-handover", "--prompt-tokens", "128,x"],
+            "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas",
+        ),
+        (
+            ["bench", "vllm-handover", "--prompt_tokens=9999"],
+            "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas",
+        ),
+        (
+            ["bench", "vllm-handover", "--vllm-python", sys.executable],
+            f"kvferry: {sys.executable} has no vLLM; run `make setup-vllm`",
+        ),
         (["bench"], "kvferry: the following arguments are required: BENCHMARK"),
-        (["up", "--prefil", "2"], "kvferry: --prefil is not an argument of `kvferry up`; did you mean --prefill?"),
+        (
+            ["up", "--prefil", "2"],
+            "kvferry: --prefil is not an argument of `kvferry up`; did you mean --prefill?",
+        ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert complaint(capsys, *arguments).startswith(sentence)
 
 
@@ -118,7 +184,9 @@ def test_a_wrong_setting_in_the_environment_is_said_too(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0")
     sentence = complaint(capsys, "serve", str(tmp_path), "--kv-transfer-config", PULL)
-    assert sentence.startswith("kvferry: VLLM_NIXL_SIDE_CHANNEL_HOST is 0.0.0.0, which no peer can dial")
+    assert sentence.startswith(
+        "kvferry: VLLM_NIXL_SIDE_CHANNEL_HOST is 0.0.0.0, which no peer can dial"
+    )
 
 
 def test_other_machines_need_the_operators_secret(
@@ -136,9 +204,12 @@ def test_other_machines_need_the_operators_secret(
 def test_start_up_is_light() -> None:
     """Help and errors must not wait for torch or aiohttp."""
     code = (
-        "import sys; from kvferry.cli.main import main; main(['--help']); print(sorted({'torch', 'aiohttp', 'numpy'} & set(sys.modules)))"
+        "import sys; from kvferry.cli.main import main; main(['--help']); print(sorted({'torch', "
+        "'aiohttp', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -147,7 +218,12 @@ def test_output_nobody_reads_is_no_reason_for_a_traceback() -> None:
     os.close(reading)
     try:
         done = subprocess.run(
-            [sys.executable, "-u", "-m", "kvferry", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-u", "-m", "kvferry", "--help"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
         )
     finally:
         os.close(writing)
@@ -172,7 +248,12 @@ def run(arguments):
     ],
 )
 def test_each_kind_of_failure_has_its_exit_code(
-    error: str, code: int, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: str,
+    code: int,
+    err: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = f"kvferry_stub_command_{code}"
     (tmp_path / f"{module}.py").write_text(STUB.format(error=error))

@@ -17,7 +17,9 @@ ANY_PORT = SideChannelConfig(port=0)
 
 
 def transfer(**extra: Any) -> KVTransferConfig:
-    return KVTransferConfig.from_mapping({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra})
+    return KVTransferConfig.from_mapping(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    )
 
 
 def kit(environ: dict[str, str] | None = None, **extra: Any) -> ConfiguredTransportKit:
@@ -56,7 +58,10 @@ def test_memory_that_is_not_shared_has_no_shm_transport() -> None:
 
 
 def test_a_transport_that_is_known_but_not_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names mooncake, which is not supported yet; use shm, cuda_ipc, nixl, tcp"):
+    with pytest.raises(
+        ConfigError,
+        match="names mooncake, which is not supported yet; use shm, cuda_ipc, nixl, tcp",
+    ):
         kit(transports=["mooncake"])
 
 
@@ -68,8 +73,16 @@ def test_a_kit_survives_the_way_into_a_worker_process_and_hides_its_secret() -> 
 
 
 def test_the_settings_of_a_nixl_connector_inside_a_multi_connector_count() -> None:
-    inner = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_threads": 7}}
-    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [inner]}}
+    inner = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"num_threads": 7},
+    }
+    outer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [inner]},
+    }
     assert nixl_settings(KVTransferConfig.from_mapping(outer)).num_threads == 7
     assert nixl_settings(None).num_threads == 4
 
@@ -77,7 +90,9 @@ def test_the_settings_of_a_nixl_connector_inside_a_multi_connector_count() -> No
 def test_faults_are_made_only_on_demand_and_only_known_ones(memory: CacheMemory) -> None:
     faulty = kit({"KVFERRY_FAULTS": "corrupt:every=1"}).data_transports(memory)
     plain = kit().data_transports(memory)
-    assert [type(transport) is type(other) for transport, other in zip(faulty, plain, strict=True)] == [False] * 4
+    assert [
+        type(transport) is type(other) for transport, other in zip(faulty, plain, strict=True)
+    ] == [False] * 4
     for transport in (*faulty, *plain):
         transport.close()
     with pytest.raises(ConfigError):
@@ -86,7 +101,10 @@ def test_faults_are_made_only_on_demand_and_only_known_ones(memory: CacheMemory)
 
 def test_transports_of_one_cluster_reach_each_other_and_no_address_is_a_wildcard() -> None:
     made = ConfiguredTransportKit.from_settings(
-        SideChannelConfig(bind_host="0.0.0.0", advertised_host="127.0.0.1", port=0), SECRET, transfer(), {}
+        SideChannelConfig(bind_host="0.0.0.0", advertised_host="127.0.0.1", port=0),
+        SECRET,
+        transfer(),
+        {},
     )
     side, control = made.side_channel(), made.control_transport()
     try:

@@ -77,7 +77,7 @@ def serving(mode: str, group: ProcessGroup) -> ChildProcess:
     return child
 
 
-# -- announcements -----------------------------------------------------------------------------------------------------
+# -- announcements --
 
 
 def test_an_announced_address_is_read_back() -> None:
@@ -95,12 +95,14 @@ def test_without_a_waiting_parent_nothing_is_announced(value: str | None) -> Non
     announce_address(Address("h", 1), {} if value is None else {"KVFERRY_ANNOUNCE_FD": value})
 
 
-@pytest.mark.parametrize("line", [b"", b"\n", b"host", b"host x", b"host 0", b"host 70000", b"\xff 1 2"])
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"host", b"host x", b"host 0", b"host 70000", b"\xff 1 2"]
+)
 def test_what_is_no_address_is_none(line: bytes) -> None:
     assert parse_announcement(line) is None
 
 
-# -- one child ---------------------------------------------------------------------------------------------------------
+# -- one child --
 
 
 def test_a_child_says_where_it_listens_and_is_gone_after_close(group: ProcessGroup) -> None:
@@ -113,7 +115,9 @@ def test_a_child_says_where_it_listens_and_is_gone_after_close(group: ProcessGro
     child.close()
 
 
-def test_a_child_that_fails_is_reported_with_its_exit_code_and_last_words(group: ProcessGroup) -> None:
+def test_a_child_that_fails_is_reported_with_its_exit_code_and_last_words(
+    group: ProcessGroup,
+) -> None:
     child = started("fail", group)
     with pytest.raises(KVFerryError, match="the fail ended with exit code 1"):
         eventually(lambda: child.poll_address() is not None)
@@ -138,7 +142,9 @@ def test_a_child_that_ignores_sigterm_is_killed(group: ProcessGroup) -> None:
     assert not is_alive(pid)
 
 
-def test_a_child_that_was_asked_to_end_is_not_asked_again_while_it_finishes(group: ProcessGroup) -> None:
+def test_a_child_that_was_asked_to_end_is_not_asked_again_while_it_finishes(
+    group: ProcessGroup,
+) -> None:
     asked, unasked = serving("patient", group), serving("patient", group)
     asked.interrupt()
     for child in (asked, unasked):
@@ -147,7 +153,9 @@ def test_a_child_that_was_asked_to_end_is_not_asked_again_while_it_finishes(grou
     assert unasked.tail() == ["this is patient", "aborted"]
 
 
-def test_a_child_that_does_not_end_when_asked_is_told_again_and_killed_at_last(group: ProcessGroup) -> None:
+def test_a_child_that_does_not_end_when_asked_is_told_again_and_killed_at_last(
+    group: ProcessGroup,
+) -> None:
     for mode, said in (("stubborn", ["aborted"]), ("deaf", [])):
         child = serving(mode, group)
         pid = child.pid
@@ -178,10 +186,12 @@ def test_a_command_that_does_not_exist_is_an_error_in_a_sentence(group: ProcessG
     child.close()
 
 
-# -- the cluster -------------------------------------------------------------------------------------------------------
+# -- the cluster --
 
 
-def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(group: ProcessGroup) -> None:
+def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(
+    group: ProcessGroup,
+) -> None:
     text = io.StringIO()
     cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
     with StartupView(Console(file=text)) as view:
@@ -200,12 +210,21 @@ def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(gro
     [
         (StubLaunch(engine_mode="fail"), 30, "-0 ended with exit code 1"),
         (StubLaunch(router_mode="fail"), 30, "router ended with exit code 1"),
-        (StubLaunch(engine_mode="unhealthy"), 1, "prefill-0, decode-0 did not become healthy within 1 s"),
+        (
+            StubLaunch(engine_mode="unhealthy"),
+            1,
+            "prefill-0, decode-0 did not become healthy within 1 s",
+        ),
     ],
 )
-def test_a_cluster_that_does_not_come_up_names_who_failed(launch: StubLaunch, timeout_s: float, sentence: str, group: ProcessGroup) -> None:
+def test_a_cluster_that_does_not_come_up_names_who_failed(
+    launch: StubLaunch, timeout_s: float, sentence: str, group: ProcessGroup
+) -> None:
     cluster = LocalCluster(launch, os.environ, group.id, timeout_s)
-    with StartupView(Console(file=io.StringIO())) as view, pytest.raises(KVFerryError, match=sentence):
+    with (
+        StartupView(Console(file=io.StringIO())) as view,
+        pytest.raises(KVFerryError, match=sentence),
+    ):
         cluster.start(1, 1, view)
     assert cluster.last_log_lines()
     cluster.close()
@@ -237,10 +256,17 @@ def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> N
         cluster.start(1, 1, view)
     closing = threading.Thread(target=cluster.close)
     closing.start()
-    eventually(lambda: [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == ["finishing"] * 2)
+    eventually(
+        lambda: (
+            [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"]
+            == ["finishing"] * 2
+        )
+    )
     cluster.terminate_all()
     closing.join(20)
-    assert [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == ["aborted"] * 2
+    assert [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == [
+        "aborted"
+    ] * 2
 
 
 def _all_live(cluster: LocalCluster) -> bool:
@@ -249,14 +275,21 @@ def _all_live(cluster: LocalCluster) -> bool:
     return False
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end --
 
 
-@pytest.mark.parametrize(("mode", "number"), [("serve", signal.SIGKILL), ("serve", signal.SIGTERM), ("deaf", signal.SIGKILL)])
-def test_when_the_starter_dies_its_processes_and_its_directory_go_too(mode: str, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [("serve", signal.SIGKILL), ("serve", signal.SIGTERM), ("deaf", signal.SIGKILL)],
+)
+def test_when_the_starter_dies_its_processes_and_its_directory_go_too(
+    mode: str, number: signal.Signals, tmp_path: Path
+) -> None:
     scratch = tmp_path / "scratch"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(STUB_UP), str(scratch), mode], stdout=subprocess.PIPE, env=environment) as starter:
+    with subprocess.Popen(
+        [sys.executable, str(STUB_UP), str(scratch), mode], stdout=subprocess.PIPE, env=environment
+    ) as starter:
         assert starter.stdout is not None
         pids = [int(pid) for pid in starter.stdout.readline().split()]
         assert len(pids) == (6 if mode == "deaf" else 4)

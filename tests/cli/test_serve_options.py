@@ -41,10 +41,17 @@ def test_without_flags_the_options_have_their_own_defaults(model: Path) -> None:
 
 
 def test_every_flag_reaches_its_option(model: Path) -> None:
-    flags = "--dtype float32 --kv-cache-dtype bfloat16 --block-size 32 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G"
-    flags += " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 --no-enable-prefix-caching --enforce-eager"
+    flags = (
+        "--dtype float32 --kv-cache-dtype bfloat16 --block-size 32 --num-gpu-blocks-override 7 "
+        "--kv-cache-memory-bytes 1G"
+    )
     flags += (
-        " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 --num-threads 2 --compute-dtype float64"
+        " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 "
+        "--no-enable-prefix-caching --enforce-eager"
+    )
+    flags += (
+        " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 "
+        "--num-threads 2 --compute-dtype float64"
         " --shutdown-timeout 1.5 --drain-timeout 0 --device cuda:3"
     )
     assert options(str(model), *flags.split()) == EngineOptions(
@@ -77,21 +84,32 @@ def test_the_commands_of_the_seeds_are_understood(model: Path) -> None:
     transfer = engine_options(first, {}).kv_transfer
     assert transfer is not None
     assert transfer.kv_connector == "NixlConnector"
-    second = options(str(model), "--port", "8000", "--tensor-parallel-size", "8", "--kv-transfer-config", PULL)
+    second = options(
+        str(model), "--port", "8000", "--tensor-parallel-size", "8", "--kv-transfer-config", PULL
+    )
     assert second.tensor_parallel_size == 8
 
 
 def test_the_layout_comes_from_the_environment(model: Path) -> None:
-    assert engine_options(parsed(str(model)), {"VLLM_KV_CACHE_LAYOUT": "NHD"}).kv_cache_layout is KVLayout.NHD
+    assert (
+        engine_options(parsed(str(model)), {"VLLM_KV_CACHE_LAYOUT": "NHD"}).kv_cache_layout
+        is KVLayout.NHD
+    )
 
 
 def test_cross_layer_blocks_are_asked_for_by_the_connector_s_setting(model: Path) -> None:
     setting = "--kv-transfer-config.kv_connector_extra_config.enable_cross_layers_blocks"
     assert not options(str(model), "--kv-transfer-config", PULL).cross_layer_blocks
-    assert not options(str(model), "--kv-transfer-config", PULL, setting, "false").cross_layer_blocks
+    assert not options(
+        str(model), "--kv-transfer-config", PULL, setting, "false"
+    ).cross_layer_blocks
     assert options(str(model), "--kv-transfer-config", PULL, setting, "true").cross_layer_blocks
     child = json.loads(PULL) | {"kv_connector_extra_config": {"enable_cross_layers_blocks": True}}
-    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [json.loads(PULL), child]}}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [json.loads(PULL), child]},
+    }
     assert options(str(model), "--kv-transfer-config", json.dumps(both)).cross_layer_blocks
 
 
@@ -104,8 +122,16 @@ def test_the_cache_may_be_kept_in_eight_bits_but_not_the_weights(model: Path, na
 
 def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
     with pytest.raises(ConfigError, match="kv_buffer_device cannot be cuda with --device cpu"):
-        options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cuda")
-    options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cpu")
+        options(
+            str(model),
+            "--kv-transfer-config",
+            PULL,
+            "--kv-transfer-config.kv_buffer_device",
+            "cuda",
+        )
+    options(
+        str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,15 +153,24 @@ def test_a_wrong_option_is_named_by_its_flag(model: Path, flags: str, sentence: 
 
 def test_the_api_is_as_reachable_as_the_side_channel() -> None:
     local, remote = SideChannelConfig(), SideChannelConfig("10.0.0.1", "10.0.0.1")
-    assert [api_host(None, local), api_host(None, remote), api_host("127.0.0.5", remote)] == ["localhost", "0.0.0.0", "127.0.0.5"]
+    assert [api_host(None, local), api_host(None, remote), api_host("127.0.0.5", remote)] == [
+        "localhost",
+        "0.0.0.0",
+        "127.0.0.5",
+    ]
 
 
-@pytest.mark.parametrize(("text", "size"), [("0", 0), ("4096", 4096), ("8k", 8000), ("1K", 1024), ("1.5G", 3 * 2**29), ("512Mi", 2**29)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("8k", 8000), ("1K", 1024), ("1.5G", 3 * 2**29), ("512Mi", 2**29)],
+)
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1 G", "G", "0x10", "1e9", "1.0001K", "٣", "inf", "9" * 30])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1 G", "G", "0x10", "1e9", "1.0001K", "٣", "inf", "9" * 30]
+)
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_size(text)

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from tests.cli.test_processes import eventually, is_alive, stub
 
-from kvferry.cli.cluster.http_client import TransportTotals, complete, is_healthy, read_transport_totals, sum_transport_totals
+from kvferry.cli.cluster.http_client import (
+    TransportTotals,
+    complete,
+    is_healthy,
+    read_transport_totals,
+    sum_transport_totals,
+)
 from kvferry.cli.cluster.local_cluster import LocalLaunch, UpOptions, child_environment
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.main import main
@@ -23,11 +29,13 @@ def value_of(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-# -- what is started ---------------------------------------------------------------------------------------------------
+# -- what is started --
 
 
 def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path).engine()
+    command = LocalLaunch(
+        UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path
+    ).engine()
     assert command[:5] == [sys.executable, "-m", "kvferry", "serve", str(tmp_path)]
     assert value_of(command, "--port") == "0"
     assert value_of(command, "--tensor-parallel-size") == "2"
@@ -39,7 +47,9 @@ def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_p
 
 
 def test_the_transport_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
-    assert "transports" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
+    assert "transports" not in value_of(
+        LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config"
+    )
 
 
 def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
@@ -51,7 +61,9 @@ def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
 
 def test_push_is_another_connector(tmp_path: Path) -> None:
     command = LocalLaunch(UpOptions(mode="push"), tmp_path).engine()
-    assert json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
+    assert (
+        json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
+    )
 
 
 def test_the_router_is_told_of_every_engine(tmp_path: Path) -> None:
@@ -82,7 +94,9 @@ def test_a_cluster_has_its_own_secret_unless_the_operator_gave_one(tmp_path: Pat
         ({"model": Path("/nonexistent")}, "--model /nonexistent is not a directory"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_in_one_sentence(settings: dict[str, int], sentence: str) -> None:
+def test_options_that_cannot_be_meant_are_refused_in_one_sentence(
+    settings: dict[str, int], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         UpOptions(**settings)  # type: ignore[arg-type]
     assert sentence in str(caught.value)
@@ -90,7 +104,10 @@ def test_options_that_cannot_be_meant_are_refused_in_one_sentence(settings: dict
 
 def test_the_tiny_model_has_heads_for_every_rank(tmp_path: Path) -> None:
     assert "--heads" not in LocalLaunch(UpOptions(tensor_parallel_size=2), tmp_path).make_model()
-    assert value_of(LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path).make_model(), "--heads") == "8"
+    assert (
+        value_of(LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path).make_model(), "--heads")
+        == "8"
+    )
 
 
 def test_clients_call_a_given_model_by_the_name_of_its_folder(tmp_path: Path) -> None:
@@ -98,16 +115,19 @@ def test_clients_call_a_given_model_by_the_name_of_its_folder(tmp_path: Path) ->
     assert UpOptions().model_name == "tiny"
 
 
-def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["up", "--port", str(port)]) == 2
     assert capsys.readouterr().err == (
-        f"kvferry: port {port} cannot be used (Address already in use); stop what listens there or choose another --port\n"
+        f"kvferry: port {port} cannot be used (Address already in use); stop what listens there "
+        "or choose another --port\n"
     )
 
 
-# -- what is asked of it -----------------------------------------------------------------------------------------------
+# -- what is asked of it --
 
 
 def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_path: Path) -> None:
@@ -119,7 +139,9 @@ def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_pat
         assert address is not None
         assert is_healthy(address)
         assert complete(address, {"prompt": "x"}, timeout_s=10) == "hello"
-        assert read_transport_totals(address) == [TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)]
+        assert read_transport_totals(address) == [
+            TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)
+        ]
         child.close()
         assert not is_healthy(address)
         with pytest.raises(TransportError, match="did not answer POST"):
@@ -133,24 +155,44 @@ def test_what_several_instances_carried_is_added_up_by_transport() -> None:
         TransportTotals("shm", 2, 200, 0.5),
         TransportTotals("memory"),
     ]
-    assert sum_transport_totals(parts) == [TransportTotals("nixl", 1, 500, 1.0), TransportTotals("shm", 3, 300, 1.5)]
+    assert sum_transport_totals(parts) == [
+        TransportTotals("nixl", 1, 500, 1.0),
+        TransportTotals("shm", 3, 300, 1.5),
+    ]
     assert sum_transport_totals(parts)[1].bytes_per_s == 200
     assert TransportTotals("shm").bytes_per_s == 0
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- all of it --
 
 
 def up(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`kvferry up` with an empty temporary directory of its own, so that what it leaves behind can be seen."""
-    environment = os.environ | {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    """`kvferry up` with an empty temporary directory of its own, so that what it leaves behind can
+    be seen.
+    """
+    environment = os.environ | {
+        "TMPDIR": str(tmp_path),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "kvferry", "up", "--port", "0", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
 
 
 def shared_memory() -> set[str]:
-    """But for what vLLM and Python's own pools make: tests with real vLLM may run beside these, and kvferry has neither."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("vllm_", "psm_", "sem.mp-"))}
+    """But for what vLLM and Python's own pools make: tests with real vLLM may run beside these, and
+    kvferry has neither.
+    """
+    return {
+        name for name in os.listdir("/dev/shm") if not name.startswith(("vllm_", "psm_", "sem.mp-"))
+    }
 
 
 def descendants(pid: int) -> set[int]:
@@ -159,7 +201,9 @@ def descendants(pid: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
     found: set[int] = set()
@@ -169,7 +213,9 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     before = shared_memory()
     with up(tmp_path, "--once", "--transports", "nixl") as process:
         output, _ = process.communicate(timeout=110)
@@ -182,7 +228,9 @@ def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_up_serves_until_it_is_stopped_or_killed_and_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+def test_up_serves_until_it_is_stopped_or_killed_and_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     before = shared_memory()
     with up(tmp_path) as process:
         assert process.stdout is not None

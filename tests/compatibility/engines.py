@@ -1,5 +1,5 @@
-"""Embedded engines in this process: the real scheduler, ranks, connector, transfer workers and transports; a rank is a thread instead of a
-process.
+"""Embedded engines in this process: the real scheduler, ranks, connector, transfer workers and
+transports; a rank is a thread instead of a process.
 
 The product of all forms of a cache takes more engines than a small machine can run as processes.
 """
@@ -33,8 +33,17 @@ DEADLINE_S = 60.0
 
 
 class LocalEngine:
-    def __init__(self, options: EngineOptions, name: str, extra: dict[str, Any] | None, meeting: Path, faults: str = "") -> None:
-        """`extra`: the connector's extra configuration; None for an engine that moves nothing. `faults`: what its transports do wrong."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        name: str,
+        extra: dict[str, Any] | None,
+        meeting: Path,
+        faults: str = "",
+    ) -> None:
+        """`extra`: the connector's extra configuration; None for an engine that moves nothing.
+        `faults`: what its transports do wrong.
+        """
         self.name = name
         self.finished: dict[str, RequestOutput] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -44,12 +53,17 @@ class LocalEngine:
         transfer = None if extra is None else _transfer(name, extra)
         setup = _setup(options, transfer, faults)
         size = options.tensor_parallel_size
-        self._threads = [self._closing.enter_context(ThreadPoolExecutor(1, f"{name}-{rank}")) for rank in range(size)]
+        self._threads = [
+            self._closing.enter_context(ThreadPoolExecutor(1, f"{name}-{rank}"))
+            for rank in range(size)
+        ]
         rendezvous = f"file://{meeting / secrets.token_hex(8)}"
         self._workers = [
             starting.result(DEADLINE_S)
             for starting in [
-                thread.submit(Worker.start, setup, ParallelConfig(size, rank), rendezvous, self._wake, _hear)
+                thread.submit(
+                    Worker.start, setup, ParallelConfig(size, rank), rendezvous, self._wake, _hear
+                )
                 for rank, thread in enumerate(self._threads)
             ]
         ]
@@ -57,10 +71,18 @@ class LocalEngine:
         self._connector = None if transfer is None else self._connect(setup)
         self._scheduler = Scheduler(limits_of(setup, self._workers[0]), self._connector)
 
-    def add(self, request: str, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None) -> None:
+    def add(
+        self,
+        request: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+    ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self.tokens[request] = []
-        refusal = self._scheduler.add(AddRequest(request, list(prompt), sampling, params, draw_seed=0))
+        refusal = self._scheduler.add(
+            AddRequest(request, list(prompt), sampling, params, draw_seed=0)
+        )
         if refusal is not None:
             self.finished[request] = refusal
 
@@ -69,11 +91,16 @@ class LocalEngine:
         while not self._news.empty():
             self._news.get()
         plan = self._scheduler.schedule()
-        running = [thread.submit(worker.execute, plan) for thread, worker in zip(self._threads, self._workers, strict=True)]
+        running = [
+            thread.submit(worker.execute, plan)
+            for thread, worker in zip(self._threads, self._workers, strict=True)
+        ]
         results = [each.result(DEADLINE_S) for each in running]
         result = results[0]
         if self._connector is not None:
-            result.connector_output = self._aggregator.aggregate([each.connector_output for each in results])
+            result.connector_output = self._aggregator.aggregate(
+                [each.connector_output for each in results]
+            )
             self._totals.add(result.connector_output.kv_connector_stats)
             self._totals.add(self._connector.get_kv_connector_stats())
         for output in self._scheduler.update(plan, result):
@@ -99,10 +126,14 @@ class LocalEngine:
     def _connect(self, setup: EngineSetup) -> KVConnectorBase_V1:
         worker = self._workers[0]
         config = connector_config(setup, worker.runner, ParallelConfig(len(self._workers), 0))
-        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, worker.kv_cache_config)
+        connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.SCHEDULER, worker.kv_cache_config
+        )
         connector.set_wakeup(self._wake)
         handshakes = {rank: each.handshake_metadata() for rank, each in enumerate(self._workers)}
-        connector.set_xfer_handshake_metadata({rank: data for rank, data in handshakes.items() if data is not None})
+        connector.set_xfer_handshake_metadata(
+            {rank: data for rank, data in handshakes.items() if data is not None}
+        )
         return connector
 
     def _wake(self) -> None:
@@ -120,15 +151,24 @@ def run_all(engines: Sequence[LocalEngine], is_done: Callable[[], bool]) -> None
 
 def _transfer(name: str, extra: dict[str, Any]) -> KVTransferConfig:
     return KVTransferConfig.from_mapping(
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
+        {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "engine_id": name,
+            "kv_connector_extra_config": extra,
+        }
     )
 
 
 def _setup(options: EngineOptions, transfer: KVTransferConfig | None, faults: str) -> EngineSetup:
     side_channel = SideChannelConfig(port=0)
     environment = {"KVFERRY_FAULTS": faults} if faults else {}
-    kit = ConfiguredTransportKit.from_settings(side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, environment)
-    return EngineSetup(replace(options, kv_transfer=transfer), kit, SECRET, side_channel if transfer else None)
+    kit = ConfiguredTransportKit.from_settings(
+        side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, environment
+    )
+    return EngineSetup(
+        replace(options, kv_transfer=transfer), kit, SECRET, side_channel if transfer else None
+    )
 
 
 def _hear(stage: str) -> None:

@@ -25,7 +25,9 @@ class Form:
 
 
 class Outcomes:
-    """By model family and transport: for each pair of producer and consumer, an empty string or why it was refused."""
+    """By model family and transport: for each pair of producer and consumer, an empty string or why
+    it was refused.
+    """
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], dict[tuple[Form, Form], str]] = {}
@@ -62,8 +64,15 @@ def page(outcomes: Outcomes) -> str:
     families = sorted({family for family, _ in outcomes.pairs})
     transports = sorted({transport for _, transport in outcomes.pairs}, reverse=True)
     sizes = sorted({p.tp_size for pairs in outcomes.pairs.values() for p, _ in pairs})
-    words = WORDS.format(sizes=_listed(map(str, sizes)), transports=_listed(f"`{transport}`" for transport in transports))
-    tables = [f"## {family}\n\n{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}" for family in families]
+    words = WORDS.format(
+        sizes=_listed(map(str, sizes)),
+        transports=_listed(f"`{transport}`" for transport in transports),
+    )
+    tables = [
+        "## "
+        f"{family}\n\n{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}"
+        for family in families
+    ]
     rows = "".join(f"| {what} | {reason} |\n" for what, reason in outcomes.refusals.items())
     return "\n".join([INTRODUCTION, words, *tables, REFUSALS + rows])
 
@@ -74,7 +83,12 @@ def _table(results: list[dict[tuple[Form, Form], str]]) -> str:
     for row in shapes:
         cells = []
         for column in shapes:
-            found = [text for pairs in results for (p, d), text in pairs.items() if (p.shape, d.shape) == (row, column)]
+            found = [
+                text
+                for pairs in results
+                for (p, d), text in pairs.items()
+                if (p.shape, d.shape) == (row, column)
+            ]
             reasons = sorted({text for text in found if text})
             cells.append("yes" if found and not reasons else "; ".join(reasons) or "not run")
         lines.append(f"| **{row}** | {' | '.join(cells)} |")

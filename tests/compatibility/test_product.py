@@ -1,7 +1,9 @@
-"""Every pair of cache forms of one model: a single engine's tokens, or a refusal at the handshake that says why.
+"""Every pair of cache forms of one model: a single engine's tokens, or a refusal at the handshake
+that says why.
 
-One engine of each form is started for a model and a transport, each is prefilled by all others and reads from all others. What came out is
-the table in docs/compatibility.md; `make compatibility` writes it anew.
+One engine of each form is started for a model and a transport, each is prefilled by all others and
+reads from all others. What came out is the table in docs/compatibility.md; `make compatibility`
+writes it anew.
 """
 
 import itertools
@@ -36,7 +38,10 @@ def prompts(count: int) -> list[list[int]]:
     """Longer than the largest block and the window; lengths on, before and behind block edges."""
     rng = random.Random(4)
     lengths = [65, 80, 96, 97, 111, 112, 113, 127, 128, 129, 144, 150]
-    return [[rng.randrange(10, 500) for _ in range(lengths[index % len(lengths)])] for index in range(count)]
+    return [
+        [rng.randrange(10, 500) for _ in range(lengths[index % len(lengths)])]
+        for index in range(count)
+    ]
 
 
 PROMPTS = prompts(12)
@@ -57,8 +62,14 @@ class House:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(FAMILIES, TRANSPORTS)), ids=lambda pair: " over ".join(pair))
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+@pytest.fixture(
+    scope="module",
+    params=list(itertools.product(FAMILIES, TRANSPORTS)),
+    ids=lambda pair: " over ".join(pair),
+)
+def house(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[House]:
     family, transport = request.param
     directory = tmp_path_factory.mktemp("compatibility")
     make_model(directory / "model", family=FAMILIES[family])
@@ -71,7 +82,13 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     try:
         for form in FORMS:
             engines[form] = start(directory, form, str(form), transport)
-        yield House(family, transport, directory, engines, [plain.tokens[str(index)] for index in range(len(PROMPTS))])
+        yield House(
+            family,
+            transport,
+            directory,
+            engines,
+            [plain.tokens[str(index)] for index in range(len(PROMPTS))],
+        )
     finally:
         # Readers first: a producer that closes while it is read is another test.
         for engine in engines.values():
@@ -113,9 +130,17 @@ def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
     consumer, producers = house.engines[d], house.engines | {d: twin}
     for p, producer in producers.items():
         producer.add(f"for {d}", PROMPTS[prompt_of(p, d)], 1, {"do_remote_decode": True})
-    run_all(list(producers.values()), lambda: all(f"for {d}" in producer.finished for producer in producers.values()))
+    run_all(
+        list(producers.values()),
+        lambda: all(f"for {d}" in producer.finished for producer in producers.values()),
+    )
     for p, producer in producers.items():
-        consumer.add(f"from {p}", PROMPTS[prompt_of(p, d)], MAX_TOKENS, producer.finished[f"for {d}"].kv_transfer_params)
+        consumer.add(
+            f"from {p}",
+            PROMPTS[prompt_of(p, d)],
+            MAX_TOKENS,
+            producer.finished[f"for {d}"].kv_transfer_params,
+        )
     run_all([consumer], lambda: all(f"from {p}" in consumer.finished for p in FORMS))
     for p in FORMS:
         output, wanted = consumer.finished[f"from {p}"], house.expected[prompt_of(p, d)]
@@ -123,5 +148,8 @@ def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
         assert consumer.tokens[f"from {p}"] == wanted, f"from {p}"
         assert output.num_cached_tokens > 0, f"from {p}: nothing was fetched"
         outcomes.add(house.family, house.transport, p, d)
-    run_all(list(producers.values()), lambda: all(producer.num_used_blocks == 0 for producer in producers.values()))
+    run_all(
+        list(producers.values()),
+        lambda: all(producer.num_used_blocks == 0 for producer in producers.values()),
+    )
     assert consumer.num_used_blocks == 0

@@ -1,4 +1,6 @@
-"""What cannot be bridged is refused at the handshake, by name and with both values; what needs no bridge is not."""
+"""What cannot be bridged is refused at the handshake, by name and with both values; what needs no
+bridge is not.
+"""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +31,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 @contextmanager
-def engines(directory: Path, **sides: tuple[EngineOptions, dict[str, Any] | None]) -> Iterator[list[LocalEngine]]:
+def engines(
+    directory: Path, **sides: tuple[EngineOptions, dict[str, Any] | None]
+) -> Iterator[list[LocalEngine]]:
     with ExitStack() as closing:
         made = []
         for name, (options, extra) in sides.items():
@@ -48,7 +52,9 @@ def fetch(p: LocalEngine, d: LocalEngine) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
-def test_engines_of_one_cache_dtype_understand_each_other(options: EngineOptions, dtype: str, tmp_path: Path) -> None:
+def test_engines_of_one_cache_dtype_understand_each_other(
+    options: EngineOptions, dtype: str, tmp_path: Path
+) -> None:
     same = replace(options, kv_cache_dtype=dtype)
     with engines(tmp_path, p=(same, EXTRA), d=(same, EXTRA), plain=(same, None)) as (p, d, plain):
         assert fetch(p, d) is None
@@ -66,16 +72,33 @@ def other_model(directory: Path, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "changes", "reason"),
     [
-        ("`--block-size` 48 and 32: neither divides the other", {"block_size": 48}, "block_size: ours 32, theirs 48"),
-        ("`--kv-cache-dtype`", {"kv_cache_dtype": "fp8"}, "cache_dtype: ours 'float32', theirs 'float8_e4m3fn'"),
+        (
+            "`--block-size` 48 and 32: neither divides the other",
+            {"block_size": 48},
+            "block_size: ours 32, theirs 48",
+        ),
+        (
+            "`--kv-cache-dtype`",
+            {"kv_cache_dtype": "fp8"},
+            "cache_dtype: ours 'float32', theirs 'float8_e4m3fn'",
+        ),
         ("`--dtype`", {"dtype": "float16"}, "dtype: ours 'float32', theirs 'float16'"),
         ("weights", {"seed": 7}, "model: ours .*, theirs .*"),
-        ("model", {"family": "llama"}, "architecture: ours 'Qwen3ForCausalLM', theirs 'LlamaForCausalLM'"),
+        (
+            "model",
+            {"family": "llama"},
+            "architecture: ours 'Qwen3ForCausalLM', theirs 'LlamaForCausalLM'",
+        ),
     ],
     ids=lambda value: value.split()[0].strip("`") if isinstance(value, str) else None,
 )
 def test_other_differences_are_refused_by_name(
-    options: EngineOptions, what: str, changes: dict[str, Any], reason: str, tmp_path: Path, outcomes: Outcomes
+    options: EngineOptions,
+    what: str,
+    changes: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    outcomes: Outcomes,
 ) -> None:
     ours = replace(options, block_size=32)
     is_model = not changes.keys() <= {"block_size", "kv_cache_dtype", "dtype"}
@@ -90,7 +113,9 @@ def test_other_differences_are_refused_by_name(
 
 
 def test_one_wrong_byte_changes_the_tokens(options: EngineOptions, tmp_path: Path) -> None:
-    """The negative control of all comparisons here: a reader that spoils what it reads answers differently."""
+    """The negative control of all comparisons here: a reader that spoils what it reads answers
+    differently.
+    """
     with engines(tmp_path, p=(options, EXTRA), plain=(options, None)) as (p, plain):
         d = LocalEngine(options, "d", EXTRA, tmp_path, faults="corrupt:every=1")
         try:

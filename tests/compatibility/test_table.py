@@ -17,13 +17,20 @@ def test_the_page_says_what_came_out(outcomes: Outcomes) -> None:
         pytest.skip("only a run of all of tests/compatibility knows the whole table")
     if os.environ.get("KVFERRY_WRITE_COMPATIBILITY"):
         PAGE.write_text(page(outcomes))
-    assert PAGE.read_text() == page(outcomes), "write docs/compatibility.md anew with make compatibility"
+    assert PAGE.read_text() == page(outcomes), (
+        "write docs/compatibility.md anew with make compatibility"
+    )
 
 
 def test_a_pair_that_was_refused_or_not_run_is_not_shown_as_good() -> None:
     found = Outcomes()
     good, bad = FORMS[0], FORMS[1]
-    for p, d, refusal in ((good, good, ""), (bad, good, ""), (good, bad, "refused: its layout"), (bad, bad, "")):
+    for p, d, refusal in (
+        (good, good, ""),
+        (bad, good, ""),
+        (good, bad, "refused: its layout"),
+        (bad, bad, ""),
+    ):
         found.add("GQA", "shm", p, d, refusal)
     assert f"| **{good.shape}** | yes | refused: its layout |" in page(found)
     del found.pairs["GQA", "shm"][bad, bad]

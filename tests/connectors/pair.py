@@ -1,4 +1,6 @@
-"""Two engines' connectors in one process: real schedulers, real transfer workers with their threads, memory transports between them."""
+"""Two engines' connectors in one process: real schedulers, real transfer workers with their
+threads, memory transports between them.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +25,14 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.testing.local import LocalMemory
-from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.base import (
+    BlockStore,
+    CacheMemory,
+    ControlTransport,
+    DataTransport,
+    EngineStream,
+    HostStream,
+)
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
@@ -106,7 +115,9 @@ class MemoryKit:
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
 
-    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(
+        self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
+    ) -> BlockStore:
         return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
@@ -158,10 +169,18 @@ class EngineSide:
             f"epoch of {name}",
             MemoryKit(network, supports_write_grants),
         )
-        self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for group in groups for layer in group.layer_names}
+        self.memory = {
+            layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8)
+            for group in groups
+            for layer in group.layer_names
+        }
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-        self.worker.register_kv_caches({layer: CacheTensor(array) for layer, array in self.memory.items()})
-        self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+        self.worker.register_kv_caches(
+            {layer: CacheTensor(array) for layer, array in self.memory.items()}
+        )
+        self.scheduler = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.SCHEDULER, cache
+        )
         metadata = self.worker.get_handshake_metadata()
         assert metadata is not None
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
@@ -179,12 +198,16 @@ class EngineSide:
             getattr(self.seen, name).update(getattr(news, name))
         self.seen.failure_reasons.update(news.failure_reasons)
         self.seen.given_up_recving.update(news.given_up_recving)
-        output = KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving)
+        output = KVConnectorOutput(
+            news.finished_sending, news.finished_recving, news.failed_recving
+        )
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.scheduler.update_connector_output(output)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
-        """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""
+        """Pretend to compute a prompt into blocks and hand it over: the parameters for the other
+        side.
+        """
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens
         request.kv_transfer_params = request.kv_transfer_params or {"do_remote_decode": True}
@@ -196,7 +219,9 @@ class EngineSide:
 
     def fill(self, blocks: list[int], seed: int) -> None:
         for number, array in enumerate(self.memory.values()):
-            array[blocks] = np.random.default_rng([seed, number]).integers(1, 256, array[blocks].shape, dtype=np.uint8)
+            array[blocks] = np.random.default_rng([seed, number]).integers(
+                1, 256, array[blocks].shape, dtype=np.uint8
+            )
 
     def shutdown(self) -> None:
         self.scheduler.shutdown()

@@ -10,38 +10,59 @@ from kvferry.connectors.stats import TransferStats
 
 def test_an_id_is_finished_when_the_last_rank_reports_it() -> None:
     ranks = KVOutputAggregator(2)
-    assert ranks.aggregate([KVConnectorOutput(finished_sending={"a"}), None]).finished_sending == set()
+    assert (
+        ranks.aggregate([KVConnectorOutput(finished_sending={"a"}), None]).finished_sending == set()
+    )
     assert ranks.num_partial == 1
-    assert ranks.aggregate([None, KVConnectorOutput(finished_sending={"a"})]).finished_sending == {"a"}
+    assert ranks.aggregate([None, KVConnectorOutput(finished_sending={"a"})]).finished_sending == {
+        "a"
+    }
     assert ranks.num_partial == 0
 
 
 def test_a_rank_that_reports_twice_does_not_stand_in_for_another() -> None:
     ranks = KVOutputAggregator(2)
     for _ in range(3):
-        assert ranks.aggregate([KVConnectorOutput(finished_recving={"a"}), None]).finished_recving == set()
+        assert (
+            ranks.aggregate([KVConnectorOutput(finished_recving={"a"}), None]).finished_recving
+            == set()
+        )
 
 
 def test_one_failed_rank_fails_the_whole_and_is_reported_with_the_last() -> None:
     ranks = KVOutputAggregator(2)
-    failed = KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}, failure_reasons={"a": "lost"})
+    failed = KVConnectorOutput(
+        finished_recving={"a"}, failed_recving={"a"}, failure_reasons={"a": "lost"}
+    )
     assert ranks.aggregate([failed, None]).failed_recving == set()
     whole = ranks.aggregate([None, KVConnectorOutput(finished_recving={"a"})])
-    assert (whole.finished_recving, whole.failed_recving, whole.failure_reasons) == ({"a"}, {"a"}, {"a": "lost"})
-    again = ranks.aggregate([KVConnectorOutput(finished_recving={"a"}), KVConnectorOutput(finished_recving={"a"})])
+    assert (whole.finished_recving, whole.failed_recving, whole.failure_reasons) == (
+        {"a"},
+        {"a"},
+        {"a": "lost"},
+    )
+    again = ranks.aggregate(
+        [KVConnectorOutput(finished_recving={"a"}), KVConnectorOutput(finished_recving={"a"})]
+    )
     assert again.failed_recving == set()
 
 
 def test_what_one_rank_gives_up_is_told_before_the_others_have_ended() -> None:
     ranks = KVOutputAggregator(2)
     whole = ranks.aggregate([None, KVConnectorOutput(given_up_recving={"a": "slow"})])
-    assert (whole.given_up_recving, whole.finished_recving, whole.is_empty) == ({"a": "slow"}, set(), False)
+    assert (whole.given_up_recving, whole.finished_recving, whole.is_empty) == (
+        {"a": "slow"},
+        set(),
+        False,
+    )
 
 
 def test_reports_that_never_become_whole_are_bounded() -> None:
     ranks = KVOutputAggregator(2, max_partial=10)
     for number in range(1000):
-        ranks.aggregate([KVConnectorOutput(finished_recving={str(number)}, failed_recving={str(number)}), None])
+        ranks.aggregate(
+            [KVConnectorOutput(finished_recving={str(number)}, failed_recving={str(number)}), None]
+        )
     assert ranks.num_partial == 10
 
 
@@ -55,7 +76,9 @@ def test_stats_add_up_over_ranks() -> None:
     whole = KVOutputAggregator(2).aggregate([output(), output()])
     assert whole.kv_connector_stats is not None
     data = whole.kv_connector_stats.to_dict()
-    assert data["transports"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "segments": 4, "planned": 4}}
+    assert data["transports"] == {
+        "shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "segments": 4, "planned": 4}
+    }
     assert data["failed_loads"] == 2
     assert data["samples"]["bytes_transferred"] == [100, 100]
     assert whole.kv_connector_stats.reduce()["Num successful transfers"] == 2

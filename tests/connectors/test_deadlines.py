@@ -1,4 +1,5 @@
-"""Every deadline of a transfer, from the key an operator sets to the error that names it. The clock is the tests' own.
+"""Every deadline of a transfer, from the key an operator sets to the error that names it. The clock
+is the tests' own.
 
 Each value is its own, so a deadline that takes another's would show.
 """
@@ -55,17 +56,34 @@ def settings(**changes: float) -> TransferWorkerSettings:
     """What the connector makes of the JSON an operator writes."""
     extra = {**VALUES, **changes}
     transfer = KVTransferConfig.from_mapping(
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "p", "kv_connector_extra_config": extra}
+        {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "engine_id": "p",
+            "kv_connector_extra_config": extra,
+        }
     )
     assert isinstance(transfer.extra, NixlExtraConfig)
     model = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
-    config = ConnectorConfig(transfer, model, ParallelConfig(), SideChannelConfig(port=0), SECRET, "e1", LocalTransportKit())
+    config = ConnectorConfig(
+        transfer,
+        model,
+        ParallelConfig(),
+        SideChannelConfig(port=0),
+        SECRET,
+        "e1",
+        LocalTransportKit(),
+    )
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
-    return transfer_worker_settings(config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"})
+    return transfer_worker_settings(
+        config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"}
+    )
 
 
 def ticket() -> Ticket:
-    return Ticket("p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 60.0)
+    return Ticket(
+        "p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 60.0
+    )
 
 
 class Reader:
@@ -79,10 +97,22 @@ class Reader:
         return self
 
     def shake_hands(self) -> "Reader":
-        [nonce] = [a.message.nonce for a in self.consumer.take_actions() if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)]
+        [nonce] = [
+            a.message.nonce
+            for a in self.consumer.take_actions()
+            if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)
+        ]
         region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
-        layout = codec.encode_layout(RankLayout(0, 1, 4, 16, "HND", 1, 8, CONTROL, [region], [offer], 1))
-        self.consumer.receive(SIDE, HandshakeReply(nonce, WIRE_VERSION, "p", "e1", {"dtype": "float32"}, msgspec.Raw(layout)), 0)
+        layout = codec.encode_layout(
+            RankLayout(0, 1, 4, 16, "HND", 1, 8, CONTROL, [region], [offer], 1)
+        )
+        self.consumer.receive(
+            SIDE,
+            HandshakeReply(
+                nonce, WIRE_VERSION, "p", "e1", {"dtype": "float32"}, msgspec.Raw(layout)
+            ),
+            0,
+        )
         self.consumer.peer_opened(P, "memory", 0)
         return self
 
@@ -98,7 +128,13 @@ class Reader:
                 self.consumer.receive(CONTROL, HeartbeatReply("e1", action.message.beat, []), now)
             elif isinstance(action, StopRead):
                 self.consumer.read_ended(R, P, "cancelled", now)
-        return list(dict.fromkeys(e.reason for e in self.consumer.take_events() if isinstance(e, TransferFailed | TransferAbandoned)))
+        return list(
+            dict.fromkeys(
+                e.reason
+                for e in self.consumer.take_events()
+                if isinstance(e, TransferFailed | TransferAbandoned)
+            )
+        )
 
 
 def test_handshake_timeout_bounds_the_wait_for_a_producers_first_word() -> None:
@@ -161,7 +197,9 @@ def test_kv_lease_duration_bounds_how_long_blocks_are_kept_for_nobody() -> None:
     kept.advance(60 - EARLIER)
     assert kept.take_ended() == []
     kept.advance(60)
-    assert [LeaseEnded(ended.request, ended.end) for ended in kept.take_ended()] == [LeaseEnded(A, LeaseEnd.EXPIRED)]
+    assert [LeaseEnded(ended.request, ended.end) for ended in kept.take_ended()] == [
+        LeaseEnded(A, LeaseEnd.EXPIRED)
+    ]
 
 
 def test_a_heartbeat_keeps_blocks_for_two_thirds_of_the_lease_from_then_on() -> None:
@@ -173,14 +211,16 @@ def test_a_heartbeat_keeps_blocks_for_two_thirds_of_the_lease_from_then_on() -> 
     kept.receive(route, Confirm("e1", "a", "d/r/0"), now=50 + 40)
     kept.advance(50 + 40)
     assert [ended.end for ended in kept.take_ended()] == [LeaseEnd.EXPIRED]
-    assert [reply.message.reason for reply in kept.take_replies() if isinstance(reply.message, Refused)] == [
-        "the lease ended before the read was confirmed"
-    ]
+    assert [
+        reply.message.reason for reply in kept.take_replies() if isinstance(reply.message, Refused)
+    ] == ["the lease ended before the read was confirmed"]
 
 
 def test_grant_wait_bounds_how_long_a_reader_is_believed_before_its_lease_begins() -> None:
     kept = producer()
-    kept.receive(Route(b"d"), Attach(TicketKey(SECRET).sign(ticket()), "d/r/0", "memory", []), now=0)
+    kept.receive(
+        Route(b"d"), Attach(TicketKey(SECRET).sign(ticket()), "d/r/0", "memory", []), now=0
+    )
     kept.advance(23 - EARLIER)
     assert kept.take_replies() == []
     kept.advance(23)

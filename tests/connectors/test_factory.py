@@ -29,7 +29,9 @@ from kvferry.testing.local import LocalTransportKit
 
 def config(name: str, module: str | None = None) -> KVTransferConfig:
     mapping = {"kv_connector": name, "kv_role": "kv_both"}
-    return KVTransferConfig.from_mapping(mapping | ({"kv_connector_module_path": module} if module else {}))
+    return KVTransferConfig.from_mapping(
+        mapping | ({"kv_connector_module_path": module} if module else {})
+    )
 
 
 def test_a_name_finds_its_class() -> None:
@@ -50,7 +52,10 @@ def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> 
 
 
 def test_a_module_path_wins_and_is_checked() -> None:
-    assert KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.nixl")) is NixlConnector
+    assert (
+        KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.nixl"))
+        is NixlConnector
+    )
     with pytest.raises(ConfigError, match="cannot be imported"):
         KVConnectorFactory.get_connector_class(config("X", "no.such.module"))
     with pytest.raises(ConfigError, match="has no connector class 'X'"):
@@ -72,35 +77,55 @@ def test_names_are_registered_once() -> None:
 
 
 def test_registration_imports_nothing() -> None:
-    code = "import sys, kvferry.connectors.factory; sys.exit('kvferry.connectors.nixl' in sys.modules)"
+    code = (
+        "import sys, kvferry.connectors.factory; sys.exit('kvferry.connectors.nixl' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_several_groups_need_a_connector_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = KVCacheConfig(8, 4, (KVCacheGroup(("a",)), KVCacheGroup(("b",))), "HND", 1, 8, "float32")
+    cache = KVCacheConfig(
+        8, 4, (KVCacheGroup(("a",)), KVCacheGroup(("b",))), "HND", 1, 8, "float32"
+    )
     assert supports_hma(NixlConnector)
     assert issubclass(NixlConnector, SupportsHMA)
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda transfer: OneGroup)
     with pytest.raises(ConfigError, match="several KV-cache groups"):
         KVConnectorFactory.create_connector(connector_config(), KVConnectorRole.SCHEDULER, cache)
-    made = KVConnectorFactory.create_connector(connector_config(), KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1]))
+    made = KVConnectorFactory.create_connector(
+        connector_config(), KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1])
+    )
     assert isinstance(made, OneGroup)
 
 
 class OneGroup(KVConnectorBase_V1):
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None: ...
     def build_connector_meta(self, scheduler_output: object) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object
+    ) -> None: ...
     def wait_for_save(self) -> None: ...
 
 
 def connector_config() -> ConnectorConfig:
     identity = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
-    return ConnectorConfig(config("NixlConnector"), identity, ParallelConfig(), SideChannelConfig(), b"secret", "e", LocalTransportKit())
+    return ConnectorConfig(
+        config("NixlConnector"),
+        identity,
+        ParallelConfig(),
+        SideChannelConfig(),
+        b"secret",
+        "e",
+        LocalTransportKit(),
+    )

@@ -33,7 +33,9 @@ class Shaped:
         return self.strides[dim] if self.strides else prod(self.shape[dim + 1 :])
 
 
-def regions_of(tensor: Shaped, num_blocks: int = 8, names: tuple[str, ...] = LAYERS) -> list[tuple[str, int, int, int]]:
+def regions_of(
+    tensor: Shaped, num_blocks: int = 8, names: tuple[str, ...] = LAYERS
+) -> list[tuple[str, int, int, int]]:
     tensor.device = FakeDevice()
     cache = KVCacheConfig(num_blocks, 16, (KVCacheGroup(LAYERS),), "HND", 2, 8, "float32")
     regions = geometry_of(connector_config(), cache, {name: tensor for name in names}).regions
@@ -41,7 +43,10 @@ def regions_of(tensor: Shaped, num_blocks: int = 8, names: tuple[str, ...] = LAY
 
 
 def test_layers_come_in_their_natural_order() -> None:
-    assert regions_of(Shaped((8, 2, 16, 16))) == [("layer.2", 2048, 2048, 8), ("layer.10", 2048, 2048, 8)]
+    assert regions_of(Shaped((8, 2, 16, 16))) == [
+        ("layer.2", 2048, 2048, 8),
+        ("layer.10", 2048, 2048, 8),
+    ]
 
 
 def test_both_orders_of_heads_and_tokens_are_whole_blocks() -> None:
@@ -91,7 +96,10 @@ HEADS, TOKENS, PART, HALF = ("head", 2), ("token", 16), ("token", 2), ("token", 
 def test_what_lies_where_in_a_block_is_known_only_if_the_tensor_lies_as_its_layout_says(
     tensor: Shaped, layout: str, axes: list[tuple[str, int]] | None
 ) -> None:
-    assert axes_of(tensor, KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), layout, 2, 8, "float32")) == axes
+    assert (
+        axes_of(tensor, KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), layout, 2, 8, "float32"))
+        == axes
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,9 @@ def test_what_lies_where_in_a_block_is_known_only_if_the_tensor_lies_as_its_layo
 def test_tokens_that_a_kernel_packs_in_its_own_way_are_not_told_apart(
     tensor: Shaped, layout: str, heads: int, axes: list[tuple[str, int]] | None
 ) -> None:
-    cache = KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), layout, heads, 8, "float32", has_token_rows=False)
+    cache = KVCacheConfig(
+        8, 16, (KVCacheGroup(LAYERS),), layout, heads, 8, "float32", has_token_rows=False
+    )
     assert axes_of(tensor, cache) == axes
 
 
@@ -127,7 +137,12 @@ CACHE = KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), "HND", 2, 8, "float32")
 def test_layers_whose_blocks_lie_right_behind_each_other_are_one_region() -> None:
     caches = {"layer.10": interleaved(4096 + 2048), "layer.2": interleaved(4096)}
     [region] = geometry_of(connector_config(), CACHE, caches).regions
-    assert (region.address, region.block_bytes, region.stride_bytes, region.layer_names) == (4096, 4096, 4096, ("layer.2", "layer.10"))
+    assert (region.address, region.block_bytes, region.stride_bytes, region.layer_names) == (
+        4096,
+        4096,
+        4096,
+        ("layer.2", "layer.10"),
+    )
     assert [(str(axis.kind), axis.count, axis.stride_bytes) for axis in region.axes or ()] == [
         ("layer", 2, 2048),
         ("head", 2, 1024),
@@ -144,11 +159,17 @@ def test_layers_whose_blocks_lie_right_behind_each_other_are_one_region() -> Non
     ],
 )
 def test_other_neighbours_are_regions_of_their_own(caches: dict[str, Shaped]) -> None:
-    assert [region.name for region in geometry_of(connector_config(), CACHE, caches).regions] == ["layer.2", "layer.10"]
+    assert [region.name for region in geometry_of(connector_config(), CACHE, caches).regions] == [
+        "layer.2",
+        "layer.10",
+    ]
 
 
 def test_groups_that_share_memory_are_a_region_each() -> None:
-    groups = KVCacheGroup(("layer.0", "layer.2")), KVCacheGroup(("layer.1", "layer.3"), sliding_window=8)
+    groups = (
+        KVCacheGroup(("layer.0", "layer.2")),
+        KVCacheGroup(("layer.1", "layer.3"), sliding_window=8),
+    )
     caches = {f"layer.{index}": interleaved(4096 + index // 2 * 2048) for index in range(4)}
     regions = geometry_of(connector_config(), replace(CACHE, groups=groups), caches).regions
     assert [(r.group, r.address, r.layer_names) for r in regions] == [
@@ -160,19 +181,29 @@ def test_groups_that_share_memory_are_a_region_each() -> None:
 def test_an_engine_that_may_show_others_a_block_loaded_in_part_says_so() -> None:
     windows = replace(CACHE, groups=(KVCacheGroup(LAYERS, sliding_window=8),))
     caches = {"layer.2": Shaped(HND, device=FakeDevice())}
-    needs = [geometry_of(connector_config(), cache, caches).needs_whole_blocks for cache in (CACHE, windows)]
+    needs = [
+        geometry_of(connector_config(), cache, caches).needs_whole_blocks
+        for cache in (CACHE, windows)
+    ]
     assert needs == [False, True]
-    assert not geometry_of(connector_config(), replace(windows, hides_partial_loads=True), caches).needs_whole_blocks
+    assert not geometry_of(
+        connector_config(), replace(windows, hides_partial_loads=True), caches
+    ).needs_whole_blocks
 
 
 @pytest.mark.parametrize(
-    ("of_model", "ranks", "in_cache", "counted"), [(8, 2, 4, 8), (2, 4, 1, 2), (8, 1, 8, 8), (128, 2, 1, 1), (128, 1, 1, 1)]
+    ("of_model", "ranks", "in_cache", "counted"),
+    [(8, 2, 4, 8), (2, 4, 1, 2), (8, 1, 8, 8), (128, 2, 1, 1), (128, 1, 1, 1)],
 )
 def test_a_latent_cache_is_one_head_on_every_rank_however_many_the_model_has(
     of_model: int, ranks: int, in_cache: int, counted: int
 ) -> None:
     config = connector_config()
-    config = replace(config, model=replace(config.model, total_kv_heads=of_model), parallel=ParallelConfig(ranks, 0))
+    config = replace(
+        config,
+        model=replace(config.model, total_kv_heads=of_model),
+        parallel=ParallelConfig(ranks, 0),
+    )
     cache = KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), "HND", in_cache, 8, "float32")
     tensor = Shaped((8, in_cache, 16, 16), device=FakeDevice())
     assert geometry_of(config, cache, {"layer.2": tensor}).total_kv_heads == counted

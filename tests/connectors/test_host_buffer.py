@@ -1,4 +1,6 @@
-"""Connectors of engines that stage their KV in host memory: the host buffer's shape, and the same story as without it."""
+"""Connectors of engines that stage their KV in host memory: the host buffer's shape, and the same
+story as without it.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -19,24 +21,50 @@ from kvferry.types import MemoryKind, Region
 TOKENS = list(range(100, 110))
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 9)), min_size=1, max_size=6))
-def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 9)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_mirrored_regions_hold_every_block_and_lie_apart(
+    shapes: list[tuple[int, int, int]],
+) -> None:
     regions = [
         Region(f"l{i}", (i + 1) << 40, size, size + gap, blocks, MemoryKind.VRAM, 3, group=i)
         for i, (size, gap, blocks) in enumerate(shapes)
     ]
     found = host_buffer_regions(regions, 1 << 20)
-    ends = [1 << 20, *(region.address + region.num_blocks * region.stride_bytes for region in found)]
+    ends = [
+        1 << 20,
+        *(region.address + region.num_blocks * region.stride_bytes for region in found),
+    ]
     assert all(end <= region.address for end, region in zip(ends, found, strict=False))
     assert ends[-1] <= (1 << 20) + host_buffer_bytes(regions)
     for region, own in zip(found, regions, strict=True):
-        assert (region.name, region.group, region.block_bytes, region.num_blocks) == (own.name, own.group, own.block_bytes, own.num_blocks)
-        assert (region.memory, region.device, region.stride_bytes) == (MemoryKind.DRAM, 0, region.block_bytes)
+        assert (region.name, region.group, region.block_bytes, region.num_blocks) == (
+            own.name,
+            own.group,
+            own.block_bytes,
+            own.num_blocks,
+        )
+        assert (region.memory, region.device, region.stride_bytes) == (
+            MemoryKind.DRAM,
+            0,
+            region.block_bytes,
+        )
 
 
 def test_regions_that_share_memory_share_their_mirror() -> None:
-    """Groups whose layers take turns with the blocks of one tensor; the last of several may have fewer layers."""
-    regions = [Region("a", 1 << 40, 64, 128, 10, group=0), Region("b", 1 << 40, 32, 128, 10, group=1), Region("c", 2 << 40, 64, 64, 10)]
+    """Groups whose layers take turns with the blocks of one tensor; the last of several may have
+    fewer layers.
+    """
+    regions = [
+        Region("a", 1 << 40, 64, 128, 10, group=0),
+        Region("b", 1 << 40, 32, 128, 10, group=1),
+        Region("c", 2 << 40, 64, 64, 10),
+    ]
     found = host_buffer_regions(regions, 4096)
     assert [(region.address, region.block_bytes, region.stride_bytes) for region in found] == [
         (4096, 64, 64),
@@ -49,7 +77,9 @@ def test_regions_that_share_memory_share_their_mirror() -> None:
 @pytest.fixture
 def network() -> Iterator[MemoryNetwork]:
     yield MemoryNetwork()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")
+    ]
 
 
 def uses_host_buffer(side: EngineSide) -> bool:
@@ -60,8 +90,13 @@ def uses_host_buffer(side: EngineSide) -> bool:
 
 
 @pytest.mark.parametrize(("of_p", "of_d"), [(True, False), (False, True), (True, True)])
-def test_a_prompt_is_handed_over_through_host_buffers(network: MemoryNetwork, of_p: bool, of_d: bool) -> None:
-    p, d = EngineSide("p", network, force_host_buffer=of_p), EngineSide("d", network, force_host_buffer=of_d)
+def test_a_prompt_is_handed_over_through_host_buffers(
+    network: MemoryNetwork, of_p: bool, of_d: bool
+) -> None:
+    p, d = (
+        EngineSide("p", network, force_host_buffer=of_p),
+        EngineSide("d", network, force_host_buffer=of_d),
+    )
     assert (uses_host_buffer(p), uses_host_buffer(d)) == (of_p, of_d)
     try:
         p.fill([5, 6, 7], seed=1)
@@ -85,7 +120,9 @@ def test_holes_of_a_window_are_not_copied(network: MemoryNetwork) -> None:
     try:
         p.fill([5, 6, 7], seed=1)
         tokens = list(range(100, 112))
-        request = EngineRequest("r", [*tokens, 1], p.prefill(EngineRequest("a", tokens), [5, 6, 7], [HOLE, HOLE, 7]))
+        request = EngineRequest(
+            "r", [*tokens, 1], p.prefill(EngineRequest("a", tokens), [5, 6, 7], [HOLE, HOLE, 7])
+        )
         d.scheduler.on_new_request(request)
         assert d.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
         d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, HOLE, 4])), 12)

@@ -1,4 +1,6 @@
-"""How far a prefill has come, from the slices that an engine schedules; and when it has lost its blocks."""
+"""How far a prefill has come, from the slices that an engine schedules; and when it has lost its
+blocks.
+"""
 
 from dataclasses import dataclass
 
@@ -27,13 +29,17 @@ def preempted(streams: PrefillStreams, *tables: tuple[int, ...]) -> list[Prefill
     return streams.take_preempted([Slice(R, 8, tables)] if tables else [])
 
 
-def streams_of(num_tokens: int = 10, groups: tuple[KVCacheGroup, ...] = (FULL,)) -> tuple[PrefillStreams, EngineRequest]:
+def streams_of(
+    num_tokens: int = 10, groups: tuple[KVCacheGroup, ...] = (FULL,)
+) -> tuple[PrefillStreams, EngineRequest]:
     streams, request = PrefillStreams(4, groups), EngineRequest(R, list(range(num_tokens)))
     streams.add(request, "h1")
     return streams, request
 
 
-def advance(streams: PrefillStreams, start: int, *tables: tuple[int, ...]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+def advance(
+    streams: PrefillStreams, start: int, *tables: tuple[int, ...]
+) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
     found = streams.advances([Slice("other", 8, ((1, 2),)), Slice(R, start, tables)])
     for each in found:
         streams.note_published(each, 1)
@@ -55,11 +61,15 @@ def test_blocks_that_a_window_has_left_behind_are_holes_and_stay_so() -> None:
 
 
 def test_blocks_that_a_window_will_leave_behind_are_never_published() -> None:
-    """The engine lets go of them in the middle of the prompt, and nobody hears of it. The last of 20 tokens looks at blocks 4 and later."""
+    """The engine lets go of them in the middle of the prompt, and nobody hears of it. The last of
+    20 tokens looks at blocks 4 and later.
+    """
     streams, _ = streams_of(20, groups=(FULL, WINDOW))
     table = (5, 6, 7, 8, 9)
     assert advance(streams, 8, table, table) == [(8, ((5, 6, HOLE, HOLE, HOLE), (HOLE,) * 5))]
-    assert advance(streams, 19, table, (HOLE, HOLE, 7, 8, 9)) == [(16, ((5, 6, 7, 8, HOLE), (HOLE,) * 5))]
+    assert advance(streams, 19, table, (HOLE, HOLE, 7, 8, 9)) == [
+        (16, ((5, 6, 7, 8, HOLE), (HOLE,) * 5))
+    ]
 
 
 def test_of_each_advance_what_is_new_is_known_and_at_the_end_what_was_never_published() -> None:
@@ -73,7 +83,9 @@ def test_of_each_advance_what_is_new_is_known_and_at_the_end_what_was_never_publ
     assert new == [((5,), (HOLE,)), ((6, 7), (HOLE, HOLE)), ((8,), (4,))]
     stream = streams.get(R)
     assert stream is not None
-    assert streams.unpublished(stream, ([*full], [HOLE, HOLE, 3, 4, 1])) == ((9,), (3, 1)), "the engine may keep more than it must"
+    assert streams.unpublished(stream, ([*full], [HOLE, HOLE, 3, 4, 1])) == ((9,), (3, 1)), (
+        "the engine may keep more than it must"
+    )
 
 
 def test_output_is_not_published() -> None:
@@ -93,7 +105,9 @@ def test_a_preempted_prefill_is_withdrawn_once_and_published_anew() -> None:
     assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, HOLE, HOLE),))]
 
 
-def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_as_many_tokens() -> None:
+def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_as_many_tokens() -> (
+    None
+):
     streams, request = streams_of()
     advance(streams, 8, (5, 6, 7))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
@@ -112,7 +126,9 @@ def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
 
 
 def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
-    """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at block 1 too."""
+    """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at
+    block 1 too.
+    """
     streams, _ = streams_of(groups=(FULL, WINDOW))
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     stream = streams.get(R)
@@ -126,4 +142,9 @@ def test_an_ended_prefill_is_forgotten() -> None:
     streams, _ = streams_of()
     advance(streams, 8, (5, 6, 7))
     assert streams.end(R) is not None
-    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), preempted(streams)) == (None, 0, [], [])
+    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), preempted(streams)) == (
+        None,
+        0,
+        [],
+        [],
+    )

@@ -1,4 +1,6 @@
-"""`NixlConnector`, driven as an engine drives it: how many tokens it claims, what it reports, and what it leaves behind."""
+"""`NixlConnector`, driven as an engine drives it: how many tokens it claims, what it reports, and
+what it leaves behind.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -31,10 +33,14 @@ def pair(network: MemoryNetwork) -> Iterator[tuple[EngineSide, EngineSide]]:
     yield p, d
     for side in (p, d):
         side.shutdown()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")
+    ]
 
 
-def arrive(d: EngineSide, params: Any, tokens: list[int] = TOKENS, name: str = "r") -> EngineRequest:
+def arrive(
+    d: EngineSide, params: Any, tokens: list[int] = TOKENS, name: str = "r"
+) -> EngineRequest:
     request = EngineRequest(name, tokens, params)
     d.scheduler.on_new_request(request)
     return request
@@ -57,7 +63,9 @@ def test_a_prompt_is_handed_over_whole(pair: tuple[EngineSide, EngineSide]) -> N
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_what_the_params_say_is_what_vllms_routers_expect(pair: tuple[EngineSide, EngineSide]) -> None:
+def test_what_the_params_say_is_what_vllms_routers_expect(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
     p, _ = pair
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 9, 30])
     assert {key: params[key] for key in params if key not in ("ticket", "remote_port")} == {
@@ -87,20 +95,30 @@ def test_what_the_params_say_is_what_vllms_routers_expect(pair: tuple[EngineSide
         ([1, *TOKENS], 0),
     ],
 )
-def test_only_the_common_prefix_is_claimed(pair: tuple[EngineSide, EngineSide], tokens: list[int], matched: int) -> None:
+def test_only_the_common_prefix_is_claimed(
+    pair: tuple[EngineSide, EngineSide], tokens: list[int], matched: int
+) -> None:
     p, d = pair
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]), tokens)
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (matched, matched > 0)
     assert d.scheduler.get_num_new_matched_tokens(request, 4) == (max(0, matched - 4), matched > 4)
 
 
-def test_only_who_needs_a_ticket_waits_for_the_one_who_reads_it(pair: tuple[EngineSide, EngineSide]) -> None:
+def test_only_who_needs_a_ticket_waits_for_the_one_who_reads_it(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
     p, d = pair
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
     first = arrive(d, params)
     d.scheduler.update_state_after_alloc(first, Blocks(([1, 2, 3],)), 10)
-    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, name="same"), 0) == (None, False)
-    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, [1, *TOKENS], "other"), 0) == (0, False)
+    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, name="same"), 0) == (
+        None,
+        False,
+    )
+    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, [1, *TOKENS], "other"), 0) == (
+        0,
+        False,
+    )
     step_until(lambda: "r" in d.seen.finished_recving, p, d)
 
 
@@ -112,7 +130,9 @@ def test_another_salt_matches_nothing(pair: tuple[EngineSide, EngineSide]) -> No
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_a_full_local_hit_frees_the_producer_without_a_read(pair: tuple[EngineSide, EngineSide]) -> None:
+def test_a_full_local_hit_frees_the_producer_without_a_read(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
     p, d = pair
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS[:8]), [5, 6]), TOKENS[:8])
     assert d.scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
@@ -123,7 +143,9 @@ def test_a_full_local_hit_frees_the_producer_without_a_read(pair: tuple[EngineSi
 
 
 @pytest.mark.parametrize("moment", ["queued", "tracked", "started"])
-def test_an_aborted_request_frees_both_sides(pair: tuple[EngineSide, EngineSide], moment: str) -> None:
+def test_an_aborted_request_frees_both_sides(
+    pair: tuple[EngineSide, EngineSide], moment: str
+) -> None:
     p, d = pair
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
     p.step()
@@ -141,8 +163,17 @@ def test_an_aborted_request_frees_both_sides(pair: tuple[EngineSide, EngineSide]
         assert d.seen.finished_recving == set()
 
 
-@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"do_remote_prefill": "yes"}, {"do_remote_prefill": True, "ticket": 3}])
-def test_bad_params_fail_the_request_in_the_way_the_engine_knows(pair: tuple[EngineSide, EngineSide], params: Any) -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "ticket": 3},
+    ],
+)
+def test_bad_params_fail_the_request_in_the_way_the_engine_knows(
+    pair: tuple[EngineSide, EngineSide], params: Any
+) -> None:
     _, d = pair
     request = arrive(d, params)
     assert d.scheduler.get_num_new_matched_tokens(request, 4) == (6, True)
@@ -172,7 +203,9 @@ def test_an_engine_does_not_dial_itself(pair: tuple[EngineSide, EngineSide]) -> 
     step_until(lambda: "a" in p.seen.finished_sending, p)
 
 
-def test_a_router_hands_a_ticket_back(pair: tuple[EngineSide, EngineSide], network: MemoryNetwork) -> None:
+def test_a_router_hands_a_ticket_back(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork
+) -> None:
     p, _ = pair
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
     p.step()
@@ -180,14 +213,18 @@ def test_a_router_hands_a_ticket_back(pair: tuple[EngineSide, EngineSide], netwo
     p.scheduler.set_wakeup(woken.set)
     router = MemoryControlTransport(network)
     for ticket in ("forged", params["ticket"]):
-        router.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(ticket)))
+        router.send(
+            f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(ticket))
+        )
     assert woken.wait(5)
     step_until(lambda: "a" in p.seen.finished_sending, p)
     router.close()
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-def test_an_unfinished_prefill_is_not_handed_over(pair: tuple[EngineSide, EngineSide], status: RequestStatus) -> None:
+def test_an_unfinished_prefill_is_not_handed_over(
+    pair: tuple[EngineSide, EngineSide], status: RequestStatus
+) -> None:
     p, _ = pair
     request = EngineRequest("a", TOKENS, {"do_remote_decode": True}, status, 10)
     assert p.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
@@ -216,7 +253,10 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     assert woken.wait(5)
     d.step()
     assert d.seen.finished_recving == {"r"}
-    of_scheduler, of_worker = d.scheduler.get_kv_connector_stats(), d.worker.get_kv_connector_stats()
+    of_scheduler, of_worker = (
+        d.scheduler.get_kv_connector_stats(),
+        d.worker.get_kv_connector_stats(),
+    )
     assert of_scheduler is not None
     assert of_worker is not None
     assert of_scheduler.data["finished_loads"] == 1
@@ -239,7 +279,9 @@ def test_requests_that_share_a_ticket_read_it_once(pair: tuple[EngineSide, Engin
     assert d.seen.finished_recving == {"r"}
 
 
-def test_when_the_first_reader_of_a_ticket_leaves_the_next_one_reads(pair: tuple[EngineSide, EngineSide]) -> None:
+def test_when_the_first_reader_of_a_ticket_leaves_the_next_one_reads(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
     p, d = pair
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
     first, second = (arrive(d, params, name=name) for name in ("r", "s"))
@@ -254,9 +296,14 @@ def test_when_the_first_reader_of_a_ticket_leaves_the_next_one_reads(pair: tuple
     assert d.seen.failed_recving == {"r"}
 
 
-def test_of_a_family_whose_one_member_was_read_the_others_are_given_up(pair: tuple[EngineSide, EngineSide]) -> None:
+def test_of_a_family_whose_one_member_was_read_the_others_are_given_up(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
     p, d = pair
-    family = [p.prefill(EngineRequest(f"{number}_a", TOKENS, family="a"), [5, 6, 7 + number]) for number in range(3)]
+    family = [
+        p.prefill(EngineRequest(f"{number}_a", TOKENS, family="a"), [5, 6, 7 + number])
+        for number in range(3)
+    ]
     stranger = p.prefill(EngineRequest("0_b", TOKENS, family="b"), [10, 11, 12])
     request = arrive(d, family[1])
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
@@ -274,7 +321,8 @@ WINDOWED = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_windo
 def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetwork) -> None:
     p, d = EngineSide("p", network, groups=WINDOWED), EngineSide("d", network, groups=WINDOWED)
     p.fill([5, 6, 7, 8, 9], seed=1)
-    # Ten tokens in three blocks. The last one, which D computes itself, looks back to token 5, in the second block.
+    # Ten tokens in three blocks. The last one, which D computes itself, looks back to token 5, in
+    # the second block.
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], [HOLE, 8, 9]))
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (9, True)
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, 4, 5])), 9)
@@ -296,7 +344,9 @@ def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetw
         ([*TOKENS, 1], [HOLE, 8, 9], 10),
     ],
 )
-def test_what_the_producer_no_longer_keeps_is_not_claimed(network: MemoryNetwork, tokens: list[int], kept: list[int], matched: int) -> None:
+def test_what_the_producer_no_longer_keeps_is_not_claimed(
+    network: MemoryNetwork, tokens: list[int], kept: list[int], matched: int
+) -> None:
     p, d = EngineSide("p", network, groups=WINDOWED), EngineSide("d", network, groups=WINDOWED)
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], kept), tokens)
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (matched, matched > 0)
@@ -306,11 +356,18 @@ def test_what_the_producer_no_longer_keeps_is_not_claimed(network: MemoryNetwork
 
 def test_how_far_back_a_token_looks() -> None:
     assert [KVCacheGroup(()).first_visible_token(position) for position in (0, 100)] == [0, 0]
-    assert [KVCacheGroup((), sliding_window=4).first_visible_token(position) for position in (0, 3, 4, 7)] == [0, 0, 1, 4]
-    assert [KVCacheGroup((), attention_chunk=8).first_visible_token(position) for position in (7, 8, 13)] == [0, 8, 8]
+    assert [
+        KVCacheGroup((), sliding_window=4).first_visible_token(position)
+        for position in (0, 3, 4, 7)
+    ] == [0, 0, 1, 4]
+    assert [
+        KVCacheGroup((), attention_chunk=8).first_visible_token(position) for position in (7, 8, 13)
+    ] == [0, 8, 8]
 
 
-def test_an_engine_that_takes_no_kv_refuses_tickets(pair: tuple[EngineSide, EngineSide], network: MemoryNetwork) -> None:
+def test_an_engine_that_takes_no_kv_refuses_tickets(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork
+) -> None:
     p, _ = pair
     only_p = EngineSide("q", network, role="kv_producer")
     request = arrive(only_p, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
@@ -327,13 +384,18 @@ def test_an_engine_that_gives_no_kv_refuses_to_prefill_for_others(network: Memor
     assert only_d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
     only_d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
     step_until(lambda: "r" in only_d.seen.failed_recving, only_d)
-    assert only_d.seen.failure_reasons["r"] == "this engine hands no KV to others; start it with kv_role kv_both or kv_producer"
+    assert (
+        only_d.seen.failure_reasons["r"]
+        == "this engine hands no KV to others; start it with kv_role kv_both or kv_producer"
+    )
     plain = arrive(only_d, None)
     assert only_d.scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
     only_d.shutdown()
 
 
-def test_a_role_that_does_not_fit_is_computed_here_and_counted_when_the_policy_says_so(network: MemoryNetwork) -> None:
+def test_a_role_that_does_not_fit_is_computed_here_and_counted_when_the_policy_says_so(
+    network: MemoryNetwork,
+) -> None:
     only_d = EngineSide("d", network, role="kv_consumer", policy="recompute")
     request = arrive(only_d, {"do_remote_decode": True})
     assert only_d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -362,5 +424,7 @@ def test_ranks_of_another_engine_life_are_refused_at_the_start(network: MemoryNe
     metadata = side.worker.get_handshake_metadata()
     assert isinstance(metadata, NixlHandshakeMetadata)
     with pytest.raises(ConfigError, match=r"ranks \[1\] were started apart"):
-        side.scheduler.set_xfer_handshake_metadata({0: metadata, 1: replace(metadata, tp_rank=1, epoch="another")})
+        side.scheduler.set_xfer_handshake_metadata(
+            {0: metadata, 1: replace(metadata, tp_rank=1, epoch="another")}
+        )
     side.shutdown()

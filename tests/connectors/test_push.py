@@ -1,4 +1,6 @@
-"""`NixlPushConnector`, driven as an engine drives it: legs that start together, in either order, and what each leaves behind."""
+"""`NixlPushConnector`, driven as an engine drives it: legs that start together, in either order,
+and what each leaves behind.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -41,10 +43,15 @@ class Legs:
         self.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), len(tokens))
         return request
 
-    def compute(self, ticket: object, tokens: list[int] = TOKENS, name: str = P_ID) -> dict[str, Any]:
+    def compute(
+        self, ticket: object, tokens: list[int] = TOKENS, name: str = P_ID
+    ) -> dict[str, Any]:
         """P has computed the prompt into blocks 5, 6, 7."""
         self.p.fill([5, 6, 7], seed=1)
-        return self.p.prefill(EngineRequest(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}), [5, 6, 7])
+        return self.p.prefill(
+            EngineRequest(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}),
+            [5, 6, 7],
+        )
 
     def until(self, level: str, value: int) -> None:
         """Until P holds so many of these, as it tells its metrics."""
@@ -61,13 +68,19 @@ class Legs:
         self.until("num_registrations", 1)
 
     def end(self) -> None:
-        step_until(lambda: D_ID in self.d.seen.finished_recving and P_ID in self.p.seen.finished_sending, self.p, self.d)
+        step_until(
+            lambda: D_ID in self.d.seen.finished_recving and P_ID in self.p.seen.finished_sending,
+            self.p,
+            self.d,
+        )
 
     def freed_p(self, name: str = P_ID) -> None:
         step_until(lambda: name in self.p.seen.finished_sending, self.p, self.d)
 
     def failure(self) -> str:
-        """What D's client is told. Without a fence, that may be long before D uses the blocks again."""
+        """What D's client is told. Without a fence, that may be long before D uses the blocks
+        again.
+        """
         seen = self.d.seen
         step_until(lambda: D_ID in seen.failed_recving or D_ID in seen.given_up_recving, self.d)
         return seen.failure_reasons.get(D_ID) or seen.given_up_recving[D_ID]
@@ -76,7 +89,8 @@ class Legs:
         """These blocks, and nothing else."""
         others = [block for block in range(32) if block not in ours]
         return all(
-            (array[ours] == self.p.memory[layer][theirs]).all() and not array[others].any() for layer, array in self.d.memory.items()
+            (array[ours] == self.p.memory[layer][theirs]).all() and not array[others].any()
+            for layer, array in self.d.memory.items()
         )
 
 
@@ -96,7 +110,9 @@ def legs_between(p: EngineSide, d: EngineSide) -> Legs:
 def closed(*sides: EngineSide) -> None:
     for side in sides:
         side.shutdown()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")
+    ]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -124,7 +140,10 @@ def legs(way: dict[str, Any]) -> Iterator[Legs]:
 def short(way: dict[str, Any]) -> Iterator[Legs]:
     """With leases and deadlines that a test can wait for."""
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=2.0, push_registration_timeout=1.0, **way) for name in ("p", "d"))
+    p, d = (
+        push_side(name, network, kv_lease_duration=2.0, push_registration_timeout=1.0, **way)
+        for name in ("p", "d")
+    )
     yield legs_between(p, d)
     closed(p, d)
 
@@ -190,7 +209,9 @@ def test_a_full_local_hit_frees_p_without_a_lease(legs: Legs, is_p_first: bool) 
 
 @pytest.mark.parametrize("is_p_first", [True, False])
 @pytest.mark.parametrize("has_blocks", [True, False])
-def test_d_aborts_and_both_sides_are_free_without_a_lease(legs: Legs, is_p_first: bool, has_blocks: bool) -> None:
+def test_d_aborts_and_both_sides_are_free_without_a_lease(
+    legs: Legs, is_p_first: bool, has_blocks: bool
+) -> None:
     ticket = legs.ticket()
     if is_p_first:
         legs.compute(ticket)
@@ -199,7 +220,10 @@ def test_d_aborts_and_both_sides_are_free_without_a_lease(legs: Legs, is_p_first
     if not is_p_first:
         legs.registered()
     request.status = RequestStatus.FINISHED_ABORTED
-    assert legs.d.scheduler.request_finished(request, [1, 2, 3] if has_blocks else []) == (False, None)
+    assert legs.d.scheduler.request_finished(request, [1, 2, 3] if has_blocks else []) == (
+        False,
+        None,
+    )
     if has_blocks:
         step_until(lambda: D_ID in legs.d.seen.finished_recving, legs.d, legs.p)
     if not is_p_first:
@@ -211,7 +235,12 @@ def test_a_prefill_that_ends_without_blocks_fails_d_with_the_reason(legs: Legs) 
     ticket = legs.ticket()
     legs.begin(ticket)
     legs.registered()
-    request = EngineRequest(P_ID, TOKENS, {"do_remote_decode": True, "push_ticket": ticket}, RequestStatus.FINISHED_ABORTED)
+    request = EngineRequest(
+        P_ID,
+        TOKENS,
+        {"do_remote_decode": True, "push_ticket": ticket},
+        RequestStatus.FINISHED_ABORTED,
+    )
     assert isinstance(legs.p.scheduler, SupportsHMA)
     assert legs.p.scheduler.request_finished_all_groups(request, ([5, 6, 7],)) == (False, None)
     legs.p.step()
@@ -247,8 +276,12 @@ def test_params_of_a_router_that_asked_p_first_are_served_as_in_pull(legs: Legs)
     assert legs.has_arrived([1, 2, 3], [5, 6, 7])
 
 
-@pytest.mark.parametrize("ticket", ["forged", 7, "", KEY.sign(PushTicket("h", "p", "e", "memory", 1, 1))[:-8]])
-def test_a_push_ticket_that_is_not_genuine_gets_the_failure_policy(legs: Legs, ticket: object) -> None:
+@pytest.mark.parametrize(
+    "ticket", ["forged", 7, "", KEY.sign(PushTicket("h", "p", "e", "memory", 1, 1))[:-8]]
+)
+def test_a_push_ticket_that_is_not_genuine_gets_the_failure_policy(
+    legs: Legs, ticket: object
+) -> None:
     legs.begin(ticket)
     assert "ticket" in legs.failure()
 
@@ -256,7 +289,9 @@ def test_a_push_ticket_that_is_not_genuine_gets_the_failure_policy(legs: Legs, t
 def test_one_engine_for_both_legs_dials_nobody_and_keeps_nothing(legs: Legs) -> None:
     for match_id, is_p_first in (("h1", True), ("h2", False)):
         ticket = legs.ticket(match_id, engine="p")
-        request = EngineRequest(f"d of {match_id}", TOKENS, {"do_remote_prefill": True, "push_ticket": ticket})
+        request = EngineRequest(
+            f"d of {match_id}", TOKENS, {"do_remote_prefill": True, "push_ticket": ticket}
+        )
         if is_p_first:
             legs.compute(ticket, name=f"p of {match_id}")
         legs.p.scheduler.on_new_request(request)
@@ -301,8 +336,13 @@ def test_a_d_that_dies_after_it_registered_leaves_nothing_behind(short: Legs) ->
     step_until(lambda: P_ID in short.p.seen.finished_sending, short.p)
 
 
-@pytest.mark.parametrize(("of_p", "of_d"), [("NixlPushConnector", "NixlConnector"), ("NixlConnector", "NixlPushConnector")])
-def test_one_that_pushes_and_one_that_pulls_meet_by_the_prefill_sides_ticket(of_p: str, of_d: str) -> None:
+@pytest.mark.parametrize(
+    ("of_p", "of_d"),
+    [("NixlPushConnector", "NixlConnector"), ("NixlConnector", "NixlPushConnector")],
+)
+def test_one_that_pushes_and_one_that_pulls_meet_by_the_prefill_sides_ticket(
+    of_p: str, of_d: str
+) -> None:
     network = MemoryNetwork()
     p, d = EngineSide("p", network, connector=of_p), EngineSide("d", network, connector=of_d)
     p.fill([5, 6, 7], seed=1)

@@ -1,4 +1,6 @@
-"""Push behind a router that signs nothing, as vLLM's own: legs meet by their request ids, among engines that were told of each other."""
+"""Push behind a router that signs nothing, as vLLM's own: legs meet by their request ids, among
+engines that were told of each other.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,17 +24,33 @@ def legs() -> Iterator[Legs]:
 
 def named(legs: Legs, **changes: Any) -> dict[str, Any]:
     """What vLLM's proxy for push gives D: where P is, and an id that P does not know."""
-    source = {"remote_engine_id": "p", "remote_host": "memory", "remote_port": legs.port, "tp_size": 1, "pp_size": 1}
-    return {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", **source, **changes}
+    source = {
+        "remote_engine_id": "p",
+        "remote_host": "memory",
+        "remote_port": legs.port,
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": "x",
+        **source,
+        **changes,
+    }
 
 
-def arrive(legs: Legs, name: str = D_ID, tokens: list[int] = TOKENS, **changes: Any) -> EngineRequest:
+def arrive(
+    legs: Legs, name: str = D_ID, tokens: list[int] = TOKENS, **changes: Any
+) -> EngineRequest:
     request = EngineRequest(name, tokens, named(legs, **changes))
     legs.d.scheduler.on_new_request(request)
     return request
 
 
-def begin(legs: Legs, name: str = D_ID, tokens: list[int] = TOKENS, **changes: Any) -> EngineRequest:
+def begin(
+    legs: Legs, name: str = D_ID, tokens: list[int] = TOKENS, **changes: Any
+) -> EngineRequest:
     request = arrive(legs, name, tokens, **changes)
     assert legs.d.scheduler.get_num_new_matched_tokens(request, 0) == (len(tokens), True)
     legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), len(tokens))
@@ -40,8 +58,12 @@ def begin(legs: Legs, name: str = D_ID, tokens: list[int] = TOKENS, **changes: A
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
-@pytest.mark.parametrize(("of_p", "of_d"), [(P_ID, D_ID), ("cmpl-x-0", "cmpl-x-0"), ("cmpl-deadbeef", "cmpl-deadbeef")])
-def test_legs_meet_whichever_is_first_by_equal_ids_or_by_ids_without_their_tails(legs: Legs, first: str, of_p: str, of_d: str) -> None:
+@pytest.mark.parametrize(
+    ("of_p", "of_d"), [(P_ID, D_ID), ("cmpl-x-0", "cmpl-x-0"), ("cmpl-deadbeef", "cmpl-deadbeef")]
+)
+def test_legs_meet_whichever_is_first_by_equal_ids_or_by_ids_without_their_tails(
+    legs: Legs, first: str, of_p: str, of_d: str
+) -> None:
     if first == "p":
         legs.compute(None, name=of_p)
         legs.until("num_leases", 1)
@@ -50,7 +72,11 @@ def test_legs_meet_whichever_is_first_by_equal_ids_or_by_ids_without_their_tails
         begin(legs, of_d)
         legs.registered()
         legs.compute(None, name=of_p)
-    step_until(lambda: of_d in legs.d.seen.finished_recving and of_p in legs.p.seen.finished_sending, legs.p, legs.d)
+    step_until(
+        lambda: of_d in legs.d.seen.finished_recving and of_p in legs.p.seen.finished_sending,
+        legs.p,
+        legs.d,
+    )
     assert legs.d.seen.failed_recving == set()
     assert legs.has_arrived([1, 2, 3], [5, 6, 7])
 
@@ -83,8 +109,12 @@ def test_two_requests_of_one_id_are_refused_when_their_prefill_comes(legs: Legs)
     assert "2 requests of decode sides match prefill" in legs.d.seen.failure_reasons[D_ID]
 
 
-@pytest.mark.parametrize("of", [("cmpl-x-0-11111111", "cmpl-x-0-22222222"), ("cmpl-x-0", "cmpl-x-0")])
-def test_a_client_that_tries_again_with_its_old_id_is_served(legs: Legs, of: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "of", [("cmpl-x-0-11111111", "cmpl-x-0-22222222"), ("cmpl-x-0", "cmpl-x-0")]
+)
+def test_a_client_that_tries_again_with_its_old_id_is_served(
+    legs: Legs, of: tuple[str, str]
+) -> None:
     """D needed nothing at its first attempt."""
     first = arrive(legs, of[1])
     legs.registered()
@@ -108,7 +138,11 @@ def test_a_second_request_needs_no_second_handshake(legs: Legs) -> None:
     for number in range(3):
         begin(legs, f"cmpl-{number}-0-dddddddd")
         legs.compute(None, name=f"cmpl-{number}-0-aaaaaaaa")
-        step_until(lambda name=f"cmpl-{number}-0-dddddddd": name in legs.d.seen.finished_recving, legs.p, legs.d)  # type: ignore[misc]
+        step_until(
+            lambda name=f"cmpl-{number}-0-dddddddd": name in legs.d.seen.finished_recving,  # type: ignore[misc]
+            legs.p,
+            legs.d,
+        )
     assert legs.d.seen.failed_recving == set()
 
 
@@ -122,11 +156,16 @@ def test_a_second_request_needs_no_second_handshake(legs: Legs) -> None:
         ({"remote_port": True}, "ticket"),
         ({"tp_size": 0}, "ticket"),
         ({"remote_engine_id": ["p"]}, "ticket"),
-        ({"remote_engine_id": "q"}, "engine p answers at this address, the router has named engine q"),
+        (
+            {"remote_engine_id": "q"},
+            "engine p answers at this address, the router has named engine q",
+        ),
         ({"tp_size": 2}, "rank 0 is one of 1"),
     ],
 )
-def test_a_source_that_is_not_believed_gets_the_failure_policy(legs: Legs, changes: dict[str, Any], reason: str) -> None:
+def test_a_source_that_is_not_believed_gets_the_failure_policy(
+    legs: Legs, changes: dict[str, Any], reason: str
+) -> None:
     begin(legs, **changes)
     assert reason in legs.failure()
 

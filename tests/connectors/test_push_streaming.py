@@ -1,4 +1,6 @@
-"""Push while the prompt is computed: what has moved when, counted in bytes, and what a preemption costs."""
+"""Push while the prompt is computed: what has moved when, counted in bytes, and what a preemption
+costs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, step_until
-from tests.connectors.test_push import D_ID, P_ID, TOKENS, WAYS, Legs, closed, legs_between, push_side
+from tests.connectors.test_push import (
+    D_ID,
+    P_ID,
+    TOKENS,
+    WAYS,
+    Legs,
+    closed,
+    legs_between,
+    push_side,
+)
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
 from kvferry.transports.memory import MemoryNetwork
@@ -27,12 +38,26 @@ class Plan:
     slices: tuple[Slice, ...]
 
 
-@pytest.fixture(params=[*((way, "") for way in WAYS), ("read", "p"), ("read", "d"), ("read", "pd"), ("written", "d")], ids=str)
+@pytest.fixture(
+    params=[
+        *((way, "") for way in WAYS),
+        ("read", "p"),
+        ("read", "d"),
+        ("read", "pd"),
+        ("written", "d"),
+    ],
+    ids=str,
+)
 def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
     """However bytes move, and whichever sides stage their cache in a host buffer."""
     way, staged = request.param
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=600, force_host_buffer=name in staged, **WAYS[way]) for name in ("p", "d"))
+    p, d = (
+        push_side(
+            name, network, kv_lease_duration=600, force_host_buffer=name in staged, **WAYS[way]
+        )
+        for name in ("p", "d")
+    )
     yield legs_between(p, d)
     closed(p, d)
 
@@ -42,7 +67,9 @@ class Prefill:
 
     def __init__(self, legs: Legs, ticket: str, blocks: tuple[int, ...] = (5, 6, 7)) -> None:
         self.legs, self.blocks = legs, blocks
-        self.request = EngineRequest(P_ID, TOKENS, {"do_remote_decode": True, "push_ticket": ticket})
+        self.request = EngineRequest(
+            P_ID, TOKENS, {"do_remote_decode": True, "push_ticket": ticket}
+        )
         legs.p.scheduler.on_new_request(self.request)
 
     def goes_on(self, computed: int) -> None:
@@ -62,7 +89,9 @@ class Prefill:
     def aborts(self) -> None:
         self.request.status = RequestStatus.FINISHED_ABORTED
         assert isinstance(self.legs.p.scheduler, SupportsHMA)
-        assert self.legs.p.scheduler.request_finished_all_groups(self.request, (list(self.blocks),)) == (False, None)
+        assert self.legs.p.scheduler.request_finished_all_groups(
+            self.request, (list(self.blocks),)
+        ) == (False, None)
         self.legs.p.step(Plan(()))
 
 
@@ -75,14 +104,20 @@ class PrefillCounts:
     def look(self) -> int:
         for side in (self.legs.d, self.legs.p):
             stats = side.worker.get_kv_connector_stats()
-            self.moved += 0 if stats is None else sum(row["bytes"] for row in stats.data.get("transports", {}).values())
+            self.moved += (
+                0
+                if stats is None
+                else sum(row["bytes"] for row in stats.data.get("transports", {}).values())
+            )
         return self.moved
 
     def until(self, blocks: int) -> None:
         step_until(lambda: self.look() == blocks * BLOCK_BYTES, self.legs.d, self.legs.p)
 
 
-def test_each_full_block_moves_while_the_next_is_computed_and_only_the_last_is_left(legs: Legs) -> None:
+def test_each_full_block_moves_while_the_next_is_computed_and_only_the_last_is_left(
+    legs: Legs,
+) -> None:
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
@@ -128,7 +163,9 @@ def test_with_a_local_prefix_only_what_comes_after_it_moves(legs: Legs) -> None:
     assert legs.has_arrived([2, 3], [6, 7])
 
 
-def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_first_is_used(legs: Legs) -> None:
+def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_first_is_used(
+    legs: Legs,
+) -> None:
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
@@ -150,8 +187,12 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
     assert legs.has_arrived([1, 2, 3], [10, 11, 12])
 
 
-def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(legs: Legs) -> None:
-    """Its engine found all it had computed in its prefix cache, so nothing but the block ids tells."""
+def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(
+    legs: Legs,
+) -> None:
+    """Its engine found all it had computed in its prefix cache, so nothing but the block ids
+    tells.
+    """
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
@@ -182,7 +223,9 @@ def test_a_prefill_that_is_aborted_halfway_fails_d_with_the_reason(legs: Legs) -
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
-def test_a_d_that_aborts_halfway_has_p_free_as_soon_as_it_has_computed(legs: Legs, is_reading: bool) -> None:
+def test_a_d_that_aborts_halfway_has_p_free_as_soon_as_it_has_computed(
+    legs: Legs, is_reading: bool
+) -> None:
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     request = legs.begin(ticket)
     legs.registered()
@@ -218,11 +261,15 @@ def test_without_blocks_that_are_full_nothing_is_published_before_the_end(legs: 
     prefill.ends()
     legs.end()
     assert counted.look() == 3 * BLOCK_BYTES
-    assert all(np.array_equal(array[1], legs.p.memory[layer][5]) for layer, array in legs.d.memory.items())
+    assert all(
+        np.array_equal(array[1], legs.p.memory[layer][5]) for layer, array in legs.d.memory.items()
+    )
 
 
 @pytest.mark.parametrize("computed", [4, 8, 10])
-def test_blocks_that_d_has_given_back_are_never_written_whatever_p_does_afterwards(legs: Legs, computed: int) -> None:
+def test_blocks_that_d_has_given_back_are_never_written_whatever_p_does_afterwards(
+    legs: Legs, computed: int
+) -> None:
     """A canary in the place of their next owner."""
     ticket = legs.ticket()
     request = legs.begin(ticket)
@@ -244,8 +291,16 @@ def test_blocks_that_d_has_given_back_are_never_written_whatever_p_does_afterwar
     again = legs.ticket("h2")
     legs.begin(again, name="next")
     legs.compute(again, name="of the next")
-    step_until(lambda: "next" in legs.d.seen.finished_recving and "of the next" in legs.p.seen.finished_sending, legs.d, legs.p)
+    step_until(
+        lambda: (
+            "next" in legs.d.seen.finished_recving and "of the next" in legs.p.seen.finished_sending
+        ),
+        legs.d,
+        legs.p,
+    )
     for layer, array in legs.d.memory.items():
-        assert (array[[1, 2, 3]] == legs.p.memory[layer][[5, 6, 7]]).all(), "the next owner has its own bytes"
+        assert (array[[1, 2, 3]] == legs.p.memory[layer][[5, 6, 7]]).all(), (
+            "the next owner has its own bytes"
+        )
         assert (array[4:] == 0xCA).all()
         assert (array[0] == 0xCA).all()

@@ -38,7 +38,10 @@ async def take(port: int, picture: Picture) -> Path:
         await page.until("document.getElementById('connection').textContent === 'live'")
         await stage.was_asked_again()
         if picture.top:
-            await page.run(f"(document.activeElement.blur(), document.getElementById('{picture.top}').scrollIntoView())")
+            await page.run(
+                "(document.activeElement.blur(), "
+                f"document.getElementById('{picture.top}').scrollIntoView())"
+            )
         await page.photograph(path)
     return path
 

@@ -1,4 +1,6 @@
-"""A real browser without a screen, driven over its DevTools protocol: pages, clicks, pictures, and all that it logs and asks for."""
+"""A real browser without a screen, driven over its DevTools protocol: pages, clicks, pictures, and
+all that it logs and asks for.
+"""
 
 import asyncio
 import base64
@@ -41,7 +43,14 @@ _FLAGS = (
 
 def find_browser() -> str | None:
     named = os.environ.get("KVFERRY_BROWSER")
-    return named or next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    return named or next(
+        (
+            found
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (found := shutil.which(name))
+        ),
+        None,
+    )
 
 
 class Page:
@@ -77,7 +86,9 @@ class Page:
 
     async def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        result = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = await self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in result:
             raise AssertionError(f"{script!r}: {result['exceptionDetails']}")
         return result["result"].get("value")
@@ -90,35 +101,66 @@ class Page:
                 while not is_right(value := await self.run(script)):
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"{script!r} never became right; it is {value!r}; problems: {self.problems}") from None
+            raise AssertionError(
+                f"{script!r} never became right; it is {value!r}; problems: {self.problems}"
+            ) from None
         return value
 
     async def texts(self, selector: str) -> list[str]:
-        found: list[str] = await self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.textContent)")
+        found: list[str] = await self.run(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.textContent)"
+        )
         return found
 
     async def click(self, selector: str) -> None:
         """With a real pointer, where a person would."""
         box = await self.run(
-            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.scrollIntoView({{block: 'center'}});"
-            " const box = node.getBoundingClientRect(); return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)}); "
+            f"node.scrollIntoView({{block: 'center'}});"
+            " const box = node.getBoundingClientRect(); return [box.left + box.width / 2, box.top "
+            "+ box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            await self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+            await self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0],
+                y=box[1],
+                button="left",
+                clickCount=1,
+            )
 
     async def write(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str, code: int) -> None:
         text = {"text": "\r"} if key == "Enter" else {}
-        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
+        await self.call(
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            key=key,
+            code=key,
+            windowsVirtualKeyCode=code,
+            **text,
+        )
+        await self.call(
+            "Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code
+        )
 
     async def resize(self, width: int, height: int) -> None:
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     async def set_scheme(self, scheme: str) -> None:
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     async def photograph(self, path: Path) -> None:
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)

@@ -38,11 +38,22 @@ def watcher(page: bytes, moved_per_s: int = 0, tokens_per_s: int = 0) -> Metrics
     return made
 
 
-def engine_page(running: int, waiting: int, usage: float, leases: int, blocks: int, pulls: int, mode: str = "pull") -> bytes:
+def engine_page(
+    running: int,
+    waiting: int,
+    usage: float,
+    leases: int,
+    blocks: int,
+    pulls: int,
+    mode: str = "pull",
+) -> bytes:
     return (
-        f'vllm:num_requests_running{{model_name="tiny"}} {running}\nvllm:num_requests_waiting {waiting}\nvllm:kv_cache_usage_perc {usage}\n'
-        f"kvferry:num_leases {leases}\nkvferry:num_held_blocks {blocks}\nkvferry:num_transfers {pulls}\nkvferry:transfers_total 81723\n"
-        f'vllm:nixl_num_failed_transfers_total 2\nvllm:nixl_num_kv_expired_reqs_total 1\nkvferry:transfer_mode{{mode="{mode}"}} 1\n'
+        f'vllm:num_requests_running{{model_name="tiny"}} {running}\nvllm:num_requests_waiting '
+        f"{waiting}\nvllm:kv_cache_usage_perc {usage}\n"
+        f"kvferry:num_leases {leases}\nkvferry:num_held_blocks {blocks}\nkvferry:num_transfers "
+        f"{pulls}\nkvferry:transfers_total 81723\n"
+        "vllm:nixl_num_failed_transfers_total 2\nvllm:nixl_num_kv_expired_reqs_total "
+        f'1\nkvferry:transfer_mode{{mode="{mode}"}} 1\n'
     ).encode()
 
 
@@ -61,22 +72,52 @@ def busy_scene() -> Scene:
         )
     )
     scene.instances = [
-        InstanceFacts("10.0.0.11:8100", "prefill", "healthy", 7, watcher=watcher(engine_page(6, 2, 0.71, 14, 896, 0), 0, 0)),
-        InstanceFacts("10.0.0.12:8100", "prefill", "healthy", 5, watcher=watcher(engine_page(5, 0, 0.44, 9, 512, 0), 0, 0)),
+        InstanceFacts(
+            "10.0.0.11:8100",
+            "prefill",
+            "healthy",
+            7,
+            watcher=watcher(engine_page(6, 2, 0.71, 14, 896, 0), 0, 0),
+        ),
+        InstanceFacts(
+            "10.0.0.12:8100",
+            "prefill",
+            "healthy",
+            5,
+            watcher=watcher(engine_page(5, 0, 0.44, 9, 512, 0), 0, 0),
+        ),
         InstanceFacts(
             "10.0.0.13:8100",
             "prefill",
             "ejected",
             0,
             failures=5,
-            last_error="prefill instance http://10.0.0.13:8100 failed: it cannot be reached (Connection refused)",
+            last_error="prefill instance http://10.0.0.13:8100 failed: it cannot be reached (Connection "
+            "refused)",
             returns_in_s=6.2,
         ),
-        InstanceFacts("10.0.0.21:8200", "decode", "healthy", 15, watcher=watcher(engine_page(15, 0, 0.93, 0, 0, 3), 310_000_000, 1510)),
         InstanceFacts(
-            "10.0.0.22:8200", "decode", "half_open", 1, failures=1, watcher=watcher(engine_page(1, 0, 0.12, 0, 0, 1), 4_000_000, 60)
+            "10.0.0.21:8200",
+            "decode",
+            "healthy",
+            15,
+            watcher=watcher(engine_page(15, 0, 0.93, 0, 0, 3), 310_000_000, 1510),
         ),
-        InstanceFacts("10.0.0.23:8200", "decode", "draining", 4, watcher=watcher(engine_page(4, 0, 0.31, 0, 0, 0), 0, 240)),
+        InstanceFacts(
+            "10.0.0.22:8200",
+            "decode",
+            "half_open",
+            1,
+            failures=1,
+            watcher=watcher(engine_page(1, 0, 0.12, 0, 0, 1), 4_000_000, 60),
+        ),
+        InstanceFacts(
+            "10.0.0.23:8200",
+            "decode",
+            "draining",
+            4,
+            watcher=watcher(engine_page(4, 0, 0.31, 0, 0, 0), 0, 240),
+        ),
     ]
     _five_minutes(scene.time_series)
     _requests(scene)
@@ -103,25 +144,47 @@ def _requests(scene: Scene) -> None:
     failed.mark(RequestEvent.ADMITTED, NOW - 40.9)
     for number in (11, 12):
         failed.mark(RequestEvent.PREFILL_BEGAN, NOW - 40.9 + number / 100, f"10.0.0.{number}:8100")
-        failed.mark(RequestEvent.PREFILL_FAILED, NOW - 40.8 + number / 100, "it closed the connection in the middle of an answer")
-    recent.end(failed, RequestOutcome.FAILED, 502, NOW - 40.6, "prefill instance http://10.0.0.12:8100 failed: it closed the connection")
+        failed.mark(
+            RequestEvent.PREFILL_FAILED,
+            NOW - 40.8 + number / 100,
+            "it closed the connection in the middle of an answer",
+        )
+    recent.end(
+        failed,
+        RequestOutcome.FAILED,
+        502,
+        NOW - 40.6,
+        "prefill instance http://10.0.0.12:8100 failed: it closed the connection",
+    )
     for number in range(37):
         refused = recent.begin(f"cmpl-refused-{number}", "/v1/completions", NOW - 110)
-        recent.end(refused, RequestOutcome.REFUSED, 503, NOW - 110 + number / 10, "the queue is full; try again in a second")
+        recent.end(
+            refused,
+            RequestOutcome.REFUSED,
+            503,
+            NOW - 110 + number / 10,
+            "the queue is full; try again in a second",
+        )
     told(scene)
     for number in range(12):
         at = NOW - 3 - number * 0.7
         one = recent.begin(f"chatcmpl-{0xA3F0 + number:08x}", "/v1/chat/completions", at)
         one.conversation = f"conversation-{number}" if number % 3 == 0 else ""
         one.mark(RequestEvent.ADMITTED, at + 0.002)
-        one.mark(RequestEvent.PREFILL_BEGAN, at + 0.002, "10.0.0.11:8100" if number % 2 else "10.0.0.12:8100")
+        one.mark(
+            RequestEvent.PREFILL_BEGAN,
+            at + 0.002,
+            "10.0.0.11:8100" if number % 2 else "10.0.0.12:8100",
+        )
         one.mark(RequestEvent.PREFILL_ENDED, at + 0.075)
         one.mark(RequestEvent.DECODE_BEGAN, at + 0.075, "10.0.0.21:8200")
         one.mark(RequestEvent.FIRST_TOKEN, at + 0.089)
         if number > 3:
             one.relayed_bytes = 2_200
             recent.end(one, RequestOutcome.ANSWERED, 200, at + 1.9)
-    recent.errors.note(0, "prefill instance http://10.0.0.13:8100 was ejected after 5 failures in a row", NOW - 12)
+    recent.errors.note(
+        0, "prefill instance http://10.0.0.13:8100 was ejected after 5 failures in a row", NOW - 12
+    )
 
 
 def told(scene: Scene) -> None:

@@ -1,4 +1,6 @@
-"""Serves the page as the router does, with a scene behind it that a test can change, lock and take away."""
+"""Serves the page as the router does, with a scene behind it that a test can change, lock and take
+away.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -65,8 +67,12 @@ class Stage:
         if not self._is_let_in(request):
             return web.Response(status=401, body=b"{}", headers=dict(DATA_HEADERS))
         scene = self.scene
-        state = build_state(scene.router, scene.instances, scene.time_series, scene.recent, scene.now)
-        return web.Response(status=self.status, body=encode_state(state), headers=dict(DATA_HEADERS))
+        state = build_state(
+            scene.router, scene.instances, scene.time_series, scene.recent, scene.now
+        )
+        return web.Response(
+            status=self.status, body=encode_state(state), headers=dict(DATA_HEADERS)
+        )
 
     async def _request(self, request: web.Request) -> web.Response:
         if not self._is_let_in(request):

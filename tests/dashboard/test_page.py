@@ -22,8 +22,12 @@ Play = Callable[[Stage, Page], Awaitable[None]]
 
 
 @asynccontextmanager
-async def opened(browser: int, scene: Scene, hash_: str = "", api_key: str = "") -> AsyncIterator[tuple[Stage, Page]]:
-    """The page, once it has shown something. Whatever the test does, it asks nobody else and nothing goes wrong in it."""
+async def opened(
+    browser: int, scene: Scene, hash_: str = "", api_key: str = ""
+) -> AsyncIterator[tuple[Stage, Page]]:
+    """The page, once it has shown something. Whatever the test does, it asks nobody else and
+    nothing goes wrong in it.
+    """
     async with raise_stage(scene, api_key) as stage, open_page(browser) as page:
         await page.resize(1280, 900)
         await page.open(stage.url + hash_)
@@ -31,11 +35,18 @@ async def opened(browser: int, scene: Scene, hash_: str = "", api_key: str = "")
             await page.until(LIVE)
         yield stage, page
         assert page.problems == []
-        assert [url for url in page.asked if not url.startswith((f"http://127.0.0.1:{stage.port}/dashboard", "data:,"))] == []
+        assert [
+            url
+            for url in page.asked
+            if not url.startswith((f"http://127.0.0.1:{stage.port}/dashboard", "data:,"))
+        ] == []
 
 
 def rows(table: str) -> str:
-    return f"[...document.querySelectorAll('#{table} tbody tr')].map(row => [...row.children].map(cell => cell.textContent))"
+    return (
+        f"[...document.querySelectorAll('#{table} tbody tr')].map(row => "
+        "[...row.children].map(cell => cell.textContent))"
+    )
 
 
 def perform(browser: int, scene: Scene, play: Play, hash_: str = "") -> None:
@@ -51,7 +62,14 @@ def test_instances_are_shown_with_role_health_and_load(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         shown = await page.run(rows("instances"))
         assert [row[:2] for row in shown] == [[one.name, one.role] for one in stage.scene.instances]
-        assert [row[2].split(",")[0] for row in shown] == ["healthy", "healthy", "ejected", "healthy", "half open", "draining"]
+        assert [row[2].split(",")[0] for row in shown] == [
+            "healthy",
+            "healthy",
+            "ejected",
+            "healthy",
+            "half open",
+            "draining",
+        ]
         assert shown[0][3:7] == ["7", "6", "2", "71 %"]
         assert shown[2][2] == "ejected, 5 failed in a row, tried again in 6.2 s, tells no figures"
         assert shown[2][4:7] == ["–", "–", "–"]
@@ -64,7 +82,9 @@ def test_instances_are_shown_with_role_health_and_load(browser: int) -> None:
 def test_leases_and_transfers_are_shown_for_instances_that_tell(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         shown = await page.run(rows("kv"))
-        assert [row[0] for row in shown] == [one.name for one in stage.scene.instances if one.watcher is not None]
+        assert [row[0] for row in shown] == [
+            one.name for one in stage.scene.instances if one.watcher is not None
+        ]
         assert shown[0][2:5] == ["14", "896", "0"]
         assert shown[2][4:8] == ["3", "296 MiB/s", "81.7 k", "47.1 GiB"]
         assert await page.texts("#kv-sum") == ["23 leases on 1408 blocks, 4 transfers under way"]
@@ -76,7 +96,11 @@ def test_the_page_follows_the_fleet(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         await page.run("document.querySelector('#instances tbody tr').isSameNode = 'kept'")
         first, *others = stage.scene.instances
-        stage.scene.instances = [replace(first, state="ejected", last_error="gone"), *others[1:], replace(others[0], name="10.0.0.99:8100")]
+        stage.scene.instances = [
+            replace(first, state="ejected", last_error="gone"),
+            *others[1:],
+            replace(others[0], name="10.0.0.99:8100"),
+        ]
         shown = await page.until(rows("instances"), lambda found: found[0][2].startswith("ejected"))
         assert [row[0] for row in shown] == [one.name for one in stage.scene.instances]
         # A row is changed, not made anew: what a person has selected or focused in it stays.
@@ -94,14 +118,24 @@ def test_plots_have_a_point_for_every_second_that_has_a_value(browser: int) -> N
 
     async def play(stage: Stage, page: Page) -> None:
         counts = await page.run(
-            "Object.fromEntries([...document.querySelectorAll('path.series')].map(p => [p.dataset.column, p.dataset.points]))"
+            "Object.fromEntries([...document.querySelectorAll('path.series')].map(p => "
+            "[p.dataset.column, p.dataset.points]))"
         )
-        assert (counts["requests"], counts["errors"], counts["ttft_p50"], counts["handover_p99"]) == ("10", "10", "3", "0")
-        drawn = await page.run("document.querySelector('path[data-column=ttft_p50]').getAttribute('d')")
-        # One second alone, then two that belong together, at the right edge: 10 s are 10 of 60 units.
+        assert (
+            counts["requests"],
+            counts["errors"],
+            counts["ttft_p50"],
+            counts["handover_p99"],
+        ) == ("10", "10", "3", "0")
+        drawn = await page.run(
+            "document.querySelector('path[data-column=ttft_p50]').getAttribute('d')"
+        )
+        # One second alone, then two that belong together, at the right edge: 10 s are 10 of 60
+        # units.
         assert [drawn.count(sign) for sign in "MLh"] == [2, 1, 1]
         xs = await page.run(
-            "(() => { const box = document.querySelector('path[data-column=requests]').getBBox(); return [box.x, box.x + box.width]; })()"
+            "(() => { const box = document.querySelector('path[data-column=requests]').getBBox(); "
+            "return [box.x, box.x + box.width]; })()"
         )
         assert xs == [50.5, 59.5]
         assert (await page.texts("figure:nth-of-type(2) .scale span"))[0] == "500 ms"
@@ -121,7 +155,9 @@ def test_a_plot_tells_the_second_under_the_cursor_and_under_the_arrow_keys(brows
         assert (await page.texts("figure:first-of-type .value"))[0] == "9"
         await page.press("ArrowLeft", 37)
         assert (await page.texts("figure:first-of-type .value"))[0] == "8"
-        assert "2 s ago: all 8" in await page.run("document.querySelector('figure svg').getAttribute('aria-label')")
+        assert "2 s ago: all 8" in await page.run(
+            "document.querySelector('figure svg').getAttribute('aria-label')"
+        )
 
     perform(browser, scene, play)
 
@@ -135,11 +171,23 @@ BARS = """[...document.querySelectorAll('#phases tbody tr')].map(row => {
 def test_a_timeline_shows_its_phases_in_order_and_to_scale(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         bars = await page.until(BARS)
-        names = ["queued", "prefill", "lease", "blocks", "transfer", "confirm", "scheduled", "first token", "streaming"]
+        names = [
+            "queued",
+            "prefill",
+            "lease",
+            "blocks",
+            "transfer",
+            "confirm",
+            "scheduled",
+            "first token",
+            "streaming",
+        ]
         assert [bar[0] for bar in bars] == names
         began = [0, 0.1, 0.4, 0.45, 0.5, 0.65, 0.7, 0.72, 0.8]
         assert [bar[1] for bar in bars] == pytest.approx(began, abs=0.005)
-        assert [bar[2] for bar in bars] == pytest.approx([b - a for a, b in zip(began, [*began[1:], 1.0], strict=True)], abs=0.005)
+        assert [bar[2] for bar in bars] == pytest.approx(
+            [b - a for a, b in zip(began, [*began[1:], 1.0], strict=True)], abs=0.005
+        )
         assert bars[4][3] == "10.0.0.21:8200, 12,582,912 bytes in 96 segments by shm"
         assert await page.texts("#timeline-note") == [""]
 
@@ -161,16 +209,25 @@ def test_a_request_is_opened_by_a_click_followed_to_its_end_and_closed(browser: 
         one = scene.recent.begin("<live>", "/v1/completions", NOW - 2)
         one.mark(RequestEvent.PREFILL_BEGAN, NOW - 1, "p")
         await page.until(rows("requests"), lambda found: any(row[0] == "<live>" for row in found))
-        await page.run("[...document.querySelectorAll('#requests button')].find(b => b.textContent === '<live>').id = 'wanted'")
+        await page.run(
+            "[...document.querySelectorAll('#requests button')].find(b => b.textContent === "
+            "'<live>').id = 'wanted'"
+        )
         await page.click("#wanted")
         bars = await page.until(BARS, lambda found: len(found) == 2)
         assert [bar[0] for bar in bars] == ["queued", "prefill"]
         one.mark(RequestEvent.PREFILL_ENDED, NOW)
         scene.recent.end(one, RequestOutcome.FAILED, 502, NOW, "<b>no</b>")
-        await page.until("document.getElementById('timeline-facts').textContent", lambda text: "failed with status 502" in text)
+        await page.until(
+            "document.getElementById('timeline-facts').textContent",
+            lambda text: "failed with status 502" in text,
+        )
         assert "<b>no</b>" in (await page.texts("#timeline-facts"))[0]
         await page.click("#timeline-close")
-        assert await page.run("[document.getElementById('timeline').hidden, location.hash]") == [True, ""]
+        assert await page.run("[document.getElementById('timeline').hidden, location.hash]") == [
+            True,
+            "",
+        ]
 
     perform(browser, busy_scene(), play)
 
@@ -181,7 +238,10 @@ def test_an_unknown_request_is_said_to_be_unknown(browser: int) -> None:
             await page.click("#find-id")
             await page.write("nobody")
             await page.press("Enter", 13)
-            await page.until("document.getElementById('timeline-facts').textContent", lambda text: "does not know this request" in text)
+            await page.until(
+                "document.getElementById('timeline-facts').textContent",
+                lambda text: "does not know this request" in text,
+            )
 
     asyncio.run(show())
 
@@ -189,7 +249,11 @@ def test_an_unknown_request_is_said_to_be_unknown(browser: int) -> None:
 def test_errors_are_listed_with_how_often_they_happened(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         shown = await page.run(rows("errors"))
-        assert [(row[1], row[2]) for row in shown] == [("1 ×", "–"), ("37 ×", "503"), ("1 ×", "502")]
+        assert [(row[1], row[2]) for row in shown] == [
+            ("1 ×", "–"),
+            ("37 ×", "503"),
+            ("1 ×", "502"),
+        ]
         assert shown[1][3:] == ["the queue is full; try again in a second", "cmpl-refused-36"]
         assert await page.run("document.getElementById('no-errors').hidden") is True
 
@@ -204,7 +268,10 @@ def test_words_of_others_are_words_and_nothing_else(browser: int) -> None:
             title = json.dumps(f"Timeline of {plain(name)}")
             await page.until("document.querySelectorAll('#phases tbody tr').length === 2")
             await page.until(f"document.getElementById('timeline-title').textContent === {title}")
-        assert await page.run("[window.hurt, document.querySelectorAll('img, b:not(figcaption b), i, main script').length]") == [None, 0]
+        assert await page.run(
+            "[window.hurt, document.querySelectorAll('img, b:not(figcaption b), i, main "
+            "script').length]"
+        ) == [None, 0]
         shown = await page.run(rows("instances"))
         assert shown[0][0] == plain(HOSTILE)
         assert shown[0][8] == "<i>x</i>"
@@ -226,8 +293,14 @@ def test_a_script_that_got_into_the_page_would_not_run(browser: int) -> None:
         async with raise_stage(busy_scene()) as stage, open_page(browser) as page:
             await page.open(stage.url)
             await page.until(LIVE)
-            await page.run("document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hurt=1\">')")
-            await page.until("true", lambda _: any("Content Security Policy" in problem for problem in page.problems))
+            await page.run(
+                "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" "
+                'onerror="window.hurt=1">\')'
+            )
+            await page.until(
+                "true",
+                lambda _: any("Content Security Policy" in problem for problem in page.problems),
+            )
             assert await page.run("window.hurt") is None
 
     asyncio.run(show())
@@ -238,7 +311,10 @@ def test_a_lost_router_is_said_to_be_lost_and_found_again(browser: int) -> None:
         async with opened(browser, busy_scene()) as (stage, page):
             await stage.down()
             await page.until("!document.getElementById('lost').hidden")
-            assert (await page.texts("#connection"), "Connection to the router lost" in (await page.texts("#lost"))[0]) == (
+            assert (
+                await page.texts("#connection"),
+                "Connection to the router lost" in (await page.texts("#lost"))[0],
+            ) == (
                 ["connection lost"],
                 True,
             )
@@ -247,7 +323,9 @@ def test_a_lost_router_is_said_to_be_lost_and_found_again(browser: int) -> None:
             await page.until(LIVE)
             assert await page.run("document.getElementById('lost').hidden") is True
             stage.status = 500
-            await page.until("document.getElementById('lost').textContent", lambda text: "status 500" in text)
+            await page.until(
+                "document.getElementById('lost').textContent", lambda text: "status 500" in text
+            )
             stage.status = 200
             await page.until(LIVE)
 
@@ -264,9 +342,15 @@ def test_a_locked_router_is_opened_with_its_key_which_the_tab_keeps(browser: int
                 await page.write(key)
                 await page.press("Enter", 13)
                 if not is_right:
-                    await page.until("document.getElementById('key-refused').textContent", lambda text: "This key was refused" in text)
+                    await page.until(
+                        "document.getElementById('key-refused').textContent",
+                        lambda text: "This key was refused" in text,
+                    )
             await page.until(LIVE)
-            assert await page.run("[document.getElementById('key-form').hidden, sessionStorage.length, localStorage.length]") == [
+            assert await page.run(
+                "[document.getElementById('key-form').hidden, sessionStorage.length, "
+                "localStorage.length]"
+            ) == [
                 True,
                 1,
                 0,
@@ -334,7 +418,9 @@ def test_every_word_can_be_read_in_both_schemes(browser: int, scheme: str) -> No
     async def play(stage: Stage, page: Page) -> None:
         await page.set_scheme(scheme)
         await page.until("document.querySelectorAll('#phases tbody tr').length === 9")
-        is_dark = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(c => c < 64)"
+        is_dark = (
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(c => c < 64)"
+        )
         assert await page.run(is_dark) is (scheme == "dark")
         assert await page.run(CONTRASTS) == []
         await page.run("document.querySelector('h2').style.color = '#777777'")
@@ -343,23 +429,32 @@ def test_every_word_can_be_read_in_both_schemes(browser: int, scheme: str) -> No
     perform(browser, busy_scene(), play, "#request=told")
 
 
-def test_everything_that_can_be_used_can_be_reached_by_keyboard_and_has_a_name(browser: int) -> None:
+def test_everything_that_can_be_used_can_be_reached_by_keyboard_and_has_a_name(
+    browser: int,
+) -> None:
     async def play(stage: Stage, page: Page) -> None:
         await page.until("document.querySelectorAll('#phases tbody tr').length === 9")
         tree = (await page.call("Accessibility.getFullAXTree"))["nodes"]
         used = [
             node
             for node in tree
-            if node.get("role", {}).get("value") in ("button", "searchbox", "textbox", "table", "image", "region", "link")
+            if node.get("role", {}).get("value")
+            in ("button", "searchbox", "textbox", "table", "image", "region", "link")
         ]
         assert len(used) > 20
-        nameless = [node["role"]["value"] for node in used if not node.get("name", {}).get("value") and node["role"]["value"] != "table"]
+        nameless = [
+            node["role"]["value"]
+            for node in used
+            if not node.get("name", {}).get("value") and node["role"]["value"] != "table"
+        ]
         assert nameless == []
         reached = set()
         await page.run("document.querySelector('svg').focus()")
         for _ in range(60):
             await page.press("Tab", 9)
-            reached.add(await page.run("document.activeElement.id || document.activeElement.tagName"))
+            reached.add(
+                await page.run("document.activeElement.id || document.activeElement.tagName")
+            )
         assert {"filter", "find-id", "timeline-close", "svg", "BUTTON", "DIV"} <= reached
 
     perform(browser, busy_scene(), play, "#request=told")

@@ -12,11 +12,17 @@ pytestmark = pytest.mark.slow
 
 ASK = {"prompt": "hello", "max_tokens": 3}
 LIVE = "document.getElementById('connection').textContent === 'live'"
-PHASES = "[...document.querySelectorAll('#phases tbody tr')].map(row => [row.children[0].textContent, row.children[3].textContent])"
+PHASES = (
+    "[...document.querySelectorAll('#phases tbody tr')].map(row => [row.children[0].textContent, "
+    "row.children[3].textContent])"
+)
 
 
 def rows(table: str) -> str:
-    return f"[...document.querySelectorAll('#{table} tbody tr')].map(row => [...row.children].map(cell => cell.textContent))"
+    return (
+        f"[...document.querySelectorAll('#{table} tbody tr')].map(row => "
+        "[...row.children].map(cell => cell.textContent))"
+    )
 
 
 async def told(request: Any, body: dict[str, Any]) -> Any:
@@ -30,7 +36,9 @@ async def told(request: Any, body: dict[str, Any]) -> Any:
             "read_ended_s": 0.0,
             "bytes": 7,
         }
-        return aiohttp.web.json_response({"transfers": [{**record, "segments": 1, "transport": "shm", "confirmed_s": 0.0}]})
+        return aiohttp.web.json_response(
+            {"transfers": [{**record, "segments": 1, "transport": "shm", "confirmed_s": 0.0}]}
+        )
     return await completes(request, body)
 
 
@@ -42,13 +50,22 @@ async def watcher(browser: int, s: Stage, page: Page, hash_: str = "") -> None:
 
 def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser: int) -> None:
     async def scene() -> None:
-        async with stage([prefills, drops_connection], [told], probe_interval_s=0.2) as s, open_page(browser) as page:
+        async with (
+            stage([prefills, drops_connection], [told], probe_interval_s=0.2) as s,
+            open_page(browser) as page,
+        ):
             assert (await s.post(ASK, X_Request_Id="a:1"))[0] == 200
             assert (await s.post(ASK, X_Request_Id="a:2"))[0] == 502
             await watcher(browser, s, page, "#request=a%3A1")
             shown = {row[0]: row for row in await page.run(rows("requests"))}
-            assert (shown["a:1"][1:3], shown["a:2"][1:3]) == (["answered", "200"], ["failed", "502"])
-            assert shown["a:1"][6:8] == [f"http://127.0.0.1:{s.p.port}", f"http://127.0.0.1:{s.d.port}"]
+            assert (shown["a:1"][1:3], shown["a:2"][1:3]) == (
+                ["answered", "200"],
+                ["failed", "502"],
+            )
+            assert shown["a:1"][6:8] == [
+                f"http://127.0.0.1:{s.p.port}",
+                f"http://127.0.0.1:{s.d.port}",
+            ]
             instances = await page.run(rows("instances"))
             assert [row[1] for row in instances] == ["prefill", "prefill", "decode"]
             assert "closed the connection" in instances[1][9]
@@ -59,9 +76,13 @@ def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser:
                 "queued", "prefill", "lease", "blocks", "transfer", "confirm", "first token", "streaming",
             ]  # fmt: skip
             assert any("7 bytes in 1 segments by shm" in phase[1] for phase in phases)
-            await page.until("document.querySelector('path[data-column=requests]').dataset.points > 0")
+            await page.until(
+                "document.querySelector('path[data-column=requests]').dataset.points > 0"
+            )
             assert page.problems == page.failed_loads == []
-            assert [url for url in page.asked if not url.startswith((f"{s.url}/dashboard", "data:,"))] == []
+            assert [
+                url for url in page.asked if not url.startswith((f"{s.url}/dashboard", "data:,"))
+            ] == []
 
     asyncio.run(scene())
 
@@ -73,7 +94,12 @@ def test_a_d_that_tells_nothing_is_said_to_tell_nothing(browser: int) -> None:
             s.d.behaviour = unless_transfers(d)
             assert (await s.post({**ASK, "stream": True}, X_Request_Id="b"))[0] == 200
             await watcher(browser, s, page, "#request=b")
-            assert [phase[0] for phase in await page.until(PHASES)] == ["queued", "prefill", "decode", "streaming"]
+            assert [phase[0] for phase in await page.until(PHASES)] == [
+                "queued",
+                "prefill",
+                "decode",
+                "streaming",
+            ]
             assert "does not say" in (await page.texts("#timeline-note"))[0]
             assert "relayed" in (await page.texts("#timeline-facts"))[0]
 
@@ -96,7 +122,9 @@ def test_a_router_with_an_admin_key_shows_nothing_without_it(browser: int) -> No
             for path in ("state", "requests/secret.js", "requests/none"):
                 async with s.session.get(f"{s.url}/dashboard/{path}") as answer:
                     assert answer.status == 401, path
-            async with s.session.get(f"{s.url}/dashboard/requests/secret.js", headers={"Authorization": "Bearer open"}) as answer:
+            async with s.session.get(
+                f"{s.url}/dashboard/requests/secret.js", headers={"Authorization": "Bearer open"}
+            ) as answer:
                 assert (answer.status, (await answer.json())["id"]) == (200, "secret.js")
             await page.open(f"{s.url}/dashboard/")
             await page.until("!document.getElementById('key-form').hidden")
@@ -115,7 +143,9 @@ def test_an_unchanged_file_is_not_sent_again() -> None:
         async with stage(prefills, completes) as s:
             async with s.session.get(f"{s.url}/dashboard") as first:
                 etag = first.headers["ETag"]
-            async with s.session.get(f"{s.url}/dashboard", headers={"If-None-Match": etag}) as second:
+            async with s.session.get(
+                f"{s.url}/dashboard", headers={"If-None-Match": etag}
+            ) as second:
                 assert (second.status, await second.read()) == (304, b"")
             async with s.session.get(f"{s.url}/dashboard/nothing.js") as missing:
                 assert missing.status == 404
@@ -140,6 +170,8 @@ def test_a_refused_request_says_why_in_the_errors() -> None:
             await asyncio.gather(first, return_exceptions=True)
             async with s.session.get(f"{s.url}/dashboard/state") as answer:
                 errors = (await answer.json())["errors"]
-            assert [("waiting as it takes" in error["text"], error["status"]) for error in errors] == [(True, 503)]
+            assert [
+                ("waiting as it takes" in error["text"], error["status"]) for error in errors
+            ] == [(True, 503)]
 
     asyncio.run(scene())

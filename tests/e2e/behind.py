@@ -1,6 +1,8 @@
-"""An engine whose side channel and control channel are reached through proxies that misbehave on command; its KV and HTTP are not.
+"""An engine whose side channel and control channel are reached through proxies that misbehave on
+command; its KV and HTTP are not.
 
-It tells others to dial 127.0.0.2 and listens on 127.0.0.1, where the proxies find it under the same port numbers. Works without root.
+It tells others to dial 127.0.0.2 and listens on 127.0.0.1, where the proxies find it under the same
+port numbers. Works without root.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +31,15 @@ class Channels:
     def opened(cls, engine: Engine) -> Iterator["Channels"]:
         with ExitStack() as stack:
             ports = sorted(listening_ports(engine))
-            assert len(ports) == 2, f"a side channel and a control channel were expected, there is {ports}"
-            yield cls([stack.enter_context(FaultProxy(Address(INNER, port), Address(OUTER, port))) for port in ports])
+            assert len(ports) == 2, (
+                f"a side channel and a control channel were expected, there is {ports}"
+            )
+            yield cls(
+                [
+                    stack.enter_context(FaultProxy(Address(INNER, port), Address(OUTER, port)))
+                    for port in ports
+                ]
+            )
 
     def all(self, command: Callable[[FaultProxy], None]) -> None:
         for proxy in self.proxies:
@@ -45,5 +54,9 @@ def listening_ports(engine: Engine) -> set[int]:
     found: set[int] = set()
     for member in engine.family():
         connections = member.net_connections("tcp")
-        found |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.ip == f"::ffff:{INNER}"}
+        found |= {
+            each.laddr.port
+            for each in connections
+            if each.status == psutil.CONN_LISTEN and each.laddr.ip == f"::ffff:{INNER}"
+        }
     return found

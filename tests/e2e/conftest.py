@@ -1,4 +1,6 @@
-"""One generated model for all end-to-end tests, and engines that several tests share, because starting one takes seconds."""
+"""One generated model for all end-to-end tests, and engines that several tests share, because
+starting one takes seconds.
+"""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +22,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-SHORT = {"kv_lease_duration": 2, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
+SHORT = {
+    "kv_lease_duration": 2,
+    "handshake_timeout": 2,
+    "confirm_timeout": 2,
+    "read_timeout": 5,
+    "receive_timeout": 10,
+}
 PATIENT = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
 
@@ -30,7 +38,9 @@ NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeo
 
 @dataclass(frozen=True)
 class Fleet:
-    """A small P with short leases, a D that fails what it cannot fetch, and one that computes it."""
+    """A small P with short leases, a D that fails what it cannot fetch, and one that computes
+    it.
+    """
 
     cluster: Cluster
     p: Engine
@@ -49,7 +59,9 @@ class Pair:
 
 @dataclass
 class Network:
-    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a transport of our own or NIXL."""
+    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a transport of
+    our own or NIXL.
+    """
 
     hosts: Hosts
     cluster: Cluster
@@ -88,7 +100,14 @@ class Network:
     def start_p(self, port: int = 0) -> Engine:
         """So small that a few prompts are enough to give every block to somebody else."""
         small = ("--num-gpu-blocks-override", "120")
-        return self.cluster.serve("prefill", *small, extra=networked(self.transport), engine_id="p", port=port, at=self.hosts[0]).ready()
+        return self.cluster.serve(
+            "prefill",
+            *small,
+            extra=networked(self.transport),
+            engine_id="p",
+            port=port,
+            at=self.hosts[0],
+        ).ready()
 
 
 def networked(transport: str) -> dict[str, object]:
@@ -99,10 +118,17 @@ def networked(transport: str) -> dict[str, object]:
 def connected(transport: str, directory: Path, model: Path) -> Iterator[Network]:
     with Hosts.opened(3) as hosts, Cluster(directory, model) as cluster:
         starting = {
-            policy: cluster.serve(f"decode {policy}", extra=networked(transport), policy=policy, at=hosts[number])
+            policy: cluster.serve(
+                f"decode {policy}", extra=networked(transport), policy=policy, at=hosts[number]
+            )
             for number, policy in enumerate(("fail", "recompute"), 1)
         }
-        yield Network(hosts, cluster, transport, {policy: process.ready() for policy, process in starting.items()})
+        yield Network(
+            hosts,
+            cluster,
+            transport,
+            {policy: process.ready() for policy, process in starting.items()},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +160,10 @@ def patient(shared: Cluster) -> Pair:
 @pytest.fixture(scope="session")
 def fleet(shared: Cluster) -> Fleet:
     starting = [shared.serve("short prefill", "--num-gpu-blocks-override", "40", extra=SHORT)]
-    starting += [shared.serve(f"short decode {policy}", extra=SHORT, policy=policy) for policy in ("fail", "recompute")]
+    starting += [
+        shared.serve(f"short decode {policy}", extra=SHORT, policy=policy)
+        for policy in ("fail", "recompute")
+    ]
     return Fleet(shared, *(process.ready() for process in starting))
 
 

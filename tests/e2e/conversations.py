@@ -1,4 +1,6 @@
-"""Conversations as a router carries them from turn to turn, taken by hand: what D has kept goes to the prefill side of the next turn."""
+"""Conversations as a router carries them from turn to turn, taken by hand: what D has kept goes to
+the prefill side of the next turn.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,18 @@ from kvferry.protocol.messages import RetainedTurnReply, RetainedTurnRequest
 from kvferry.transports.base import Received
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
-__all__ = ["BLOCK", "PULLED", "Talk", "Told", "ask_side_channel", "blocks", "retained_turns", "says", "side_channel_of", "take_turn"]
+__all__ = [
+    "BLOCK",
+    "PULLED",
+    "Talk",
+    "Told",
+    "ask_side_channel",
+    "blocks",
+    "retained_turns",
+    "says",
+    "side_channel_of",
+    "take_turn",
+]
 
 BLOCK = 16
 PULLED, BYTES = "kvferry:reuse_loaded_tokens_total", "kvferry:reuse_loaded_bytes_total"
@@ -67,24 +80,34 @@ async def take_turn(
     **changes: Any,
 ) -> Told:
     """Both legs; the answer is not checked."""
-    asked, before, word = Prompt(tuple(prompt), max_tokens=ANSWER_TOKENS), await metrics(session, p), uuid4().hex
+    asked, before, word = (
+        Prompt(tuple(prompt), max_tokens=ANSWER_TOKENS),
+        await metrics(session, p),
+        uuid4().hex,
+    )
     wish = {**(kept or {}), "do_remote_decode": True, "do_remote_prefill": False}
     first = await ask(session, p, asked, max_tokens=1, kv_transfer_params=wish, **changes)
     assert first.is_ok, first.body
     params = {**first.body["kv_transfer_params"], "conversation": word}
     if is_streamed:
-        answer, told = await stream(session, d, {**asked.body(), "kv_transfer_params": params, **changes})
+        answer, told = await stream(
+            session, d, {**asked.body(), "kv_transfer_params": params, **changes}
+        )
     else:
         whole = await ask(session, d, asked, kv_transfer_params=params, **changes)
         assert whole.is_ok, whole.body
         [answer], told = whole.token_ids, whole.body["kv_transfer_params"]
     after = await metrics(session, p)
-    num_pulled, num_bytes = (int(after.get(name, 0) - before.get(name, 0)) for name in (PULLED, BYTES))
+    num_pulled, num_bytes = (
+        int(after.get(name, 0) - before.get(name, 0)) for name in (PULLED, BYTES)
+    )
     num_cached = first.body["usage"]["prompt_tokens_details"]["cached_tokens"]
     return Told(tuple(prompt), answer, told, word, num_pulled, num_bytes, len(prompt) - num_cached)
 
 
-async def stream(session: aiohttp.ClientSession, d: Engine, body: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+async def stream(
+    session: aiohttp.ClientSession, d: Engine, body: dict[str, Any]
+) -> tuple[tuple[int, ...], dict[str, Any] | None]:
     """The answer's tokens, and what the last event before [DONE] says."""
     events: list[dict[str, Any]] = []
     async with session.post(f"{d.url}/v1/completions", json={**body, "stream": True}) as response:
@@ -93,10 +116,17 @@ async def stream(session: aiohttp.ClientSession, d: Engine, body: dict[str, Any]
             text = line.decode().strip().removeprefix("data: ")
             if text and text != "[DONE]":
                 events.append(json.loads(text))
-    assert not any("kv_transfer_params" in event for event in events[:-1]), "it is in an event of its own"
+    assert not any("kv_transfer_params" in event for event in events[:-1]), (
+        "it is in an event of its own"
+    )
     kept = events[-1].get("kv_transfer_params")
     assert kept is None or events[-1]["choices"] == []
-    return tuple(token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()), kept
+    return tuple(
+        token
+        for event in events
+        for choice in event["choices"]
+        for token in choice["token_ids"] or ()
+    ), kept
 
 
 @dataclass
@@ -111,7 +141,9 @@ class Talk:
     def kept(self) -> dict[str, Any] | None:
         return None if self.last is None else self.last.kept
 
-    async def turn(self, session: aiohttp.ClientSession, p: Engine, d: Engine, **changes: Any) -> Told:
+    async def turn(
+        self, session: aiohttp.ClientSession, p: Engine, d: Engine, **changes: Any
+    ) -> Told:
         """The client goes on from what was said; the answer is right."""
         if self.last is not None:
             self.history = self.last.prompt + self.last.answer + says()
@@ -133,19 +165,29 @@ async def retained_turns(session: aiohttp.ClientSession, d: Engine, num_turns: i
 async def side_channel_of(session: aiohttp.ClientSession, engine: Engine) -> str:
     """As a router finds it."""
     async with session.get(f"{engine.url}/metrics") as response:
-        [line] = [line for line in (await response.text()).splitlines() if line.startswith("kvferry:side_channel{")]
+        [line] = [
+            line
+            for line in (await response.text()).splitlines()
+            if line.startswith("kvferry:side_channel{")
+        ]
     assert line.endswith(" 1.0")
     return line.split('address="')[1].split('"')[0]
 
 
-async def ask_side_channel(address: str, secret: bytes, word: str, timeout_s: float = 10.0) -> str | None:
-    """What an engine says was kept of the turn with this word; None: nothing came back, as from who does not know our secret."""
+async def ask_side_channel(
+    address: str, secret: bytes, word: str, timeout_s: float = 10.0
+) -> str | None:
+    """What an engine says was kept of the turn with this word; None: nothing came back, as from who
+    does not know our secret.
+    """
     return await asyncio.to_thread(_ask, address, secret, word, timeout_s)
 
 
 def _ask(address: str, secret: bytes, word: str, timeout_s: float) -> str | None:
     deadline = time.monotonic() + timeout_s
-    with closing(ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))) as control:
+    with closing(
+        ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    ) as control:
         control.send(f"tcp://{address}", codec.encode(RetainedTurnRequest(7, word)))
         while time.monotonic() < deadline:
             for news in control.poll(0.1):

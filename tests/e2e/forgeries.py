@@ -1,4 +1,6 @@
-"""What clients, forgers and port scanners send: parameters that look right, values of every kind, and noise. For any engine."""
+"""What clients, forgers and port scanners send: parameters that look right, values of every kind,
+and noise. For any engine.
+"""
 
 import base64
 import os
@@ -8,18 +10,41 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvferry.protocol import messages as codec
-from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeRefused, HandshakeReply, HandshakeRequest, Refused, Release
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    Confirm,
+    HandshakeRefused,
+    HandshakeReply,
+    HandshakeRequest,
+    Refused,
+    Release,
+)
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 __all__ = ["forged_params", "knock", "malformed_params", "send_as_member", "send_garbage"]
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 param_keys = st.sampled_from(
-    ["do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_host", "remote_port", "tp_size", "ticket"]
+    [
+        "do_remote_prefill",
+        "do_remote_decode",
+        "remote_block_ids",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+        "tp_size",
+        "ticket",
+    ]
 )
 malformed_params = st.one_of(json_values, st.dictionaries(param_keys, json_values, max_size=6))
 
@@ -36,12 +61,25 @@ def forged_params() -> list[dict[str, Any]]:
         "remote_port": 9,
         "tp_size": 1,
     }
-    tickets: list[Any] = [None, "", "x", 7, [], {}, "A" * 5000, base64.urlsafe_b64encode(os.urandom(200)).decode(), "🦊", True]
+    tickets: list[Any] = [
+        None,
+        "",
+        "x",
+        7,
+        [],
+        {},
+        "A" * 5000,
+        base64.urlsafe_b64encode(os.urandom(200)).decode(),
+        "🦊",
+        True,
+    ]
     return [{"do_remote_prefill": True}, base, *({**base, "ticket": ticket} for ticket in tickets)]
 
 
 def knock(host: str, port: int, times: int) -> list[socket.socket]:
-    """What a port scanner does: connects, and sends noise, HTTP or nothing. Some connections are left open, for the caller to close."""
+    """What a port scanner does: connects, and sends noise, HTTP or nothing. Some connections are
+    left open, for the caller to close.
+    """
     held = []
     for number in range(times):
         raw = socket.create_connection((host, port), timeout=5)
@@ -57,17 +95,31 @@ def knock(host: str, port: int, times: int) -> list[socket.socket]:
 
 
 def send_as_member(secret: bytes, address: str) -> None:
-    """What a member of the cluster with a bug would send: it has the keys, so all of it arrives. A good greeting is answered afterwards."""
+    """What a member of the cluster with a bug would send: it has the keys, so all of it arrives. A
+    good greeting is answered afterwards.
+    """
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
-        frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Confirm("e", "l", "r")), codec.encode(Release("forged"))]
-        frames += [codec.encode(HandshakeRequest(n, version, rank)) for n, (version, rank) in enumerate([(0, 0), (1, 7), (1, -(2**60))])]
+        frames = [
+            b"",
+            b"\xc1",
+            os.urandom(500),
+            b"\x91" * 50_000,
+            codec.encode(Confirm("e", "l", "r")),
+            codec.encode(Release("forged")),
+        ]
+        frames += [
+            codec.encode(HandshakeRequest(n, version, rank))
+            for n, (version, rank) in enumerate([(0, 0), (1, 7), (1, -(2**60))])
+        ]
         for frame in frames:
             transport.send(address, frame)
         transport.send(address, codec.encode(HandshakeRequest(77, WIRE_VERSION, 0)))
         answers = []
         for _ in range(50):
-            answers += [codec.decode(news.frame) for news in transport.poll(0.2) if hasattr(news, "frame")]
+            answers += [
+                codec.decode(news.frame) for news in transport.poll(0.2) if hasattr(news, "frame")
+            ]
             if any(isinstance(answer, HandshakeReply) and answer.nonce == 77 for answer in answers):
                 return
         raise AssertionError(f"no answer after the garbage, only {answers}")
@@ -76,17 +128,24 @@ def send_as_member(secret: bytes, address: str) -> None:
 
 
 def send_garbage(secret: bytes, address: str) -> int:
-    """To a side channel or a control channel, as a member. How many of the frames are malformed or out of place there."""
+    """To a side channel or a control channel, as a member. How many of the frames are malformed or
+    out of place there.
+    """
     frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Release("forged"))]
     # Each is for one kind of channel, which answers it, and out of place at the other.
-    frames += [codec.encode(Confirm("e", "l", "r")), codec.encode(HandshakeRequest(7, WIRE_VERSION, 99))]
+    frames += [
+        codec.encode(Confirm("e", "l", "r")),
+        codec.encode(HandshakeRequest(7, WIRE_VERSION, 99)),
+    ]
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         for frame in frames:
             transport.send(address, frame)
         for _ in range(50):
             if any(
-                isinstance(codec.decode(news.frame), Refused | HandshakeRefused) for news in transport.poll(0.2) if hasattr(news, "frame")
+                isinstance(codec.decode(news.frame), Refused | HandshakeRefused)
+                for news in transport.poll(0.2)
+                if hasattr(news, "frame")
             ):
                 return len(frames) - 1
         raise AssertionError("no answer after the garbage")

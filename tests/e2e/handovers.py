@@ -1,4 +1,6 @@
-"""What tests of faults do again and again: take both legs of a request by hand, and say what must be true of its end."""
+"""What tests of faults do again and again: take both legs of a request by hand, and say what must
+be true of its end.
+"""
 
 import random
 from collections.abc import Iterable
@@ -6,7 +8,17 @@ from collections.abc import Iterable
 import aiohttp
 from tests.e2e.harness import Answer, Engine, Prompt, ask, metrics, prefill, until
 
-__all__ = ["FAILED", "FINISHED", "assert_ended_well", "assert_recovers", "count", "fresh", "hand_over", "is_free", "is_loading"]
+__all__ = [
+    "FAILED",
+    "FINISHED",
+    "assert_ended_well",
+    "assert_recovers",
+    "count",
+    "fresh",
+    "hand_over",
+    "is_free",
+    "is_loading",
+]
 
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
@@ -14,7 +26,9 @@ _rng = random.Random("handovers")
 
 
 def fresh(length: int = 100, max_tokens: int = 16) -> Prompt:
-    """A prompt nobody has seen yet: engines are shared between tests, and so are their prefix caches."""
+    """A prompt nobody has seen yet: engines are shared between tests, and so are their prefix
+    caches.
+    """
     return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
 
 
@@ -28,7 +42,12 @@ async def is_free(session: aiohttp.ClientSession, engine: Engine) -> bool:
 
 async def is_loading(session: aiohttp.ClientSession, engines: Iterable[Engine]) -> bool:
     """Whether all of them wait for somebody's KV."""
-    return all([await count(session, engine, "kvferry:num_requests_waiting_for_remote_kvs") > 0 for engine in engines])
+    return all(
+        [
+            await count(session, engine, "kvferry:num_requests_waiting_for_remote_kvs") > 0
+            for engine in engines
+        ]
+    )
 
 
 async def hand_over(session: aiohttp.ClientSession, p: Engine, d: Engine, prompt: Prompt) -> Answer:
@@ -44,8 +63,12 @@ def assert_ended_well(answer: Answer, right: Answer, policy: str, *reasons: str)
     assert any(reason in answer.message for reason in reasons), answer.message
 
 
-async def assert_recovers(session: aiohttp.ClientSession, p: Engine, d: Engine, plain: Engine) -> None:
-    """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on the way is right or an error."""
+async def assert_recovers(
+    session: aiohttp.ClientSession, p: Engine, d: Engine, plain: Engine
+) -> None:
+    """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on
+    the way is right or an error.
+    """
 
     async def comes_over() -> bool:
         prompt, before = fresh(), await count(session, d, FINISHED)

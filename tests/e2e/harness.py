@@ -1,4 +1,6 @@
-"""Real engines and routers as child processes, and what tests ask of them. Every wait has a deadline."""
+"""Real engines and routers as child processes, and what tests ask of them. Every wait has a
+deadline.
+"""
 
 import asyncio
 import json
@@ -24,10 +26,18 @@ START_S = 90.0
 REQUEST_S = 60.0
 SETTLE_S = 30.0
 LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
-"""Whoever waits for long, for a lease to run out, looks less often after a while: every look costs the engines something."""
+"""Whoever waits for long, for a lease to run out, looks less often after a while: every look costs
+the engines something.
+"""
 OURS = ForkServer(
     Path(sys.executable),
-    ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.transports.registry", "kvferry.engine.api.serve", "kvferry.engine.core"),
+    (
+        "kvferry.cli.serve",
+        "kvferry.cli.proxy",
+        "kvferry.transports.registry",
+        "kvferry.engine.api.serve",
+        "kvferry.engine.core",
+    ),
 )
 GIVEN = frozenset(os.environ)
 """Variables that were there before any test ran."""
@@ -81,7 +91,12 @@ class Answer:
 class Host:
     """Where processes run. This one is our own machine, by its loopback; `hosts.py` has others."""
 
-    def __init__(self, inside: Sequence[str] = (), address: str = "127.0.0.1", variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        inside: Sequence[str] = (),
+        address: str = "127.0.0.1",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """`inside`: words that run a command there. `address`: where it serves HTTP to us."""
         self.inside = tuple(inside)
         self.address = address
@@ -103,8 +118,9 @@ class Engine:
         return f"http://{self.address}"
 
     def kill(self, *, is_stopped: bool = False) -> None:
-        """As the kernel's out-of-memory killer would, and wait until the whole family is gone. Members that are stopped cannot see that
-        their parent has died, so then each is killed."""
+        """As the kernel's out-of-memory killer would, and wait until the whole family is gone.
+        Members that are stopped cannot see that their parent has died, so then each is killed.
+        """
         family = self.family()
         for member in family if is_stopped else family[:1]:
             member.kill()
@@ -136,7 +152,9 @@ class ProcessRegistry:
     """Owns child processes; whatever happens, nothing of it outlives the `with` block."""
 
     def __init__(self, directory: Path, grace_s: float, *forkservers: ForkServer) -> None:
-        """`grace_s`: how long each may take to end. `forkservers`: where those may come from whose interpreter is not our own."""
+        """`grace_s`: how long each may take to end. `forkservers`: where those may come from whose
+        interpreter is not our own.
+        """
         self._forkservers = (OURS, *forkservers)
         self._group = ProcessGroup(directory, grace_s)
         self._grace_s = grace_s
@@ -146,7 +164,12 @@ class ProcessRegistry:
         self._group.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for child in self._children:
             child.terminate()
         for child in self._children:
@@ -156,15 +179,23 @@ class ProcessRegistry:
         self._group.close()
 
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
-        # Transports that tests open in this process set variables of these libraries; what a child finds is the operator's.
-        ours = {name: value for name, value in os.environ.items() if name in GIVEN or not name.startswith(("UCX_", "NIXL_"))}
+        # Transports that tests open in this process set variables of these libraries; what a child
+        # finds is the operator's.
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if name in GIVEN or not name.startswith(("UCX_", "NIXL_"))
+        }
         child = ChildProcess(name, command, {**ours, **environment}, self.way_to_start(command))
         self._children.append(child)
         child.start(self._group.id)
         return child
 
     def way_to_start(self, command: Sequence[str]) -> ProcessStarter:
-        return next((forkserver.start for forkserver in self._forkservers if forkserver.can_start(command)), spawn_process)
+        return next(
+            (forkserver.start for forkserver in self._forkservers if forkserver.can_start(command)),
+            spawn_process,
+        )
 
     def dismiss(self, child: ChildProcess) -> None:
         """End one early, or let go of one that has died."""
@@ -197,7 +228,9 @@ class Cluster(ProcessRegistry):
         at: Host = HERE,
         connector: str = "NixlConnector",
     ) -> "Starting":
-        """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows nothing of transfers."""
+        """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows
+        nothing of transfers.
+        """
         transfer = {
             "kv_connector": connector,
             "kv_role": "kv_both",
@@ -206,15 +239,50 @@ class Cluster(ProcessRegistry):
         }
         if engine_id:
             transfer["engine_id"] = engine_id
-        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", at.address, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry",
+            "serve",
+            str(self._model),
+            "--host",
+            at.address,
+            "--port",
+            str(port),
+        ]
         # Tests of draining say so; the others are through with an engine when they end it.
-        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), "--drain-timeout", "0", *flags]
+        command += [
+            "--served-model-name",
+            "tiny",
+            "--kv-cache-memory-bytes",
+            str(64 << 20),
+            "--drain-timeout",
+            "0",
+            *flags,
+        ]
         if not is_plain:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         return self._start(name, command, environment or {}, at)
 
-    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], *flags: str, port: int = 0, at: Host = HERE) -> "Starting":
-        command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port), *flags]
+    def proxy(
+        self,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        *flags: str,
+        port: int = 0,
+        at: Host = HERE,
+    ) -> "Starting":
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry",
+            "proxy",
+            "--host",
+            at.address,
+            "--port",
+            str(port),
+            *flags,
+        ]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             if not engines:  # they join later; `flags` name a configuration then
                 continue
@@ -222,14 +290,18 @@ class Cluster(ProcessRegistry):
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
         return self._start("router", command, {}, at)
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str], at: Host) -> "Starting":
+    def _start(
+        self, name: str, command: list[str], environment: dict[str, str], at: Host
+    ) -> "Starting":
         own = {
             "KVFERRY_SECRET": self._secret,
             "KVFERRY_SIDE_CHANNEL_PORT": "0",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        return Starting(self.add(name, [*at.inside, *command], {**own, **at.variables, **environment}))
+        return Starting(
+            self.add(name, [*at.inside, *command], {**own, **at.variables, **environment})
+        )
 
 
 class Starting:
@@ -241,27 +313,39 @@ class Starting:
     def ready(self) -> Engine:
         deadline = time.monotonic() + START_S
         while (address := self.child.poll_address()) is None:
-            assert time.monotonic() < deadline, "\n".join([f"{self.child.name} did not start", *self.child.tail(40)])
+            assert time.monotonic() < deadline, "\n".join(
+                [f"{self.child.name} did not start", *self.child.tail(40)]
+            )
             time.sleep(0.05)
         return Engine(self.child, address)
 
 
-async def ask(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any
+) -> Answer:
     return await post(session, engine, {**prompt.body(), **changes})
 
 
-async def post(session: aiohttp.ClientSession, engine: Engine, body: Any, path: str = "/v1/completions") -> Answer:
+async def post(
+    session: aiohttp.ClientSession, engine: Engine, body: Any, path: str = "/v1/completions"
+) -> Answer:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with session.post(f"{engine.url}{path}", data=data, headers={"Content-Type": "application/json"}) as response:
+    async with session.post(
+        f"{engine.url}{path}", data=data, headers={"Content-Type": "application/json"}
+    ) as response:
         raw = await response.read()
         try:
             found = json.loads(raw)
         except ValueError:
-            raise AssertionError(f"status {response.status} with a body that is no JSON: {raw[:200]!r}") from None
+            raise AssertionError(
+                f"status {response.status} with a body that is no JSON: {raw[:200]!r}"
+            ) from None
         if response.status != 200:
             assert "message" in found["error"], found
             return Answer(response.status, body=found)
-        return Answer(200, tuple(tuple(choice.get("token_ids") or ()) for choice in found["choices"]), found)
+        return Answer(
+            200, tuple(tuple(choice.get("token_ids") or ()) for choice in found["choices"]), found
+        )
 
 
 def new_session(timeout_s: float = REQUEST_S) -> aiohttp.ClientSession:
@@ -269,7 +353,11 @@ def new_session(timeout_s: float = REQUEST_S) -> aiohttp.ClientSession:
 
 
 async def ask_all(
-    engine: Engine, prompts: Sequence[Prompt], concurrency: int = 16, timeout_s: float = REQUEST_S, **changes: Any
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    concurrency: int = 16,
+    timeout_s: float = REQUEST_S,
+    **changes: Any,
 ) -> list[Answer]:
     gate = asyncio.Semaphore(concurrency)
 
@@ -310,7 +398,9 @@ async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, f
     return found
 
 
-async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: float = SETTLE_S) -> None:
+async def until(
+    what: str, condition: Callable[[], Awaitable[bool]], timeout_s: float = SETTLE_S
+) -> None:
     since = time.monotonic()
     while not await condition():
         waited_s = time.monotonic() - since
@@ -319,7 +409,9 @@ async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: 
 
 
 async def assert_said(engine: Engine, what: str) -> None:
-    """In its log, which takes its own way here: an answer may come before the line that was written earlier."""
+    """In its log, which takes its own way here: an answer may come before the line that was written
+    earlier.
+    """
 
     async def is_said() -> bool:
         return any(what in line for line in engine.process.tail(50))
@@ -343,15 +435,29 @@ async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> 
     try:
         await until("all blocks free and nothing waiting", is_quiet)
     except AssertionError as error:
-        said = [line for engine, rest in zip(engines, left, strict=True) if rest for line in engine.process.tail(30)]
+        said = [
+            line
+            for engine, rest in zip(engines, left, strict=True)
+            if rest
+            for line in engine.process.tail(30)
+        ]
         names = [engine.process.name for engine in engines]
-        raise AssertionError("\n".join([*said, f"{error}; still there: {list(zip(names, left, strict=True))}"])) from None
+        raise AssertionError(
+            "\n".join([*said, f"{error}; still there: {list(zip(names, left, strict=True))}"])
+        ) from None
 
 
-async def assert_leaving_costs_nothing(router: Engine, *engines: Engine, num_tokens: int, count: int = 24, **options: Any) -> None:
-    """Clients leave at any moment; nothing of them stays in these engines, and the next one is served."""
+async def assert_leaving_costs_nothing(
+    router: Engine, *engines: Engine, num_tokens: int, count: int = 24, **options: Any
+) -> None:
+    """Clients leave at any moment; nothing of them stays in these engines, and the next one is
+    served.
+    """
     rng = random.Random(7)
-    prompts = [Prompt(tuple(rng.randrange(10, 500) for _ in range(num_tokens)), max_tokens=50) for _ in range(count)]
+    prompts = [
+        Prompt(tuple(rng.randrange(10, 500) for _ in range(num_tokens)), max_tokens=50)
+        for _ in range(count)
+    ]
 
     async def leave(session: aiohttp.ClientSession, prompt: Prompt) -> None:
         asking = asyncio.create_task(ask(session, router, prompt, **options))

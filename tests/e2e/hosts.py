@@ -1,5 +1,6 @@
-"""Several hosts on one machine: network namespaces, each with two cables. One leads to us and stays whole, so that a test can always ask
-an engine over HTTP; the other leads to a switch that all share, where peers meet, and is what gets cut and throttled.
+"""Several hosts on one machine: network namespaces, each with two cables. One leads to us and stays
+whole, so that a test can always ask an engine over HTTP; the other leads to a switch that all
+share, where peers meet, and is what gets cut and throttled.
 
     us ── management switch ── 10.x.r.1, 10.x.r.2 …      HTTP
        └─ peers' switch ────── 10.y.r.1, 10.y.r.2 …      side channel, control channel, NIXL over TCP
@@ -57,7 +58,11 @@ class Namespace(Host):
     """One of the hosts, and its cable to the others."""
 
     def __init__(self, name: str, port: str, address: str, dialled: str) -> None:
-        variables = {"KVFERRY_SIDE_CHANNEL_HOST": dialled, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "peers"}
+        variables = {
+            "KVFERRY_SIDE_CHANNEL_HOST": dialled,
+            "UCX_TLS": "tcp",
+            "UCX_NET_DEVICES": "peers",
+        }
         super().__init__(("ip", "netns", "exec", name), address, variables)
         self.name = name
         self.dialled = dialled
@@ -72,7 +77,23 @@ class Namespace(Host):
 
     def throttle(self, rate: str) -> None:
         """What it sends to others, for example `4mbit`."""
-        run("tc", "-n", self.name, "qdisc", "replace", "dev", "peers", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+        run(
+            "tc",
+            "-n",
+            self.name,
+            "qdisc",
+            "replace",
+            "dev",
+            "peers",
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "32kb",
+            "latency",
+            "100ms",
+        )
 
     def hurry(self) -> None:
         """Undo `throttle`."""
@@ -80,7 +101,9 @@ class Namespace(Host):
 
     def sent_bytes(self) -> int:
         """To the others, so far."""
-        found: list[dict[str, Any]] = json.loads(ip("-n", self.name, "-s", "-j", "link", "show", "peers"))
+        found: list[dict[str, Any]] = json.loads(
+            ip("-n", self.name, "-s", "-j", "link", "show", "peers")
+        )
         return int(found[0]["stats64"]["tx"]["bytes"])
 
 
@@ -136,7 +159,10 @@ def free_nets() -> list[int]:
     """Another test run may have hosts here too."""
     shown = json.loads(ip("-j", "-4", "addr", "show"))
     taken = {
-        address["local"].split(".")[2] for link in shown for address in link.get("addr_info", []) if address["local"].startswith("10.23")
+        address["local"].split(".")[2]
+        for link in shown
+        for address in link.get("addr_info", [])
+        if address["local"].startswith("10.23")
     }
     return [net for net in range(1, 251) if str(net) not in taken]
 
@@ -144,7 +170,11 @@ def free_nets() -> list[int]:
 def remove_leftovers() -> None:
     """Of runs that were killed."""
     spaces = [line.split()[0] for line in ip("netns", "list").splitlines()]
-    switches = [link["ifname"] for link in json.loads(ip("-j", "link", "show", "type", "bridge") or "[]") if link]
+    switches = [
+        link["ifname"]
+        for link in json.loads(ip("-j", "link", "show", "type", "bridge") or "[]")
+        if link
+    ]
     for name in filter(_is_left_over, spaces):
         ip("netns", "del", name)
     for name in filter(_is_left_over, switches):

@@ -1,4 +1,6 @@
-"""P and two D that push, one of either failure policy. Tests take both legs by hand, as a router does, but when they like."""
+"""P and two D that push, one of either failure policy. Tests take both legs by hand, as a router
+does, but when they like.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,19 @@ from uuid import uuid4
 
 import aiohttp
 from tests.e2e.handovers import FINISHED, assert_ended_well, count, fresh
-from tests.e2e.harness import HERE, Answer, Cluster, Engine, Host, Prompt, Starting, ask, new_session, prefill, until
+from tests.e2e.harness import (
+    HERE,
+    Answer,
+    Cluster,
+    Engine,
+    Host,
+    Prompt,
+    Starting,
+    ask,
+    new_session,
+    prefill,
+    until,
+)
 
 from kvferry.errors import KVFerryError
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
@@ -40,12 +54,25 @@ class Shape:
 
     def start_p(self, cluster: Cluster, port: int = 0) -> Starting:
         return cluster.serve(
-            "prefill", *self.p_flags, extra=self.extra, connector="NixlPushConnector", engine_id="p", port=port, at=self.at[0]
+            "prefill",
+            *self.p_flags,
+            extra=self.extra,
+            connector="NixlPushConnector",
+            engine_id="p",
+            port=port,
+            at=self.at[0],
         )
 
     def start_d(self, cluster: Cluster, policy: str) -> Starting:
         at = self.at[1 + POLICIES.index(policy)]
-        return cluster.serve(f"decode {policy}", *self.d_flags, extra=self.extra, policy=policy, connector="NixlPushConnector", at=at)
+        return cluster.serve(
+            f"decode {policy}",
+            *self.d_flags,
+            extra=self.extra,
+            policy=policy,
+            connector="NixlPushConnector",
+            at=at,
+        )
 
 
 async def coordinates(p: Engine) -> dict[str, Any]:
@@ -65,9 +92,18 @@ class Legs:
 
     @classmethod
     def start(cls, cluster: Cluster, shape: Shape) -> "Legs":
-        starting = [shape.start_p(cluster), *(shape.start_d(cluster, policy) for policy in POLICIES)]
+        starting = [
+            shape.start_p(cluster),
+            *(shape.start_d(cluster, policy) for policy in POLICIES),
+        ]
         p, *decoders = (process.ready() for process in starting)
-        return cls(cluster, shape, p, dict(zip(POLICIES, decoders, strict=True)), asyncio.run(coordinates(p)))
+        return cls(
+            cluster,
+            shape,
+            p,
+            dict(zip(POLICIES, decoders, strict=True)),
+            asyncio.run(coordinates(p)),
+        )
 
     @classmethod
     @contextmanager
@@ -82,7 +118,9 @@ class Legs:
     def ticket(self) -> str:
         told = self.coordinates
         address = (told["remote_host"], told["remote_port"])
-        ticket = PushTicket(uuid4().hex, told["remote_engine_id"], told["remote_epoch"], *address, told["tp_size"])
+        ticket = PushTicket(
+            uuid4().hex, told["remote_engine_id"], told["remote_epoch"], *address, told["tp_size"]
+        )
         return PushTicketKey(self.cluster.secret).sign(ticket)
 
     async def replace_p(self) -> None:
@@ -101,27 +139,56 @@ class Legs:
         self.cluster.dismiss(self.decoders[policy].process)
         self.decoders[policy] = self.shape.start_d(self.cluster, policy).ready()
 
-    async def prefill_leg(self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, self.p, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True, "push_ticket": ticket})
+    async def prefill_leg(
+        self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str
+    ) -> Answer:
+        return await ask(
+            session,
+            self.p,
+            prompt,
+            max_tokens=1,
+            kv_transfer_params={"do_remote_decode": True, "push_ticket": ticket},
+        )
 
-    async def decode_leg(self, session: aiohttp.ClientSession, d: Engine, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, d, prompt, kv_transfer_params={"do_remote_prefill": True, "push_ticket": ticket})
+    async def decode_leg(
+        self, session: aiohttp.ClientSession, d: Engine, prompt: Prompt, ticket: str
+    ) -> Answer:
+        return await ask(
+            session,
+            d,
+            prompt,
+            kv_transfer_params={"do_remote_prefill": True, "push_ticket": ticket},
+        )
 
-    def decode_legs(self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str) -> "dict[str, asyncio.Task[Answer]]":
+    def decode_legs(
+        self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str
+    ) -> "dict[str, asyncio.Task[Answer]]":
         """Both D share one prefill: as when a router turns from one to the other."""
-        return {policy: asyncio.create_task(self.decode_leg(session, d, prompt, ticket)) for policy, d in self.decoders.items()}
+        return {
+            policy: asyncio.create_task(self.decode_leg(session, d, prompt, ticket))
+            for policy, d in self.decoders.items()
+        }
 
     async def hand_over(self, session: aiohttp.ClientSession, d: Engine, prompt: Prompt) -> Answer:
         ticket = self.ticket()
-        _, answer = await asyncio.gather(self.prefill_leg(session, prompt, ticket), self.decode_leg(session, d, prompt, ticket))
+        _, answer = await asyncio.gather(
+            self.prefill_leg(session, prompt, ticket), self.decode_leg(session, d, prompt, ticket)
+        )
         return answer
 
-    async def assert_recovers(self, session: aiohttp.ClientSession, d: Engine, plain: Engine) -> None:
-        """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on the way is right or an error."""
+    async def assert_recovers(
+        self, session: aiohttp.ClientSession, d: Engine, plain: Engine
+    ) -> None:
+        """Nothing is restarted: sooner or later a request's KV comes over again, and every answer
+        on the way is right or an error.
+        """
 
         async def comes_over() -> bool:
             prompt, before = fresh(), await count(session, d, FINISHED)
-            answer, right = await self.hand_over(session, d, prompt), await ask(session, plain, prompt)
+            answer, right = (
+                await self.hand_over(session, d, prompt),
+                await ask(session, plain, prompt),
+            )
             assert not answer.is_ok or answer == right, (answer, right)
             return answer.is_ok and await count(session, d, FINISHED) > before
 
@@ -134,6 +201,8 @@ class Legs:
         await until(f"there are {num_registered} registrations at P", is_so)
 
 
-async def assert_all_ended_well(legs: "dict[str, asyncio.Task[Answer]]", right: Answer, *reasons: str) -> None:
+async def assert_all_ended_well(
+    legs: "dict[str, asyncio.Task[Answer]]", right: Answer, *reasons: str
+) -> None:
     for policy, task in legs.items():
         assert_ended_well(await task, right, policy, *reasons)

@@ -1,6 +1,8 @@
-"""A push in the middle: some of a prompt's KV has come to both D, the rest has not, and P stands still.
+"""A push in the middle: some of a prompt's KV has come to both D, the rest has not, and P stands
+still.
 
-Over transports of one host P is let run for a moment at a time, so that its chunks are far apart; between hosts the cable is slow.
+Over transports of one host P is let run for a moment at a time, so that its chunks are far apart;
+between hosts the cable is slow.
 """
 
 import asyncio
@@ -67,7 +69,9 @@ class Stage:
     @contextmanager
     def opened(cls, transport: str, directory: Path, model: Path) -> Iterator["Stage"]:
         """On one host."""
-        with Legs.opened(directory, model, Shape({**EXTRA, "transports": [transport]}, CHUNKED, SMALL)) as legs:
+        with Legs.opened(
+            directory, model, Shape({**EXTRA, "transports": [transport]}, CHUNKED, SMALL)
+        ) as legs:
             yield cls(legs, transport, None)
 
     @classmethod
@@ -95,7 +99,9 @@ class Stage:
 
     @asynccontextmanager
     async def partial_push(self, session: aiohttp.ClientSession) -> AsyncIterator[PartialPush]:
-        """Both legs have been begun, and the body runs in the middle. P is stopped, until the body continues it or its end."""
+        """Both legs have been begun, and the body runs in the middle. P is stopped, until the body
+        continues it or its end.
+        """
         with self._slow_cable():
             begun = await self._begin(session)
             try:
@@ -129,7 +135,11 @@ class Stage:
             await self.legs.until_registered(session, len(decoding))
             if self.hosts is None:
                 self.stop_p()
-            begun = PartialPush(prompt, asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)), decoding)
+            begun = PartialPush(
+                prompt,
+                asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)),
+                decoding,
+            )
             try:
                 await self._go_on_until(partial(self._has_moved, session, begun, moved))
                 self.stop_p()
@@ -153,15 +163,24 @@ class Stage:
             if self.hosts is None:
                 self.stop_p()
 
-    async def _has_moved(self, session: aiohttp.ClientSession, begun: PartialPush, before: list[float]) -> bool:
+    async def _has_moved(
+        self, session: aiohttp.ClientSession, begun: PartialPush, before: list[float]
+    ) -> bool:
         is_over = any(task.done() for task in begun.decoding.values())
-        return is_over or all(now > then for now, then in zip(await self._moved(session), before, strict=True))
+        return is_over or all(
+            now > then for now, then in zip(await self._moved(session), before, strict=True)
+        )
 
     async def _is_midway(self, session: aiohttp.ClientSession, begun: PartialPush) -> bool:
-        return not any(task.done() for task in begun.decoding.values()) and await is_loading(session, self.legs.decoders.values())
+        return not any(task.done() for task in begun.decoding.values()) and await is_loading(
+            session, self.legs.decoders.values()
+        )
 
     async def _moved(self, session: aiohttp.ClientSession) -> list[float]:
         """Bytes: what P's host has sent, beyond what it takes to talk; or what each D has got."""
         if self.hosts is not None:
             return [self.hosts[0].sent_bytes() // SOME_BYTES]
-        return [await count_now(session, d, f"kvferry:transfer_bytes_total/{self.transport}") for d in self.legs.decoders.values()]
+        return [
+            await count_now(session, d, f"kvferry:transfer_bytes_total/{self.transport}")
+            for d in self.legs.decoders.values()
+        ]

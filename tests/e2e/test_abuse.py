@@ -1,4 +1,6 @@
-"""What clients, forgers and port scanners send changes nothing: nothing dies, and the next good request works."""
+"""What clients, forgers and port scanners send changes nothing: nothing dies, and the next good
+request works.
+"""
 
 import asyncio
 import base64
@@ -32,12 +34,18 @@ def test_params_without_or_with_a_forged_ticket_get_the_failure_policy(fleet: Fl
                 refused = await ask(session, strict, prompt, kv_transfer_params=params)
                 assert refused.status == 502
                 assert "ticket" in refused.message
-                assert await ask(session, lenient, prompt, kv_transfer_params=params) == await ask(session, p, prompt)
+                assert await ask(session, lenient, prompt, kv_transfer_params=params) == await ask(
+                    session, p, prompt
+                )
             after = await metrics(session, strict)
             grown = {
-                name: after.get(name, 0) - before.get(name, 0) for name in ("kvferry:rejected_params_total", "kvferry:transfers_total")
+                name: after.get(name, 0) - before.get(name, 0)
+                for name in ("kvferry:rejected_params_total", "kvferry:transfers_total")
             }
-            assert grown == {"kvferry:rejected_params_total": len(forged_params()), "kvferry:transfers_total": 0}
+            assert grown == {
+                "kvferry:rejected_params_total": len(forged_params()),
+                "kvferry:transfers_total": 0,
+            }
             await assert_quiescent(session, strict, lenient)
 
     asyncio.run(check())
@@ -53,11 +61,23 @@ def test_a_ticket_whose_bits_were_changed_is_refused_and_the_true_one_works(flee
             raw[len(raw) // 2] ^= 1
             changed = {**params, "ticket": base64.urlsafe_b64encode(raw).decode()}
             assert (await ask(session, strict, PROMPT, kv_transfer_params=changed)).status == 502
-            other = TicketKey(b"another cluster").sign(TicketKey(cluster.secret).open(params["ticket"]))
-            assert (await ask(session, strict, PROMPT, kv_transfer_params={**params, "ticket": other})).status == 502
+            other = TicketKey(b"another cluster").sign(
+                TicketKey(cluster.secret).open(params["ticket"])
+            )
+            assert (
+                await ask(session, strict, PROMPT, kv_transfer_params={**params, "ticket": other})
+            ).status == 502
             # What a client types beside the ticket is not used.
-            lies = {**params, "remote_host": "192.0.2.1", "remote_port": 1, "remote_block_ids": [[99999]], "tp_size": 64}
-            assert await ask(session, strict, PROMPT, kv_transfer_params=lies) == await ask(session, p, PROMPT)
+            lies = {
+                **params,
+                "remote_host": "192.0.2.1",
+                "remote_port": 1,
+                "remote_block_ids": [[99999]],
+                "tp_size": 64,
+            }
+            assert await ask(session, strict, PROMPT, kv_transfer_params=lies) == await ask(
+                session, p, PROMPT
+            )
             await assert_quiescent(session, p, strict)
 
     asyncio.run(check())
@@ -104,7 +124,9 @@ def test_garbage_and_a_thousand_connects_leave_the_side_channel_standing(fleet: 
     async def check() -> None:
         async with new_session() as session:
             params = await prefill(session, p, PROMPT)
-            assert await ask(session, strict, PROMPT, kv_transfer_params=params) == await ask(session, p, PROMPT)
+            assert await ask(session, strict, PROMPT, kv_transfer_params=params) == await ask(
+                session, p, PROMPT
+            )
             await assert_quiescent(session, p, strict)
 
     asyncio.run(check())
@@ -120,7 +142,9 @@ def test_a_stranger_without_the_secret_gets_no_answer(fleet: Fleet) -> None:
             params = await prefill(session, p, PROMPT)
             return f"tcp://{params['remote_host']}:{params['remote_port']}"
 
-    stranger = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(b"some other cluster's secret"))
+    stranger = ZmqTransport(
+        "127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(b"some other cluster's secret")
+    )
     try:
         stranger.send(asyncio.run(find()), codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
         assert not any(hasattr(news, "frame") for _ in range(5) for news in stranger.poll(0.2))

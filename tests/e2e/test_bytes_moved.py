@@ -1,4 +1,6 @@
-"""Only what D lacks is moved, and P is freed as soon as nobody needs its blocks. Bytes are counted, not times."""
+"""Only what D lacks is moved, and P is freed as soon as nobody needs its blocks. Bytes are counted,
+not times.
+"""
 
 import asyncio
 import random
@@ -23,11 +25,21 @@ def tokens(seed: int, count: int) -> tuple[int, ...]:
 
 def token_bytes(model: Path) -> int:
     config = msgspec.json.decode((model / "config.json").read_bytes())
-    return int(config["num_hidden_layers"]) * 2 * int(config["num_key_value_heads"]) * int(config["head_dim"]) * 4
+    return (
+        int(config["num_hidden_layers"])
+        * 2
+        * int(config["num_key_value_heads"])
+        * int(config["head_dim"])
+        * 4
+    )
 
 
-async def moved_by(session: aiohttp.ClientSession, source: Engine, sink: Engine, prompt: Prompt) -> int:
-    """Bytes that one request through both brings over, with the answer checked against `source`'s own."""
+async def moved_by(
+    session: aiohttp.ClientSession, source: Engine, sink: Engine, prompt: Prompt
+) -> int:
+    """Bytes that one request through both brings over, with the answer checked against `source`'s
+    own.
+    """
     before = (await metrics(session, sink)).get("kvferry:transfer_bytes_total", 0)
     params = await prefill(session, source, prompt)
     answer = await ask(session, sink, prompt, kv_transfer_params=params)
@@ -37,7 +49,9 @@ async def moved_by(session: aiohttp.ClientSession, source: Engine, sink: Engine,
     return int(after - before)
 
 
-def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(patient: Pair, model: Path) -> None:
+def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(
+    patient: Pair, model: Path
+) -> None:
     p, d = patient.p, patient.d
     block_bytes = BLOCK * token_bytes(model)
 
@@ -50,14 +64,17 @@ def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(patient: Pai
             assert await moved_by(session, p, d, Prompt(longer)) == 3 * block_bytes
             # All full blocks are there; only the partly filled last one is not.
             assert await moved_by(session, p, d, Prompt(longer)) <= block_bytes
-            # A prompt that ends with a block D has in full: nothing to move. The lease is 600 s, so P is free only if it was told.
+            # A prompt that ends with a block D has in full: nothing to move. The lease is 600 s, so
+            # P is free only if it was told.
             assert await moved_by(session, p, d, Prompt(longer[: 5 * BLOCK])) == 0
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
-def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(patient: Pair, model: Path) -> None:
+def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(
+    patient: Pair, model: Path
+) -> None:
     p, d = patient.p, patient.d
 
     async def check() -> None:
@@ -89,8 +106,21 @@ def test_params_of_another_prompt_bring_only_the_common_prefix(patient: Pair, mo
                 salt = f"case {number}"
                 theirs, ours = Prompt(prefilled), Prompt(asked)
                 before = (await metrics(session, d)).get("kvferry:transfer_bytes_total", 0)
-                produced = await ask(session, p, theirs, max_tokens=1, cache_salt=salt, kv_transfer_params={"do_remote_decode": True})
-                answer = await ask(session, d, ours, cache_salt=salt, kv_transfer_params=produced.body["kv_transfer_params"])
+                produced = await ask(
+                    session,
+                    p,
+                    theirs,
+                    max_tokens=1,
+                    cache_salt=salt,
+                    kv_transfer_params={"do_remote_decode": True},
+                )
+                answer = await ask(
+                    session,
+                    d,
+                    ours,
+                    cache_salt=salt,
+                    kv_transfer_params=produced.body["kv_transfer_params"],
+                )
                 assert answer == await ask(session, p, ours)
                 after = (await metrics(session, d)).get("kvferry:transfer_bytes_total", 0)
                 assert after - before == blocks * BLOCK * token_bytes(model)

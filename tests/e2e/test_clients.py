@@ -17,9 +17,22 @@ from tests.e2e.harness import Cluster, Engine
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["The transfer worker crosses the river", "Once upon a time", "In the beginning", "A block of keys and values"]
-MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the transfer worker?"}]
-FIXED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
+PROMPTS = [
+    "The transfer worker crosses the river",
+    "Once upon a time",
+    "In the beginning",
+    "A block of keys and values",
+]
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is the transfer worker?"},
+]
+FIXED: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 12,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
 KEY = "sk-e2e-one"
 
 
@@ -49,7 +62,7 @@ def counts(usage: Any) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-# -- openai ------------------------------------------------------------------------------------------------------------
+# -- openai --
 
 
 def test_completions_are_a_single_engines(client: OpenAI, alone: OpenAI) -> None:
@@ -70,10 +83,15 @@ def test_streams_bring_the_same_tokens_and_the_usage(client: OpenAI, alone: Open
     with client.chat.completions.create(messages=MESSAGES, **options) as stream:
         chunks = list(stream)
     whole = alone.chat.completions.create(messages=MESSAGES, **FIXED)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == whole.choices[0].message.content
+    )
     assert [counts(chunk.usage) for chunk in chunks if chunk.usage] == [counts(whole.usage)]
     segments = list(client.completions.create(prompt=PROMPTS[0], **options))
-    assert "".join(segment.choices[0].text for segment in segments if segment.choices) == complete(alone, PROMPTS[0])
+    assert "".join(segment.choices[0].text for segment in segments if segment.choices) == complete(
+        alone, PROMPTS[0]
+    )
     assert len(segments) > 2
 
 
@@ -83,7 +101,9 @@ def test_async_streams_at_once_do_not_mix(patient: Pair, alone: OpenAI) -> None:
         return "".join([segment.choices[0].text async for segment in stream if segment.choices])
 
     async def scene() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{patient.router.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{patient.router.url}/v1", api_key="none", max_retries=0, timeout=60.0
+        ) as client:
             return list(await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS * 4)))
 
     assert asyncio.run(scene()) == [complete(alone, prompt) for prompt in PROMPTS] * 4
@@ -97,8 +117,14 @@ def test_several_choices_and_a_conversation(client: OpenAI, alone: OpenAI) -> No
 
 
 def test_raw_answers_have_the_request_id(client: OpenAI) -> None:
-    raw = client.completions.with_raw_response.create(prompt=PROMPTS[0], extra_headers={"X-Request-Id": "mine-1"}, **FIXED)
-    assert (raw.status_code, raw.headers["x-request-id"], raw.request_id) == (200, "mine-1", "mine-1")
+    raw = client.completions.with_raw_response.create(
+        prompt=PROMPTS[0], extra_headers={"X-Request-Id": "mine-1"}, **FIXED
+    )
+    assert (raw.status_code, raw.headers["x-request-id"], raw.request_id) == (
+        200,
+        "mine-1",
+        "mine-1",
+    )
     assert raw.parse().choices[0].text
 
 
@@ -116,7 +142,9 @@ def test_models_are_listed(client: OpenAI) -> None:
         ({"model": "none"}, "none"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said_as_the_package_expects(client: OpenAI, changes: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_with_a_request_is_said_as_the_package_expects(
+    client: OpenAI, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as caught:
         client.completions.create(**{"prompt": "x", **FIXED, **changes})
     assert words in caught.value.message
@@ -124,15 +152,24 @@ def test_what_is_wrong_with_a_request_is_said_as_the_package_expects(client: Ope
     assert {"message", "type"} <= set(caught.value.body)
 
 
-# -- a router that wants keys and speaks TLS ---------------------------------------------------------------------------
+# -- a router that wants keys and speaks TLS --
 
 
 @pytest.fixture(scope="module")
-def guarded(shared: Cluster, patient: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+def guarded(
+    shared: Cluster, patient: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Path]]:
     folder = tmp_path_factory.mktemp("guarded")
     cert, key = make_certificate(folder)
     (folder / "keys").write_text(f"one {KEY}\n")
-    flags = ["--api-key-file", str(folder / "keys"), "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    flags = [
+        "--api-key-file",
+        str(folder / "keys"),
+        "--ssl-certfile",
+        str(cert),
+        "--ssl-keyfile",
+        str(key),
+    ]
     router = shared.proxy([patient.p], [patient.d], *flags).ready()
     yield router, cert
     shared.dismiss(router.process)
@@ -140,8 +177,14 @@ def guarded(shared: Cluster, patient: Pair, tmp_path_factory: pytest.TempPathFac
 
 def test_the_package_with_a_key_over_tls(guarded: tuple[Engine, Path], alone: OpenAI) -> None:
     router, cert = guarded
-    http = openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=str(cert)), trust_env=False)
-    options: Any = {"base_url": f"https://{router.address}/v1", "max_retries": 0, "http_client": http}
+    http = openai.DefaultHttpxClient(
+        verify=ssl.create_default_context(cafile=str(cert)), trust_env=False
+    )
+    options: Any = {
+        "base_url": f"https://{router.address}/v1",
+        "max_retries": 0,
+        "http_client": http,
+    }
     with OpenAI(api_key=KEY, **options) as client:
         assert complete(client, PROMPTS[1]) == complete(alone, PROMPTS[1])
         with pytest.raises(openai.AuthenticationError, match="API key"):
@@ -159,9 +202,11 @@ def test_curl_over_tls(guarded: tuple[Engine, Path]) -> None:
     assert curl(f"{url}/readyz").failure == 60, "without it curl does not know us"
 
 
-# -- curl --------------------------------------------------------------------------------------------------------------
+# -- curl --
 
-BODY = json.dumps({"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True})
+BODY = json.dumps(
+    {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+)
 
 
 class Said:
@@ -182,9 +227,17 @@ def curl(*words: str, stdin: bytes | None = None) -> Said:
 def test_curl_plain_and_in_old_http_get_the_same(patient: Pair, alone: OpenAI) -> None:
     url = f"{patient.router.url}/v1/completions"
     right = complete(alone, PROMPTS[0])
-    for words in ([], ["--http1.0"], ["--compressed"], ["-H", "Connection: close"], ["-H", "Transfer-Encoding: chunked"]):
+    for words in (
+        [],
+        ["--http1.0"],
+        ["--compressed"],
+        ["-H", "Connection: close"],
+        ["-H", "Transfer-Encoding: chunked"],
+    ):
         said = curl(*words, "-H", "Content-Type: application/json", "-d", BODY, url)
-        assert (said.failure, said.status, said.json()["choices"][0]["text"]) == (0, 200, right), words
+        assert (said.failure, said.status, said.json()["choices"][0]["text"]) == (0, 200, right), (
+            words
+        )
 
 
 @pytest.mark.parametrize("version", ["--http1.1", "--http1.0"])
@@ -193,13 +246,22 @@ def test_curl_streams(patient: Pair, alone: OpenAI, version: str) -> None:
     said = curl("-N", version, "-d", body, f"{patient.router.url}/v1/completions")
     events = [line.removeprefix("data: ") for line in said.text.splitlines() if line]
     assert (said.failure, events[-1]) == (0, "[DONE]")
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == complete(alone, PROMPTS[0])
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == complete(
+        alone, PROMPTS[0]
+    )
 
 
 def test_curl_asks_before_it_sends_much_and_is_let(patient: Pair, tmp_path: Path) -> None:
     (tmp_path / "body").write_text(json.dumps({**json.loads(BODY), "documents": "x" * 5_000_000}))
     log = tmp_path / "log"
-    words = ["-H", "Expect: 100-continue", "--trace-ascii", str(log), "--data-binary", f"@{tmp_path / 'body'}"]
+    words = [
+        "-H",
+        "Expect: 100-continue",
+        "--trace-ascii",
+        str(log),
+        "--data-binary",
+        f"@{tmp_path / 'body'}",
+    ]
     said = curl(*words, f"{patient.router.url}/v1/completions")
     assert (said.failure, said.status, len(said.json()["choices"])) == (0, 200, 1)
     assert "HTTP/1.1 100 Continue" in log.read_text()
@@ -208,7 +270,11 @@ def test_curl_asks_before_it_sends_much_and_is_let(patient: Pair, tmp_path: Path
 def test_curl_is_told_what_is_not_there(patient: Pair) -> None:
     url = patient.router.url
     assert curl("-I", f"{url}/health").status == 200
-    for words, status in ((["-I", f"{url}/v1/completions"], 405), ([f"{url}/v1/completions"], 405), ([f"{url}/v1/none"], 404)):
+    for words, status in (
+        (["-I", f"{url}/v1/completions"], 405),
+        ([f"{url}/v1/completions"], 405),
+        ([f"{url}/v1/none"], 404),
+    ):
         said = curl(*words)
         assert (said.failure, said.status) == (0, status)
     for sent in ("{", "[]", '{"prompt": 5}', '{"prompt": []}', "\x00"):

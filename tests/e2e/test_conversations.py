@@ -1,6 +1,8 @@
-"""Conversations through the router, as a client has them: chat by chat, streamed, with the text of the answers in the next question.
+"""Conversations through the router, as a client has them: chat by chat, streamed, with the text of
+the answers in the next question.
 
-Whatever the client makes of the text that it got, answers are a single engine's, and P fetches from D only what both texts have in common.
+Whatever the client makes of the text that it got, answers are a single engine's, and P fetches from
+D only what both texts have in common.
 """
 
 import asyncio
@@ -66,7 +68,9 @@ class Turn:
     """Tokens of the prompt that P did not compute."""
 
 
-async def chat(session: aiohttp.ClientSession, engine: Engine, messages: Messages, **more: Any) -> Turn:
+async def chat(
+    session: aiohttp.ClientSession, engine: Engine, messages: Messages, **more: Any
+) -> Turn:
     body = {
         "messages": messages,
         "max_tokens": 20,
@@ -82,12 +86,19 @@ async def chat(session: aiohttp.ClientSession, engine: Engine, messages: Message
         assert response.status == 200, await response.text()
         whole = await response.text()
     assert "ticket" not in whole, "what D tells the router is no client's"
-    events = [line.removeprefix("data: ") for line in whole.splitlines() if line.startswith("data: ")]
+    events = [
+        line.removeprefix("data: ") for line in whole.splitlines() if line.startswith("data: ")
+    ]
     assert events[-1] == "[DONE]"
     for event in map(json.loads, events[:-1]):
         usage = event.get("usage") or usage
         text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-    return Turn(text, usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    return Turn(
+        text,
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
 
 
 async def pulled(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int]:
@@ -95,23 +106,35 @@ async def pulled(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int]:
     return int(now.get(PULLED, 0)), int(now.get(BYTES, 0))
 
 
-async def count_tokens(session: aiohttp.ClientSession, engine: Engine, messages: Messages) -> list[int]:
+async def count_tokens(
+    session: aiohttp.ClientSession, engine: Engine, messages: Messages
+) -> list[int]:
     async with session.post(f"{engine.url}/tokenize", json={"messages": messages}) as response:
         tokens: list[int] = (await response.json())["tokens"]
         return tokens
 
 
 def common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 @pytest.mark.parametrize("kind", ["device", "host buffers"])
-def test_six_turns_pull_what_p_lacks_and_answers_are_a_single_engines(stage: Stage, plain: Engine, kind: str) -> None:
-    router, p = (stage.router, stage.p) if kind == "device" else (stage.staged_router, stage.staged_p)
+def test_six_turns_pull_what_p_lacks_and_answers_are_a_single_engines(
+    stage: Stage, plain: Engine, kind: str
+) -> None:
+    router, p = (
+        (stage.router, stage.p) if kind == "device" else (stage.staged_router, stage.staged_p)
+    )
 
     async def check() -> None:
         async with new_session() as session:
-            name, messages = uuid4().hex, [{"role": "system", "content": says(30)}, {"role": "user", "content": says()}]
+            name, messages = (
+                uuid4().hex,
+                [{"role": "system", "content": says(30)}, {"role": "user", "content": says()}],
+            )
             before, last = await pulled(session, p), None
             for _ in range(6):
                 turn = await chat(session, router, messages, conversation_id=name)
@@ -121,29 +144,49 @@ def test_six_turns_pull_what_p_lacks_and_answers_are_a_single_engines(stage: Sta
                 if last is None:
                     assert (tokens, num_bytes) == (0, 0)
                 else:
-                    # All that D had of the last turn, which is all but its last token and what the template puts after it.
-                    assert last.num_prompt_tokens <= tokens <= last.num_prompt_tokens + last.num_answer_tokens
+                    # All that D had of the last turn, which is all but its last token and what the
+                    # template puts after it.
+                    assert (
+                        last.num_prompt_tokens
+                        <= tokens
+                        <= last.num_prompt_tokens + last.num_answer_tokens
+                    )
                     assert num_bytes % BLOCK == 0
                     assert num_bytes > 0
                 before, last = after, turn
-                messages = [*messages, {"role": "assistant", "content": turn.text}, {"role": "user", "content": says()}]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": turn.text},
+                    {"role": "user", "content": says()},
+                ]
 
     asyncio.run(check())
 
 
 def strip_thinking(messages: Messages) -> Messages:
-    """As clients of reasoning models do: the beginning of each answer is left out of the history."""
-    return [{**m, "content": m["content"][len(m["content"]) // 2 :]} if m["role"] == "assistant" else m for m in messages]
+    """As clients of reasoning models do: the beginning of each answer is left out of the
+    history.
+    """
+    return [
+        {**m, "content": m["content"][len(m["content"]) // 2 :]} if m["role"] == "assistant" else m
+        for m in messages
+    ]
 
 
 def edit(messages: Messages) -> Messages:
     """Another word in the first question, each time."""
-    return [{**m, "content": m["content"][:-5] + says(1)} if number == 1 else m for number, m in enumerate(messages)]
+    return [
+        {**m, "content": m["content"][:-5] + says(1)} if number == 1 else m
+        for number, m in enumerate(messages)
+    ]
 
 
 def respace(messages: Messages) -> Messages:
     """The same words, other tokens."""
-    return [{**m, "content": "  ".join(m["content"].split(" "))} if m["role"] == "assistant" else m for m in messages]
+    return [
+        {**m, "content": "  ".join(m["content"].split(" "))} if m["role"] == "assistant" else m
+        for m in messages
+    ]
 
 
 def other_system(messages: Messages) -> Messages:
@@ -151,10 +194,15 @@ def other_system(messages: Messages) -> Messages:
 
 
 @pytest.mark.parametrize("change", [strip_thinking, edit, respace, other_system])
-def test_only_what_both_texts_have_in_common_is_pulled(stage: Stage, plain: Engine, change: Callable[[Messages], Messages]) -> None:
+def test_only_what_both_texts_have_in_common_is_pulled(
+    stage: Stage, plain: Engine, change: Callable[[Messages], Messages]
+) -> None:
     async def check() -> None:
         async with new_session() as session:
-            name, messages = uuid4().hex, [{"role": "system", "content": says(30)}, {"role": "user", "content": says()}]
+            name, messages = (
+                uuid4().hex,
+                [{"role": "system", "content": says(30)}, {"role": "user", "content": says()}],
+            )
             known: list[int] = []
             for _ in range(6):
                 before = await pulled(session, stage.p)
@@ -168,15 +216,29 @@ def test_only_what_both_texts_have_in_common_is_pulled(stage: Stage, plain: Engi
                     assert shared // BLOCK * BLOCK <= tokens <= shared
                     assert tokens < len(known)
                 known = [*now, *await count_tokens_of_answer(session, plain, messages, turn)]
-                said = [*messages, {"role": "assistant", "content": turn.text}, {"role": "user", "content": says()}]
+                said = [
+                    *messages,
+                    {"role": "assistant", "content": turn.text},
+                    {"role": "user", "content": says()},
+                ]
                 messages = change(said)
 
     asyncio.run(check())
 
 
-async def count_tokens_of_answer(session: aiohttp.ClientSession, plain: Engine, messages: Messages, turn: Turn) -> list[int]:
-    """What D computed of its answer: its tokens but the last, as far as the text of the next turn can have them in common."""
-    body = {"messages": messages, "max_tokens": turn.num_answer_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+async def count_tokens_of_answer(
+    session: aiohttp.ClientSession, plain: Engine, messages: Messages, turn: Turn
+) -> list[int]:
+    """What D computed of its answer: its tokens but the last, as far as the text of the next turn
+    can have them in common.
+    """
+    body = {
+        "messages": messages,
+        "max_tokens": turn.num_answer_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     async with session.post(f"{plain.url}/v1/chat/completions", json=body) as response:
         answer: list[int] = (await response.json())["choices"][0]["token_ids"]
         return answer[:-1]
@@ -192,7 +254,11 @@ def test_without_a_name_nothing_is_pulled(stage: Stage, plain: Engine) -> None:
             for _ in range(3):
                 turn = await chat(session, stage.router, messages)
                 assert turn.text == (await chat(session, plain, messages)).text
-                messages = [*messages, {"role": "assistant", "content": turn.text}, {"role": "user", "content": says()}]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": turn.text},
+                    {"role": "user", "content": says()},
+                ]
             assert await pulled(session, stage.p) == before
             await assert_quiescent(session, stage.p)
 
@@ -204,10 +270,17 @@ def test_one_tenant_cannot_go_on_from_anothers_conversation(stage: Stage, plain:
         async with new_session() as session:
             name, messages = uuid4().hex, [{"role": "user", "content": says(40)}]
             one, other = ({"Authorization": f"Bearer {word}"} for word in ("one", "other"))
-            body = {"messages": messages, "max_tokens": 8, "temperature": 0, "conversation_id": name}
+            body = {
+                "messages": messages,
+                "max_tokens": 8,
+                "temperature": 0,
+                "conversation_id": name,
+            }
             for headers, is_pulled in ((one, False), (other, False), (one, True)):
                 before = await pulled(session, stage.p)
-                async with session.post(f"{stage.router.url}/v1/chat/completions", json=body, headers=headers) as response:
+                async with session.post(
+                    f"{stage.router.url}/v1/chat/completions", json=body, headers=headers
+                ) as response:
                     assert response.status == 200
                 assert ((await pulled(session, stage.p))[0] > before[0]) is is_pulled
 

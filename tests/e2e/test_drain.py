@@ -1,4 +1,6 @@
-"""SIGTERM: what is under way goes on to its end or to the bound, newcomers are sent elsewhere, and the process exits with 0."""
+"""SIGTERM: what is under way goes on to its end or to the bound, newcomers are sent elsewhere, and
+the process exits with 0.
+"""
 
 import asyncio
 import json
@@ -11,7 +13,19 @@ import aiohttp
 import psutil
 import pytest
 from tests.e2e.conftest import PATIENT, SHORT
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, assert_quiescent, assert_said, metrics, new_session, prefill, until
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    assert_quiescent,
+    assert_said,
+    metrics,
+    new_session,
+    prefill,
+    until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -25,7 +39,9 @@ FAR_S = "600"
 @pytest.fixture(scope="module")
 def narrow(shared: Cluster) -> Engine:
     """A D that serves one request at a time, so that others queue."""
-    return shared.serve("narrow decode", "--max-num-seqs", "1", extra=SHORT | {"receive_timeout": 60}).ready()
+    return shared.serve(
+        "narrow decode", "--max-num-seqs", "1", extra=SHORT | {"receive_timeout": 60}
+    ).ready()
 
 
 def prompt_of(seed: str, max_tokens: int = 16) -> Prompt:
@@ -68,28 +84,41 @@ async def is_draining(session: aiohttp.ClientSession, engine: Engine) -> bool:
 
 
 async def assert_refused(session: aiohttp.ClientSession, engine: Engine) -> None:
-    async with session.post(f"{engine.url}/v1/completions", json=prompt_of("newcomer").body()) as response:
+    async with session.post(
+        f"{engine.url}/v1/completions", json=prompt_of("newcomer").body()
+    ) as response:
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert "the server is stopping" in (await response.json())["error"]["message"]
 
 
 async def occupied(session: aiohttp.ClientSession, engine: Engine) -> "list[asyncio.Task[Answer]]":
     """Requests that keep a narrow engine from all later ones until they are cancelled."""
-    tasks = [asyncio.create_task(ask(session, engine, Prompt((11, 12, number), max_tokens=LONG))) for number in range(13, 21)]
+    tasks = [
+        asyncio.create_task(ask(session, engine, Prompt((11, 12, number), max_tokens=LONG)))
+        for number in range(13, 21)
+    ]
     await until("they are queued", lambda: _is_busy(session, engine, len(tasks)))
     return tasks
 
 
 async def release(tasks: "list[asyncio.Task[Answer]]") -> None:
-    assert not tasks[-1].done(), "the queue was not held up for long enough for this test to show anything"
+    assert not tasks[-1].done(), (
+        "the queue was not held up for long enough for this test to show anything"
+    )
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster, narrow: Engine, plain: Engine) -> None:
-    """One ticket is queued at D when P is told to go, another one comes later; both leases live on by heartbeats."""
-    p = shared.serve("drained prefill", "--drain-timeout", FAR_S, "--tensor-parallel-size", "2", extra=SHORT).ready()
+def test_a_draining_prefill_side_serves_its_leases_to_their_end(
+    shared: Cluster, narrow: Engine, plain: Engine
+) -> None:
+    """One ticket is queued at D when P is told to go, another one comes later; both leases live on
+    by heartbeats.
+    """
+    p = shared.serve(
+        "drained prefill", "--drain-timeout", FAR_S, "--tensor-parallel-size", "2", extra=SHORT
+    ).ready()
     prompts = [prompt_of("early"), prompt_of("late")]
 
     async def check() -> None:
@@ -98,14 +127,23 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster,
             before = (await metrics(session, narrow)).get("kvferry:finished_loads_total", 0)
             occupants = await occupied(session, narrow)
             params = [await prefill(session, p, prompt) for prompt in prompts]
-            early = asyncio.create_task(ask(session, narrow, prompts[0], kv_transfer_params=params[0]))
+            early = asyncio.create_task(
+                ask(session, narrow, prompts[0], kv_transfer_params=params[0])
+            )
             family = tell(p)
             await until("P drains", lambda: is_draining(session, p))
-            late = asyncio.create_task(ask(session, narrow, prompts[1], kv_transfer_params=params[1]))
+            late = asyncio.create_task(
+                ask(session, narrow, prompts[1], kv_transfer_params=params[1])
+            )
             await assert_refused(session, p)
             until_s = time.monotonic() + 2 * SHORT["kv_lease_duration"]
             while time.monotonic() < until_s:
-                assert await health(session, p) == {"status": "draining", "requests": 0, "leases": 2, "blocks": 16}
+                assert await health(session, p) == {
+                    "status": "draining",
+                    "requests": 0,
+                    "leases": 2,
+                    "blocks": 16,
+                }
                 assert (await metrics(session, p))["kvferry:num_delayed_frees"] == 2
                 await asyncio.sleep(0.2)
             await release(occupants)
@@ -119,7 +157,9 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster,
 
 
 def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narrow: Engine) -> None:
-    """Without a word from P the lease would last 600 s. D, whose request is queued, hears that P has gone."""
+    """Without a word from P the lease would last 600 s. D, whose request is queued, hears that P
+    has gone.
+    """
     p = shared.serve("bounded prefill", "--drain-timeout", "1", extra=PATIENT).ready()
 
     async def check() -> None:
@@ -135,7 +175,10 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narr
             await release(occupants)
             answer = await waiting
             assert answer.status == 502
-            assert "the KV cache of this request could not be fetched: the connection to tcp://" in answer.message
+            assert (
+                "the KV cache of this request could not be fetched: the connection to tcp://"
+                in answer.message
+            )
             await assert_quiescent(session, narrow)
 
     asyncio.run(check())
@@ -145,7 +188,9 @@ async def _has_peer(session: aiohttp.ClientSession, engine: Engine) -> bool:
     return (await metrics(session, engine)).get("kvferry:num_peers", 0) > 0
 
 
-def test_a_draining_decode_side_finishes_what_runs_and_what_waits(cluster: Cluster, plain: Engine) -> None:
+def test_a_draining_decode_side_finishes_what_runs_and_what_waits(
+    cluster: Cluster, plain: Engine
+) -> None:
     starting = [
         cluster.serve("prefill", extra=PATIENT),
         cluster.serve("decode", "--drain-timeout", FAR_S, "--max-num-seqs", "1", extra=PATIENT),
@@ -163,8 +208,11 @@ def test_a_draining_decode_side_finishes_what_runs_and_what_waits(cluster: Clust
             await until("the other one waits", lambda: _is_busy(session, d, 2))
             family = tell(d)
             await until("D drains", lambda: is_draining(session, d))
-            assert (await health(session, d))["requests"] == 2, "nothing was left to finish when D was told to end"
-            # P has computed its prompt by then, and gets the blocks back at once: the lease is 600 s.
+            assert (await health(session, d))["requests"] == 2, (
+                "nothing was left to finish when D was told to end"
+            )
+            # P has computed its prompt by then, and gets the blocks back at once: the lease is 600
+            # s.
             answer = await ask(session, router, prompt_of("newcomer"))
             assert (answer.status, "the server is stopping" in answer.message) == (503, True)
             assert await asyncio.gather(*asked) == right
@@ -189,7 +237,10 @@ def test_streams_that_are_left_at_the_bound_end_with_the_reason(cluster: Cluster
                 await response.content.readuntil(b"\n\n")
                 family = tell(d)
                 *_, last, done, _ = (await response.read()).decode().split("\n\n")
-            assert (json.loads(last.removeprefix("data: "))["error"]["code"], done) == (503, "data: [DONE]")
+            assert (json.loads(last.removeprefix("data: "))["error"]["code"], done) == (
+                503,
+                "data: [DONE]",
+            )
             await ended(d, family)
 
     asyncio.run(check())
@@ -204,7 +255,9 @@ def test_streams_that_are_left_at_the_bound_end_with_the_reason(cluster: Cluster
     ],
     ids=["second signal", "Ctrl-C", "no time to drain"],
 )
-def test_whoever_is_in_a_hurry_does_not_wait_for_leases(cluster: Cluster, bound: str, signals: list[signal.Signals]) -> None:
+def test_whoever_is_in_a_hurry_does_not_wait_for_leases(
+    cluster: Cluster, bound: str, signals: list[signal.Signals]
+) -> None:
     p = cluster.serve("prefill", "--drain-timeout", bound, extra=PATIENT).ready()
 
     async def check() -> None:

@@ -1,5 +1,6 @@
-"""What happens when: the promises of docs/faults.md, row by row. Rows about the network are kept in `test_network.py` and
-`test_control_channel.py`, about malformed input in `test_abuse.py`, about other prompts in `test_bytes_moved.py`.
+"""What happens when: the promises of docs/faults.md, row by row. Rows about the network are kept in
+`test_network.py` and `test_control_channel.py`, about malformed input in `test_abuse.py`, about
+other prompts in `test_bytes_moved.py`.
 
 Every request ends in right tokens or a clear error, and every block comes back.
 """
@@ -44,8 +45,9 @@ async def used_blocks(session: aiohttp.ClientSession, engine: Engine) -> float:
     return (await metrics(session, engine))["kvferry:num_used_blocks"]
 
 
-# -- a client leaves: both sides are free within one heartbeat interval -------------------------------------------------
-# Leases of 600 s and none that expired: what is free was released.
+# -- a client leaves: both sides are free within one heartbeat interval
+# ------------------------------------------------- Leases of 600 s and none that expired: what is
+# free was released.
 
 
 def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: Pair) -> None:
@@ -54,7 +56,10 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
             expired = await count(session, patient.p, EXPIRED)
             patient.p.pause()
             try:
-                await leave(asyncio.create_task(ask(session, patient.router, fresh())), after=lambda: _is_routing(session, patient.router))
+                await leave(
+                    asyncio.create_task(ask(session, patient.router, fresh())),
+                    after=lambda: _is_routing(session, patient.router),
+                )
             finally:
                 patient.p.resume()
             await assert_freed(session, patient, expired)
@@ -62,7 +67,9 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
     asyncio.run(check())
 
 
-def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_behind(shared: Cluster, patient: Pair) -> None:
+def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_behind(
+    shared: Cluster, patient: Pair
+) -> None:
     """The way to P is slow: P hears of it long after it has answered."""
     p = patient.p
 
@@ -99,7 +106,10 @@ def test_a_client_that_leaves_before_d_answers_has_p_freed_by_the_router(patient
             expired = await count(session, patient.p, EXPIRED)
             patient.d.pause()
             try:
-                await leave(asyncio.create_task(ask(session, patient.router, fresh())), after=lambda: _holds(session, patient.p))
+                await leave(
+                    asyncio.create_task(ask(session, patient.router, fresh())),
+                    after=lambda: _holds(session, patient.p),
+                )
                 await until("P is free while D stands still", lambda: is_free(session, patient.p))
             finally:
                 patient.d.resume()
@@ -164,30 +174,38 @@ async def _is_running(session: aiohttp.ClientSession, engine: Engine) -> bool:
     return (await metrics(session, engine))["vllm:num_requests_running"] > 0
 
 
-# -- D is killed: P's blocks are free when the lease ends; nobody else is affected ---------------------------------------
+# -- D is killed: P's blocks are free when the lease ends; nobody else is affected --
 
 
 def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
-    """D is busy, so that requests queue there and keep their leases alive by heartbeat, far beyond the first lease; then it dies."""
+    """D is busy, so that requests queue there and keep their leases alive by heartbeat, far beyond
+    the first lease; then it dies.
+    """
     p = fleet.p
     d = fleet.cluster.serve("doomed decode", "--max-num-seqs", "1", extra=SHORT).ready()
 
     async def check() -> None:
         async with new_session() as session:
-            endless = [asyncio.create_task(ask(session, d, Prompt((11, 12, n), max_tokens=4000))) for n in range(13, 17)]
+            endless = [
+                asyncio.create_task(ask(session, d, Prompt((11, 12, n), max_tokens=4000)))
+                for n in range(13, 17)
+            ]
             await until("D is busy", lambda: _is_running(session, d))
             prompts = random_prompts(6, seed=11, longest=100)
             params = [await prefill(session, p, prompt) for prompt in prompts]
             held = await used_blocks(session, p)
             assert held > 0
             waiting = [
-                asyncio.create_task(ask(session, d, prompt, kv_transfer_params=part)) for prompt, part in zip(prompts, params, strict=True)
+                asyncio.create_task(ask(session, d, prompt, kv_transfer_params=part))
+                for prompt, part in zip(prompts, params, strict=True)
             ]
             lease_s = SHORT["kv_lease_duration"]
             for _ in range(5):
                 await asyncio.sleep(lease_s / 2)
                 assert await used_blocks(session, p) == held
-            assert not endless[-1].done(), "D was not busy for long enough for this test to show anything"
+            assert not endless[-1].done(), (
+                "D was not busy for long enough for this test to show anything"
+            )
             d.kill()
             await asyncio.gather(*endless, return_exceptions=True)
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
@@ -198,19 +216,30 @@ def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
     asyncio.run(check())
 
 
-# -- P is killed or restarted: the failure policy within seconds; D keeps serving and uses the new P --------------------------
+# -- P is killed or restarted: the failure policy within seconds; D keeps serving and uses the new P --
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(cluster: Cluster, plain: Engine, policy: str) -> None:
-    """Traffic goes on while P is killed with -9 and started again at the same address, with the same engine id."""
-    starting = [cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p"), cluster.serve("decode", extra=SHORT, policy=policy)]
+def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(
+    cluster: Cluster, plain: Engine, policy: str
+) -> None:
+    """Traffic goes on while P is killed with -9 and started again at the same address, with the
+    same engine id.
+    """
+    starting = [
+        cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p"),
+        cluster.serve("decode", extra=SHORT, policy=policy),
+    ]
     first, d = (process.ready() for process in starting)
     router = cluster.proxy([first], [d]).ready()
-    prompts = [Prompt(tuple(random.Random(n).randrange(10, 500) for _ in range(100))) for n in range(60)]
+    prompts = [
+        Prompt(tuple(random.Random(n).randrange(10, 500) for _ in range(100))) for n in range(60)
+    ]
 
     async def check() -> None:
-        reference = {p.token_ids: a for p, a in zip(prompts, await ask_all(plain, prompts), strict=True)}
+        reference = {
+            p.token_ids: a for p, a in zip(prompts, await ask_all(plain, prompts), strict=True)
+        }
         outcomes: list[tuple[Prompt, Answer, float]] = []
         async with new_session() as session:
 
@@ -223,11 +252,17 @@ def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(clust
             clients = [asyncio.create_task(client(prompts[n:40:4])) for n in range(4)]
             await until("some traffic", lambda: _at_least(outcomes, 8))
             first.kill()
-            second = cluster.serve("prefill again", extra=SHORT, policy=policy, engine_id="p", port=first.address.port).ready()
+            second = cluster.serve(
+                "prefill again", extra=SHORT, policy=policy, engine_id="p", port=first.address.port
+            ).ready()
             await asyncio.gather(*clients)
             for prompt, answer, took_s in outcomes:
                 assert took_s < DEADLINE_S
-                assert answer == reference[prompt.token_ids] if answer.is_ok else answer.status in (502, 503)
+                assert (
+                    answer == reference[prompt.token_ids]
+                    if answer.is_ok
+                    else answer.status in (502, 503)
+                )
             assert any(answer.is_ok for _, answer, _ in outcomes)
 
             async def is_back() -> bool:
@@ -247,21 +282,28 @@ async def _at_least(items: list[tuple[Prompt, Answer, float]], count: int) -> bo
     return len(items) >= count
 
 
-# -- the lease ran out: refused, failure policy, never wrong tokens ---------------------------------------------------------
+# -- the lease ran out: refused, failure policy, never wrong tokens --
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(fleet: Fleet, policy: str) -> None:
+def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(
+    fleet: Fleet, policy: str
+) -> None:
     """D is paused until P has given the blocks to other prompts."""
     p, d = fleet.p, fleet.strict if policy == "fail" else fleet.lenient
 
     async def check() -> None:
         async with new_session() as session:
-            prompts = [Prompt(tuple(random.Random(f"{policy} {n}").randrange(10, 500) for _ in range(250))) for n in range(4)]
+            prompts = [
+                Prompt(tuple(random.Random(f"{policy} {n}").randrange(10, 500) for _ in range(250)))
+                for n in range(4)
+            ]
             before = (await metrics(session, d)).get("kvferry:failed_loads_total", 0)
             # D knows P already, so that it could read at once when it wakes up.
             warm = Prompt(tuple(range(20, 60)))
-            assert (await ask(session, d, warm, kv_transfer_params=await prefill(session, p, warm))).is_ok
+            assert (
+                await ask(session, d, warm, kv_transfer_params=await prefill(session, p, warm))
+            ).is_ok
             params = await prefill(session, p, prompts[0])
             d.pause()
             late = asyncio.create_task(ask(session, d, prompts[0], kv_transfer_params=params))
@@ -305,13 +347,15 @@ def test_an_engine_given_its_own_ticket_computes_from_its_own_cache(patient: Pai
         async with new_session() as session:
             prompt = Prompt(tuple(range(10, 200)))
             params = await prefill(session, p, prompt)
-            assert await post(session, p, {**prompt.body(), "kv_transfer_params": params}) == await ask(session, p, prompt)
+            assert await post(
+                session, p, {**prompt.body(), "kv_transfer_params": params}
+            ) == await ask(session, p, prompt)
             await assert_quiescent(session, p)
 
     asyncio.run(check())
 
 
-# -- the router is killed between the legs: P frees when the lease ends -------------------------------------------------------
+# -- the router is killed between the legs: P frees when the lease ends --
 
 
 def test_a_router_killed_between_the_legs_leaves_p_to_its_lease(fleet: Fleet) -> None:
@@ -329,19 +373,26 @@ def test_a_router_killed_between_the_legs_leaves_p_to_its_lease(fleet: Fleet) ->
                 await until("P's leg is done", lambda: _holds(session, p))
                 router.kill()
                 fleet.cluster.dismiss(router.process)
-                assert isinstance(*await asyncio.gather(asking, return_exceptions=True), aiohttp.ClientError)
+                assert isinstance(
+                    *await asyncio.gather(asking, return_exceptions=True), aiohttp.ClientError
+                )
             await assert_quiescent(session, p, d)
             assert await count(session, p, EXPIRED) == expired + 1
 
     asyncio.run(check())
 
 
-# -- malformed messages are counted, and nothing else changes -----------------------------------------------------------------
+# -- malformed messages are counted, and nothing else changes --
 
 
-def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(cluster: Cluster, plain: Engine) -> None:
+def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(
+    cluster: Cluster, plain: Engine
+) -> None:
     """From a member of the cluster with a bug: it has the keys, so all of it arrives."""
-    starting = [cluster.serve("prefill", extra=PATIENT, at=BEHIND), cluster.serve("decode", extra=PATIENT)]
+    starting = [
+        cluster.serve("prefill", extra=PATIENT, at=BEHIND),
+        cluster.serve("decode", extra=PATIENT),
+    ]
     p, d = (process.ready() for process in starting)
 
     async def check() -> None:
@@ -362,10 +413,12 @@ def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(cluster: 
     asyncio.run(check())
 
 
-# -- any wait has a deadline that is configured, logged and tested (for reads see test_network.py) ----------------------------
+# -- any wait has a deadline that is configured, logged and tested (for reads see test_network.py) --
 
 
-def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_name(cluster: Cluster, plain: Engine) -> None:
+def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_name(
+    cluster: Cluster, plain: Engine
+) -> None:
     """P's leases are so long that no heartbeat is due: nothing else can end these waits."""
     starting = [
         cluster.serve("prefill", extra=PATIENT, at=BEHIND),

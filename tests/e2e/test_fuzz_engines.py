@@ -1,4 +1,6 @@
-"""Fuzzed requests through a real router to real engines: 2xx or 4xx, nobody dies, nothing is left, no traceback in any log."""
+"""Fuzzed requests through a real router to real engines: 2xx or 4xx, nobody dies, nothing is left,
+no traceback in any log.
+"""
 
 import asyncio
 import json
@@ -12,12 +14,16 @@ from tests.router.fuzzing import GENERATING, Fuzzed, any_request, bodies, check,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-GOOD = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}).encode()
+GOOD = json.dumps(
+    {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+).encode()
 MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def served(pair: Pair) -> str:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(GOOD)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(
+        GOOD
+    )
     seen = send(pair.router.address.port, head + GOOD)
     assert seen is not None
     assert seen.status == 200, seen
@@ -28,7 +34,9 @@ def assert_unharmed(pair: Pair, right: str) -> None:
     assert served(pair) == right
     for engine in (pair.router, pair.p, pair.d):
         engine.process.check_alive()
-        assert not [line for line in engine.process.tail(10_000) if "Traceback" in line], engine.process.tail(60)
+        assert not [line for line in engine.process.tail(10_000) if "Traceback" in line], (
+            engine.process.tail(60)
+        )
 
     async def settle() -> None:
         async with new_session() as session:

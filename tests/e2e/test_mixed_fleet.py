@@ -1,11 +1,22 @@
-"""Engines that push and engines that pull behind one router: every request is served, and both legs start together where both push."""
+"""Engines that push and engines that pull behind one router: every request is served, and both legs
+start together where both push.
+"""
 
 import asyncio
 
 import aiohttp
 import pytest
 from tests.e2e.conftest import PATIENT, random_prompts
-from tests.e2e.harness import Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import (
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -13,7 +24,9 @@ PROMPTS = random_prompts(48, seed=52, longest=600)
 CONNECTORS = ("NixlPushConnector", "NixlConnector")
 
 
-def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_together_where_both_push(cluster: Cluster, plain: Engine) -> None:
+def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_together_where_both_push(
+    cluster: Cluster, plain: Engine
+) -> None:
     starting = [
         cluster.serve(f"{role}-{connector}", extra=PATIENT, connector=connector)
         for role in ("prefill", "decode")
@@ -27,7 +40,9 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
             return (await metrics(session, router))["kvferry:router_legs_at_once_total"]
 
     async def bring_into_step(session: aiohttp.ClientSession) -> None:
-        """P and D take turns each, in whatever order requests that came together have left them. Asking for models takes a turn of D."""
+        """P and D take turns each, in whatever order requests that came together have left them.
+        Asking for models takes a turn of D.
+        """
         before = await at_once()
         for start in (10, 20):
             assert (await ask(session, router, Prompt(tuple(range(start, 150 + start))))).is_ok
@@ -45,11 +60,16 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
             so_far = await at_once()
             # One after the other: push meets push, pull meets pull.
             for number in range(8):
-                assert (await ask(session, router, Prompt(tuple(range(number, 200 + number))))).is_ok
+                assert (
+                    await ask(session, router, Prompt(tuple(range(number, 200 + number))))
+                ).is_ok
             assert await at_once() == so_far + 4
             for engine in engines:
                 assert (await metrics(session, engine))["kvferry:failed_loads_total"] == 0
-            served = [(await metrics(session, engine))["kvferry:finished_loads_total"] for engine in engines]
+            served = [
+                (await metrics(session, engine))["kvferry:finished_loads_total"]
+                for engine in engines
+            ]
             assert served[:2] == [0, 0]
             assert all(served[2:])
             await assert_quiescent(session, *engines)

@@ -1,6 +1,8 @@
-"""Cables that are cut, heal or are slow, between engines on hosts of their own: as if the other side had died, then as if nothing had been.
+"""Cables that are cut, heal or are slow, between engines on hosts of their own: as if the other
+side had died, then as if nothing had been.
 
-Both failure policies at once: two D, one of each, read from one P, over plain TCP. What NIXL can promise over TCP: test_nixl_network.py.
+Both failure policies at once: two D, one of each, read from one P, over plain TCP. What NIXL can
+promise over TCP: test_nixl_network.py.
 """
 
 import asyncio
@@ -10,8 +12,28 @@ from functools import partial
 import aiohttp
 import pytest
 from tests.e2e.conftest import NETWORKED, Network
-from tests.e2e.handovers import FAILED, FINISHED, assert_ended_well, assert_recovers, count, fresh, hand_over, is_free, is_loading
-from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, assert_quiescent, new_session, prefill, until
+from tests.e2e.handovers import (
+    FAILED,
+    FINISHED,
+    assert_ended_well,
+    assert_recovers,
+    count,
+    fresh,
+    hand_over,
+    is_free,
+    is_loading,
+)
+from tests.e2e.harness import (
+    Answer,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_quiescent,
+    new_session,
+    prefill,
+    until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -39,7 +61,9 @@ def play(story: Story, network: Network, plain: Engine) -> None:
         asyncio.run(whole())
     except BaseException:
         for engine in (network.p, *network.decoders.values()):
-            print("\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)]))
+            print(
+                "\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)])
+            )
         raise
 
 
@@ -49,24 +73,36 @@ async def warm(session: aiohttp.ClientSession, network: Network) -> None:
         assert (await hand_over(session, network.p, d, fresh())).is_ok
 
 
-async def begin(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
+async def begin(
+    session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]
+) -> dict[str, asyncio.Task[Answer]]:
     """P holds everybody's blocks, and D begins."""
-    params = {policy: await prefill(session, network.p, prompt) for policy, prompt in prompts.items()}
+    params = {
+        policy: await prefill(session, network.p, prompt) for policy, prompt in prompts.items()
+    }
     return {
-        policy: asyncio.create_task(ask(session, d, prompts[policy], kv_transfer_params=params[policy]))
+        policy: asyncio.create_task(
+            ask(session, d, prompts[policy], kv_transfer_params=params[policy])
+        )
         for policy, d in network.decoders.items()
     }
 
 
-async def begin_reads(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
-    """The same, until so much has come from P that reads are under way. On a busy machine a lease may run out before: then once more."""
+async def begin_reads(
+    session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]
+) -> dict[str, asyncio.Task[Answer]]:
+    """The same, until so much has come from P that reads are under way. On a busy machine a lease
+    may run out before: then once more.
+    """
     for _ in range(ATTEMPTS):
         sent = network.hosts[0].sent_bytes()
         begun = await begin(session, network, prompts)
 
         async def has_moved(tasks: list[asyncio.Task[Answer]], sent: int) -> bool:
             has_sent = network.hosts[0].sent_bytes() > sent + SOME_BYTES
-            return any(task.done() for task in tasks) or (has_sent and await is_loading(session, network.decoders.values()))
+            return any(task.done() for task in tasks) or (
+                has_sent and await is_loading(session, network.decoders.values())
+            )
 
         await until("bytes are moving", partial(has_moved, [*begun.values()], sent))
         if not any(task.done() for task in begun.values()):
@@ -75,8 +111,12 @@ async def begin_reads(session: aiohttp.ClientSession, network: Network, prompts:
     raise AssertionError("no read was seen under way")
 
 
-async def cut_during_reads(session: aiohttp.ClientSession, network: Network, plain: Engine, *freed: Engine) -> None:
-    """P is cut off while both D read. Their requests end, and everything of `freed` is free, while it is; then the cable heals."""
+async def cut_during_reads(
+    session: aiohttp.ClientSession, network: Network, plain: Engine, *freed: Engine
+) -> None:
+    """P is cut off while both D read. Their requests end, and everything of `freed` is free, while
+    it is; then the cable heals.
+    """
     await warm(session, network)
     prompts = {policy: fresh(LONG) for policy in network.decoders}
     right = await right_answers(plain, prompts)
@@ -93,19 +133,33 @@ async def right_answers(plain: Engine, prompts: dict[str, Prompt]) -> dict[str, 
     return dict(zip(prompts, await ask_all(plain, list(prompts.values())), strict=True))
 
 
-def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(network: Network, plain: Engine) -> None:
-    """The first request finds a peer it knows silent, the second cannot shake hands; P's leases run out while nobody reaches it."""
+def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(
+    network: Network, plain: Engine
+) -> None:
+    """The first request finds a peer it knows silent, the second cannot shake hands; P's leases run
+    out while nobody reaches it.
+    """
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
         expired = await count(session, network.p, EXPIRED)
         prompts = [{policy: fresh() for policy in network.decoders} for _ in range(2)]
-        params = [{policy: await prefill(session, network.p, prompt) for policy, prompt in part.items()} for part in prompts]
+        params = [
+            {policy: await prefill(session, network.p, prompt) for policy, prompt in part.items()}
+            for part in prompts
+        ]
         with network.cut():
-            for part, tickets, reasons in zip(prompts, params, (SILENCE, ("no answer to the handshake", *SILENCE)), strict=True):
+            for part, tickets, reasons in zip(
+                prompts, params, (SILENCE, ("no answer to the handshake", *SILENCE)), strict=True
+            ):
                 right = await right_answers(plain, part)
-                asked = (ask(session, d, part[policy], kv_transfer_params=tickets[policy]) for policy, d in network.decoders.items())
-                for policy, answer in zip(network.decoders, await asyncio.gather(*asked), strict=True):
+                asked = (
+                    ask(session, d, part[policy], kv_transfer_params=tickets[policy])
+                    for policy, d in network.decoders.items()
+                )
+                for policy, answer in zip(
+                    network.decoders, await asyncio.gather(*asked), strict=True
+                ):
                     assert_ended_well(answer, right[policy], policy, *reasons)
             await assert_quiescent(session, network.p, *network.decoders.values())
             assert await count(session, network.p, EXPIRED) == expired + 4
@@ -113,7 +167,9 @@ def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(network: Net
     play(story, network, plain)
 
 
-def test_a_cable_cut_during_the_read_frees_both_sides_while_it_is_cut(network: Network, plain: Engine) -> None:
+def test_a_cable_cut_during_the_read_frees_both_sides_while_it_is_cut(
+    network: Network, plain: Engine
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         await cut_during_reads(session, network, plain, network.p, *network.decoders.values())
 
@@ -124,11 +180,18 @@ def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: 
     async def story(session: aiohttp.ClientSession) -> None:
         prompts = {policy: fresh(max_tokens=200) for policy in network.decoders}
         right = await right_answers(plain, prompts)
-        before = {policy: await count(session, d, FINISHED) for policy, d in network.decoders.items()}
+        before = {
+            policy: await count(session, d, FINISHED) for policy, d in network.decoders.items()
+        }
         decoding = await begin(session, network, prompts)
 
         async def is_read() -> bool:
-            return all([await count(session, d, FINISHED) > before[policy] for policy, d in network.decoders.items()])
+            return all(
+                [
+                    await count(session, d, FINISHED) > before[policy]
+                    for policy, d in network.decoders.items()
+                ]
+            )
 
         await until("the KV is there", is_read)
         with network.cut():
@@ -138,7 +201,9 @@ def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: 
     play(story, network, plain)
 
 
-def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(network: Network, plain: Engine) -> None:
+def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(
+    network: Network, plain: Engine
+) -> None:
     """At this rate two reads of 2.4 MB take half as long again as the lease, or more."""
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -167,12 +232,19 @@ def test_a_read_slower_than_its_deadline_ends_by_it(network: Network, plain: Eng
         right = await right_answers(plain, prompts)
         with network.throttled("1mbit"):
             for policy, task in (await begin(session, network, prompts)).items():
-                assert_ended_well(await task, right[policy], policy, f"did not end within {NETWORKED['read_timeout']} s")
+                assert_ended_well(
+                    await task,
+                    right[policy],
+                    policy,
+                    f"did not end within {NETWORKED['read_timeout']} s",
+                )
 
     play(story, network, plain)
 
 
-def test_p_killed_during_the_read_is_replaced_by_its_next_life(network: Network, plain: Engine) -> None:
+def test_p_killed_during_the_read_is_replaced_by_its_next_life(
+    network: Network, plain: Engine
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
         prompts = {policy: fresh(LONG) for policy in network.decoders}
@@ -181,12 +253,16 @@ def test_p_killed_during_the_read_is_replaced_by_its_next_life(network: Network,
             reading = await begin_reads(session, network, prompts)
             network.replace_p()
             for policy, task in reading.items():
-                assert_ended_well(await task, right[policy], policy, "reading from the producer failed", *SILENCE)
+                assert_ended_well(
+                    await task, right[policy], policy, "reading from the producer failed", *SILENCE
+                )
 
     play(story, network, plain)
 
 
-def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobody(network: Network, plain: Engine) -> None:
+def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobody(
+    network: Network, plain: Engine
+) -> None:
     """No reset can reach D: its connections look as good as before, and lead nowhere."""
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -197,8 +273,12 @@ def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobo
     play(story, network, plain)
 
 
-def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(network: Network, plain: Engine) -> None:
-    """Both D stand still in the middle of a read until P has given the blocks to other prompts; then they read on, what is there now."""
+def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(
+    network: Network, plain: Engine
+) -> None:
+    """Both D stand still in the middle of a read until P has given the blocks to other prompts;
+    then they read on, what is there now.
+    """
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
@@ -218,7 +298,15 @@ def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(netwo
                 for d in network.decoders.values():
                     d.resume()
         for policy, task in reading.items():
-            assert_ended_well(await task, right[policy], policy, "lease", "heartbeats", "was lost", "read did not end")
+            assert_ended_well(
+                await task,
+                right[policy],
+                policy,
+                "lease",
+                "heartbeats",
+                "was lost",
+                "read did not end",
+            )
             # Neither is D's prefix cache poisoned.
             assert await ask(session, network.decoders[policy], prompts[policy]) == right[policy]
 
@@ -237,7 +325,9 @@ def test_d_cut_off_costs_p_nothing_but_one_lease(network: Network, plain: Engine
             assert_ended_well(answer, Answer(200), "fail", *SILENCE)
             other = fresh()
             failed = await count(session, network.decoders["recompute"], FAILED)
-            assert await hand_over(session, network.p, network.decoders["recompute"], other) == await ask(session, plain, other)
+            assert await hand_over(
+                session, network.p, network.decoders["recompute"], other
+            ) == await ask(session, plain, other)
             assert await count(session, network.decoders["recompute"], FAILED) == failed
             await assert_quiescent(session, network.p)
 

@@ -1,6 +1,8 @@
-"""NIXL over TCP between hosts, for those who name it: never a wrong token, whatever happens to the cable.
+"""NIXL over TCP between hosts, for those who name it: never a wrong token, whatever happens to the
+cable.
 
-More cannot be promised: UCX may end the P that is read when a reader's connection breaks (docs/faults.md). It is then started again.
+More cannot be promised: UCX may end the P that is read when a reader's connection breaks
+(docs/faults.md). It is then started again.
 """
 
 import asyncio
@@ -43,8 +45,12 @@ def test_a_slow_cable_only_takes_its_time(network: Network, plain: Engine) -> No
     asyncio.run(story())
 
 
-def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(network: Network, plain: Engine) -> None:
-    """Blocks of the broken read are given to other prompts at once; what P still sends must not reach them."""
+def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(
+    network: Network, plain: Engine
+) -> None:
+    """Blocks of the broken read are given to other prompts at once; what P still sends must not
+    reach them.
+    """
 
     async def story() -> None:
         async with new_session() as session:
@@ -58,8 +64,12 @@ def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(network
     asyncio.run(story())
 
 
-async def assert_right_tokens(session: aiohttp.ClientSession, network: Network, plain: Engine) -> None:
-    """While P, back again, may be sending: prompts that D computes itself, in the blocks that were free."""
+async def assert_right_tokens(
+    session: aiohttp.ClientSession, network: Network, plain: Engine
+) -> None:
+    """While P, back again, may be sending: prompts that D computes itself, in the blocks that were
+    free.
+    """
     prompts = [fresh(LONG, max_tokens=40) for _ in range(3)]
     for prompt in prompts:
         right = await ask(session, plain, prompt)

@@ -1,4 +1,6 @@
-"""Push: both legs start together, and the tokens are a single engine's, whatever carried the KV; and a control that must differ."""
+"""Push: both legs start together, and the tokens are a single engine's, whatever carried the KV;
+and a control that must differ.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +10,18 @@ from typing import Any
 
 import pytest
 from tests.e2e.conftest import PATIENT, random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, Starting, ask, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    Starting,
+    ask,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -25,9 +38,17 @@ class Pushing:
     router: Engine
 
     async def moved(self, session: Any) -> tuple[float, float, float]:
-        """Bytes by the transport, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
-        seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.transport == "tcp" else self.d)
-        ended = seen.get("kvferry:finished_loads_total", 0), seen.get("kvferry:failed_loads_total", 0)
+        """Bytes by the transport, transfers that ended well, and those that did not. Over tcp P
+        writes, elsewhere D reads.
+        """
+        seen, mover = (
+            await metrics(session, self.d),
+            await metrics(session, self.p if self.transport == "tcp" else self.d),
+        )
+        ended = (
+            seen.get("kvferry:finished_loads_total", 0),
+            seen.get("kvferry:failed_loads_total", 0),
+        )
         return mover.get(f"kvferry:transfer_bytes_total/{self.transport}", 0), *ended
 
     async def at_once(self, session: Any) -> float:
@@ -42,7 +63,9 @@ class Pushing:
 
 @dataclass(frozen=True)
 class Four:
-    """Two prefill engines and two decode engines, one of each tensor-parallel size, and a router for each pair that was asked for."""
+    """Two prefill engines and two decode engines, one of each tensor-parallel size, and a router
+    for each pair that was asked for.
+    """
 
     cluster: Cluster
     transport: str
@@ -53,14 +76,25 @@ class Four:
     def pair(self, sizes: tuple[int, int]) -> Pushing:
         if sizes not in self._pairs:
             p, d = self.prefill[sizes[0]], self.decode[sizes[1]]
-            self._pairs[sizes] = Pushing(self.transport, sizes, p, d, self.cluster.proxy([p], [d]).ready())
+            self._pairs[sizes] = Pushing(
+                self.transport, sizes, p, d, self.cluster.proxy([p], [d]).ready()
+            )
         return self._pairs[sizes]
 
 
-def start(cluster: Cluster, name: str, size: int, transport: str, environment: dict[str, str] | None = None, **settings: str) -> Starting:
+def start(
+    cluster: Cluster,
+    name: str,
+    size: int,
+    transport: str,
+    environment: dict[str, str] | None = None,
+    **settings: str,
+) -> Starting:
     extra = {"transports": [transport], **PATIENT, **settings}
     flags = ("--tensor-parallel-size", str(size))
-    return cluster.serve(name, *flags, extra=extra, environment=environment, connector="NixlPushConnector")
+    return cluster.serve(
+        name, *flags, extra=extra, environment=environment, connector="NixlPushConnector"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +103,20 @@ def expected(plain: Engine) -> list[Answer]:
 
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
-def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Four]:
+def four(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[Four]:
     transport: str = request.param
     with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
-        starting = {(name, size): start(cluster, f"{name} {size}", size, transport) for name in ("prefill", "decode") for size in (1, 2)}
+        starting = {
+            (name, size): start(cluster, f"{name} {size}", size, transport)
+            for name in ("prefill", "decode")
+            for size in (1, 2)
+        }
         engines = {key: process.ready() for key, process in starting.items()}
-        prefill, decode = ({size: engines[name, size] for size in (1, 2)} for name in ("prefill", "decode"))
+        prefill, decode = (
+            {size: engines[name, size] for size in (1, 2)} for name in ("prefill", "decode")
+        )
         yield Four(cluster, transport, prefill, decode)
 
 
@@ -92,7 +134,9 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
             answers = await ask_all(pushing.router, GREEDY, cache_salt=pushing.salt)
             assert [answer.status for answer in answers] == [200] * len(GREEDY)
             assert answers == expected
-            moved, finished, failed = (now - then for now, then in zip(await pushing.moved(session), before, strict=True))
+            moved, finished, failed = (
+                now - then for now, then in zip(await pushing.moved(session), before, strict=True)
+            )
             assert (moved > 0, finished >= 100, failed) == (True, True, 0)
             assert await pushing.at_once(session) >= 150
             await assert_quiescent(session, pushing.p, pushing.d)
@@ -115,9 +159,20 @@ def test_several_choices_share_one_prefill(pushing: Pushing, plain: Engine) -> N
 
 def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    d = start(four.cluster, "corrupted decode", 1, four.transport, {"KVFERRY_FAULTS": "corrupt:every=1"}).ready()
-    made = Pushing(four.transport, (1, 1), four.prefill[1], d, four.cluster.proxy([four.prefill[1]], [d]).ready())
-    prompts = [Prompt(prompt.token_ids + tuple(range(100, 120))) for prompt in random_prompts(8, seed=3, longest=200)[2:]]
+    d = start(
+        four.cluster, "corrupted decode", 1, four.transport, {"KVFERRY_FAULTS": "corrupt:every=1"}
+    ).ready()
+    made = Pushing(
+        four.transport,
+        (1, 1),
+        four.prefill[1],
+        d,
+        four.cluster.proxy([four.prefill[1]], [d]).ready(),
+    )
+    prompts = [
+        Prompt(prompt.token_ids + tuple(range(100, 120)))
+        for prompt in random_prompts(8, seed=3, longest=200)[2:]
+    ]
 
     async def check() -> None:
         await ask_all(made.router, [Prompt((1, 2, 3))])
@@ -136,14 +191,22 @@ def test_p_writes_over_transports_without_a_fence_where_that_is_asked_for(
     transport: str, expected: list[Answer], model: Path, tmp_path: Path
 ) -> None:
     with Cluster(tmp_path, model) as cluster:
-        starting = [start(cluster, name, 1, transport, push_write="always") for name in ("prefill", "decode")]
+        starting = [
+            start(cluster, name, 1, transport, push_write="always")
+            for name in ("prefill", "decode")
+        ]
         p, d = (process.ready() for process in starting)
         made = Pushing(transport, (1, 1), p, d, cluster.proxy([p], [d]).ready())
 
         async def check() -> None:
             assert await ask_all(made.router, GREEDY[:60]) == expected[:60]
             async with new_session() as session:
-                by_p, by_d = [(await metrics(session, side)).get(f"kvferry:transfer_bytes_total/{transport}", 0) for side in (p, d)]
+                by_p, by_d = [
+                    (await metrics(session, side)).get(
+                        f"kvferry:transfer_bytes_total/{transport}", 0
+                    )
+                    for side in (p, d)
+                ]
                 assert by_p > by_d, "only what was offered before there were blocks for it is read"
                 await assert_quiescent(session, p, d)
 

@@ -1,7 +1,9 @@
-"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block comes back, no other's tokens are wrong.
+"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block
+comes back, no other's tokens are wrong.
 
-Right after whatever happens in the middle of a transfer, canaries take every block of both D, and hold them while P, where it still lives,
-comes back. Both failure policies at once: two D, one of each, share one prefill.
+Right after whatever happens in the middle of a transfer, canaries take every block of both D, and
+hold them while P, where it still lives, comes back. Both failure policies at once: two D, one of
+each, share one prefill.
 """
 
 import asyncio
@@ -14,7 +16,17 @@ import pytest
 from tests.e2e.canaries import SMALL, Canaries, disturb
 from tests.e2e.conftest import PATIENT, random_prompts
 from tests.e2e.handovers import FINISHED, count, fresh, is_free
-from tests.e2e.harness import Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, until
+from tests.e2e.harness import (
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+    until,
+)
 from tests.e2e.push_legs import EXPIRED, Legs, Shape, assert_all_ended_well, count_now
 from tests.e2e.push_stage import EXTRA, LONG, Stage
 
@@ -31,14 +43,18 @@ def canaries(plain: Engine) -> Canaries:
 
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stage]:
+def stage(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[Stage]:
     open_stage = Stage.between_hosts if request.param == "tcp" else Stage.opened
     with open_stage(request.param, tmp_path_factory.mktemp("stage"), model) as made:
         yield made
 
 
 def play(story: Story, stage: Stage, plain: Engine) -> None:
-    """A story, then: every block is free, P and both D work together, with nothing restarted, and again every block is free."""
+    """A story, then: every block is free, P and both D work together, with nothing restarted, and
+    again every block is free.
+    """
 
     async def whole() -> None:
         async with new_session() as session:
@@ -52,16 +68,23 @@ def play(story: Story, stage: Stage, plain: Engine) -> None:
         asyncio.run(whole())
     except BaseException:
         for engine in stage.legs.engines:
-            print("\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)]))
+            print(
+                "\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)])
+            )
         raise
 
 
 @pytest.mark.parametrize("is_p_first", [True, False])
-def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(stage: Stage, plain: Engine, is_p_first: bool) -> None:
+def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(
+    stage: Stage, plain: Engine, is_p_first: bool
+) -> None:
     async def hand_over(session: aiohttp.ClientSession, d: Engine) -> None:
         legs, prompt, ticket = stage.legs, fresh(300), stage.legs.ticket()
         before = await count(session, d, FINISHED)
-        orders = [legs.prefill_leg(session, prompt, ticket), legs.decode_leg(session, d, prompt, ticket)]
+        orders = [
+            legs.prefill_leg(session, prompt, ticket),
+            legs.decode_leg(session, d, prompt, ticket),
+        ]
         first, second = orders if is_p_first else reversed(orders)
         early = asyncio.create_task(first)
         await asyncio.sleep(2)
@@ -78,12 +101,18 @@ def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(stage: Stage, plai
     play(story, stage, plain)
 
 
-def test_a_p_that_never_comes_ends_d_by_its_deadline(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_a_p_that_never_comes_ends_d_by_its_deadline(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         prompt = fresh(LONG)
         decoding = stage.legs.decode_legs(session, prompt, stage.legs.ticket())
         timeout_s = EXTRA["push_registration_timeout"]
-        await assert_all_ended_well(decoding, await ask(session, plain, prompt), f"nothing to hand over within {timeout_s} s")
+        await assert_all_ended_well(
+            decoding,
+            await ask(session, plain, prompt),
+            f"nothing to hand over within {timeout_s} s",
+        )
         await canaries.check(session, *stage.legs.decoders.values())
 
     play(story, stage, plain)
@@ -97,28 +126,40 @@ def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain:
         assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
         await until("P's lease has run out", lambda: is_free(session, legs.p))
         assert await count_now(session, legs.p, EXPIRED) == expired + 1
-        await assert_all_ended_well(legs.decode_legs(session, prompt, ticket), await ask(session, plain, prompt), "lease ran out before")
+        await assert_all_ended_well(
+            legs.decode_legs(session, prompt, ticket),
+            await ask(session, plain, prompt),
+            "lease ran out before",
+        )
 
     play(story, stage, plain)
 
 
-def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         prompt = fresh(LONG)
         decoding = stage.legs.decode_legs(session, prompt, stage.legs.ticket())
         await stage.legs.until_registered(session, len(decoding))
         stage.kill_p()
-        await assert_all_ended_well(decoding, await ask(session, plain, prompt), "handshake", *SILENCE)
+        await assert_all_ended_well(
+            decoding, await ask(session, plain, prompt), "handshake", *SILENCE
+        )
         await canaries.check(session, *stage.legs.decoders.values())
         await stage.legs.replace_p()
 
     play(story, stage, plain)
 
 
-def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(stage: Stage, plain: Engine) -> None:
+def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(
+    stage: Stage, plain: Engine
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         legs, prompt, ticket = stage.legs, fresh(), stage.legs.ticket()
-        waiting = asyncio.create_task(legs.decode_leg(session, legs.decoders["fail"], prompt, ticket))
+        waiting = asyncio.create_task(
+            legs.decode_leg(session, legs.decoders["fail"], prompt, ticket)
+        )
         await legs.until_registered(session, 1)
         legs.decoders["fail"].kill()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -130,7 +171,9 @@ def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(stage: Stage, 
     play(story, stage, plain)
 
 
-def test_clients_that_leave_before_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_clients_that_leave_before_the_transfer_leave_nothing_behind(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         await stage.settle(session)
         expired = await count_now(session, stage.legs.p, EXPIRED)
@@ -142,12 +185,16 @@ def test_clients_that_leave_before_the_transfer_leave_nothing_behind(stage: Stag
         async with canaries.fill(session, *stage.legs.decoders.values()):
             assert (await stage.legs.prefill_leg(session, prompt, ticket)).is_ok
         await stage.settle(session)
-        assert await count_now(session, stage.legs.p, EXPIRED) == expired, "P was told, and did not wait for its lease"
+        assert await count_now(session, stage.legs.p, EXPIRED) == expired, (
+            "P was told, and did not wait for its lease"
+        )
 
     play(story, stage, plain)
 
 
-def test_clients_that_leave_during_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_clients_that_leave_during_the_transfer_leave_nothing_behind(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     """P stands still: D has its blocks back without P's help."""
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -161,17 +208,26 @@ def test_clients_that_leave_during_the_transfer_leave_nothing_behind(stage: Stag
     play(story, stage, plain)
 
 
-def test_clients_that_leave_after_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_clients_that_leave_after_the_transfer_leave_nothing_behind(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         await stage.settle(session)
         expired = await count_now(session, stage.legs.p, EXPIRED)
-        before = {policy: await count(session, d, FINISHED) for policy, d in stage.legs.decoders.items()}
+        before = {
+            policy: await count(session, d, FINISHED) for policy, d in stage.legs.decoders.items()
+        }
         prompt, ticket = fresh(200, max_tokens=400), stage.legs.ticket()
         decoding = stage.legs.decode_legs(session, prompt, ticket)
         assert (await stage.legs.prefill_leg(session, prompt, ticket)).is_ok
 
         async def is_over() -> bool:
-            return all([await count(session, d, FINISHED) > before[policy] for policy, d in stage.legs.decoders.items()])
+            return all(
+                [
+                    await count(session, d, FINISHED) > before[policy]
+                    for policy, d in stage.legs.decoders.items()
+                ]
+            )
 
         await until("the KV is there", is_over)
         for task in decoding.values():
@@ -189,18 +245,26 @@ def test_a_p_that_stops_for_a_moment_costs_nothing(stage: Stage, plain: Engine) 
         async with stage.partial_push(session) as begun:
             stage.continue_p()
             answers = [await task for task in begun.decoding.values()]
-            assert answers == [await ask(session, plain, begun.prompt)] * len(answers), [answer.body for answer in answers]
+            assert answers == [await ask(session, plain, begun.prompt)] * len(answers), [
+                answer.body for answer in answers
+            ]
 
     play(story, stage, plain)
 
 
-def test_a_p_that_stops_for_long_writes_into_nobodys_blocks_when_it_goes_on(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_a_p_that_stops_for_long_writes_into_nobodys_blocks_when_it_goes_on(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     play(lambda session: stop_for_long(session, stage, plain, canaries), stage, plain)
 
 
-async def stop_for_long(session: aiohttp.ClientSession, stage: Stage, plain: Engine, canaries: Canaries) -> None:
+async def stop_for_long(
+    session: aiohttp.ClientSession, stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async with stage.partial_push(session) as begun:
-        await assert_all_ended_well(begun.decoding, await ask(session, plain, begun.prompt), *SILENCE)
+        await assert_all_ended_well(
+            begun.decoding, await ask(session, plain, begun.prompt), *SILENCE
+        )
         async with canaries.fill(session, *stage.legs.decoders.values()):
             stage.continue_p()
             await asyncio.gather(begun.prefilling, return_exceptions=True)
@@ -219,19 +283,25 @@ def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_bloc
         play(story, stage, plain)
 
 
-def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_a_p_that_is_killed_is_replaced_by_its_next_life(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         async with stage.partial_push(session) as begun:
             right = await ask(session, plain, begun.prompt)
             stage.kill_p()
-            await assert_all_ended_well(begun.decoding, right, "reading from the producer failed", "handshake", *SILENCE)
+            await assert_all_ended_well(
+                begun.decoding, right, "reading from the producer failed", "handshake", *SILENCE
+            )
             await canaries.check(session, *stage.legs.decoders.values())
         await stage.legs.replace_p()
 
     play(story, stage, plain)
 
 
-def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         async with stage.partial_push(session) as begun:
             stage.legs.decoders["fail"].kill()
@@ -244,8 +314,12 @@ def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(stage: Stage
     play(story, stage, plain)
 
 
-def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage, plain: Engine, canaries: Canaries) -> None:
-    """Both D stand still until P has computed the rest, waited for them, and given the blocks to others. Then they go on."""
+def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
+    stage: Stage, plain: Engine, canaries: Canaries
+) -> None:
+    """Both D stand still until P has computed the rest, waited for them, and given the blocks to
+    others. Then they go on.
+    """
 
     async def story(session: aiohttp.ClientSession) -> None:
         async with stage.partial_push(session) as begun:
@@ -263,17 +337,27 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage,
             finally:
                 for d in decoders.values():
                     d.resume()
-            await assert_all_ended_well(begun.decoding, right, "lease", "forgotten", "read did not end", *SILENCE)
+            await assert_all_ended_well(
+                begun.decoding, right, "lease", "forgotten", "read did not end", *SILENCE
+            )
             for d in decoders.values():
-                assert await ask(session, d, begun.prompt) == right, "D's prefix cache is not poisoned either"
+                assert await ask(session, d, begun.prompt) == right, (
+                    "D's prefix cache is not poisoned either"
+                )
             await canaries.check(session, *decoders.values())
 
     play(story, stage, plain)
 
 
-def test_blocks_that_are_written_from_outside_kill_a_canary(cluster: Cluster, canaries: Canaries) -> None:
-    """The negative control of everything above. Three blocks of 48: one may happen to be between two owners."""
-    d = cluster.serve("decode", *SMALL, extra={"transports": ["shm"], "enable_cross_layers_blocks": True}).ready()
+def test_blocks_that_are_written_from_outside_kill_a_canary(
+    cluster: Cluster, canaries: Canaries
+) -> None:
+    """The negative control of everything above. Three blocks of 48: one may happen to be between
+    two owners.
+    """
+    d = cluster.serve(
+        "decode", *SMALL, extra={"transports": ["shm"], "enable_cross_layers_blocks": True}
+    ).ready()
 
     async def disturbed(session: aiohttp.ClientSession) -> None:
         async with canaries.fill(session, d):
@@ -288,8 +372,12 @@ def test_blocks_that_are_written_from_outside_kill_a_canary(cluster: Cluster, ca
     asyncio.run(check())
 
 
-def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster: Cluster, plain: Engine) -> None:
-    """With leases of ten minutes: what is free was released. Between them others go on, in the blocks that were given back."""
+def test_clients_that_leave_before_during_and_after_leave_nothing_behind(
+    cluster: Cluster, plain: Engine
+) -> None:
+    """With leases of ten minutes: what is free was released. Between them others go on, in the
+    blocks that were given back.
+    """
     small = ("--num-gpu-blocks-override", "80", "--max-num-batched-tokens", "64")
     legs = Legs.start(cluster, Shape({**PATIENT, "transports": ["shm"]}, small, small))
     rng = random.Random(11)
@@ -311,7 +399,10 @@ def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster
         async with new_session() as session:
             for first in range(0, len(prompts), 4):
                 leaving = asyncio.gather(*(leave(session) for _ in range(3)))
-                staying = (legs.hand_over(session, legs.decoders["fail"], prompt) for prompt in prompts[first : first + 4])
+                staying = (
+                    legs.hand_over(session, legs.decoders["fail"], prompt)
+                    for prompt in prompts[first : first + 4]
+                )
                 assert await asyncio.gather(*staying) == right[first : first + 4]
                 await leaving
             assert await count(session, legs.p, "kvferry:kv_expired_reqs_total") == 0
@@ -326,11 +417,19 @@ async def _has_used(session: aiohttp.ClientSession, engine: Engine, blocks: int)
     return (await metrics(session, engine))["kvferry:num_used_blocks"] == blocks
 
 
-def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(cluster: Cluster, plain: Engine) -> None:
-    """P generates for others too, who came first and take the blocks they need from prefills that D is reading."""
+def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(
+    cluster: Cluster, plain: Engine
+) -> None:
+    """P generates for others too, who came first and take the blocks they need from prefills that D
+    is reading.
+    """
     small = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "64")
-    p = cluster.serve("prefill", *small, extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector")
-    d = cluster.serve("decode", extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector")
+    p = cluster.serve(
+        "prefill", *small, extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector"
+    )
+    d = cluster.serve(
+        "decode", extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector"
+    )
     engines = [p.ready(), d.ready()]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     older = [fresh(60, max_tokens=240) for _ in range(2)]
@@ -344,7 +443,9 @@ def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(c
             answers += await asyncio.gather(*generating)
             assert answers == await ask_all(plain, [*prompts, *older])
             assert (await metrics(session, engines[0]))["vllm:num_preemptions_total"] > 0
-            assert (await metrics(session, engines[1]))["kvferry:transfers_total/shm"] > 2 * len(prompts), "most came in several reads"
+            assert (await metrics(session, engines[1]))["kvferry:transfers_total/shm"] > 2 * len(
+                prompts
+            ), "most came in several reads"
             await assert_quiescent(session, *engines)
 
     asyncio.run(check())

@@ -1,7 +1,8 @@
-"""Push from a prefill side that stages its KV in host memory: chunk after chunk is copied and moved while the next is computed, and the
-tokens are a single engine's; and a control that must differ.
+"""Push from a prefill side that stages its KV in host memory: chunk after chunk is copied and moved
+while the next is computed, and the tokens are a single engine's; and a control that must differ.
 
-The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages and waits as with a cache on a device.
+The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages
+and waits as with a cache on a device.
 """
 
 import asyncio
@@ -41,7 +42,14 @@ class Trio:
     router: Engine
 
 
-def start(cluster: Cluster, transport: str, of_d: dict[str, bool], *, is_streamed: bool = True, faults: str = "") -> Trio:
+def start(
+    cluster: Cluster,
+    transport: str,
+    of_d: dict[str, bool],
+    *,
+    is_streamed: bool = True,
+    faults: str = "",
+) -> Trio:
     common = {"transports": [transport], "push_streaming": is_streamed, **PATIENT}
     starting = [
         cluster.serve(
@@ -64,26 +72,36 @@ def expected(plain: Engine) -> list[Answer]:
     return asyncio.run(ask_all(plain, GREEDY))
 
 
-@pytest.fixture(scope="module", params=[("shm", {}), ("nixl", STAGED)], ids=["shm", "nixl, both staged"])
-def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
+@pytest.fixture(
+    scope="module", params=[("shm", {}), ("nixl", STAGED)], ids=["shm", "nixl, both staged"]
+)
+def trio(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[Trio]:
     transport, of_d = request.param
     with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
         yield start(cluster, transport, of_d)
 
 
 async def tokens_left(session: aiohttp.ClientSession, trio: Trio, plain: Engine) -> list[float]:
-    """Of each of a few prompts, so many tokens were still to be moved when the last chunk was computed."""
+    """Of each of a few prompts, so many tokens were still to be moved when the last chunk was
+    computed.
+    """
     rng, left = random.Random(9), []
     await ask(session, trio.router, Prompt((1, 2, 3)))
     for _ in range(5):
-        prompt = Prompt(tuple(rng.randrange(10, 500) for _ in range(CHUNK * NUM_CHUNKS)), max_tokens=4)
+        prompt = Prompt(
+            tuple(rng.randrange(10, 500) for _ in range(CHUNK * NUM_CHUNKS)), max_tokens=4
+        )
         before = (await metrics(session, trio.d)).get("kvferry:pushed_tokens_left_total", 0)
         assert await ask(session, trio.router, prompt) == await ask(session, plain, prompt)
         left.append((await metrics(session, trio.d))["kvferry:pushed_tokens_left_total"] - before)
     return left
 
 
-def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(trio: Trio, expected: list[Answer]) -> None:
+def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(
+    trio: Trio, expected: list[Answer]
+) -> None:
     async def check() -> None:
         answers = await ask_all(trio.router, GREEDY)
         assert [answer.status for answer in answers] == [200] * len(GREEDY)
@@ -98,7 +116,9 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
     asyncio.run(check())
 
 
-def test_when_the_last_chunk_is_computed_only_its_own_tokens_are_left_to_move(trio: Trio, plain: Engine) -> None:
+def test_when_the_last_chunk_is_computed_only_its_own_tokens_are_left_to_move(
+    trio: Trio, plain: Engine
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             assert median(await tokens_left(session, trio, plain)) == CHUNK
@@ -124,7 +144,9 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> No
     asyncio.run(assert_leaving_costs_nothing(trio.router, trio.p, trio.d, num_tokens=900, count=16))
 
 
-def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_changes_the_tokens(cluster: Cluster, plain: Engine) -> None:
+def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_changes_the_tokens(
+    cluster: Cluster, plain: Engine
+) -> None:
     """The negative controls of all of the above."""
     made = start(cluster, "shm", STAGED, is_streamed=False, faults="corrupt:every=1")
     rng = random.Random(11)
@@ -135,7 +157,9 @@ def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_chan
         async with new_session() as session:
             await ask(session, made.router, Prompt((1, 2, 3)))
             assert (await ask(session, made.router, long)).is_ok
-            assert (await metrics(session, made.d))["kvferry:pushed_tokens_left_total"] == CHUNK * NUM_CHUNKS
+            assert (await metrics(session, made.d))[
+                "kvferry:pushed_tokens_left_total"
+            ] == CHUNK * NUM_CHUNKS
         moved = await ask_all(made.router, short)
         assert [answer.status for answer in moved] == [200] * len(short)
         assert moved != await ask_all(plain, short)

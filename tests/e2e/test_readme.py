@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session, until
+from tests.e2e.harness import (
+    START_S,
+    Engine,
+    Prompt,
+    ask,
+    assert_quiescent,
+    metrics,
+    new_session,
+    until,
+)
 
 from kvferry.bench.vllm.servers import free_ports
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
@@ -30,8 +39,15 @@ def by_hand() -> list[list[str]]:
 
 def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) -> None:
     commands = by_hand()
-    assert [next(word for word in words if "=" not in word) for words in commands] == ["kvferry"] * 4
-    numbers = {number for words in commands for word in words for number in re.findall(r"\b[58]\d{3}\b", word)}
+    assert [next(word for word in words if "=" not in word) for words in commands] == [
+        "kvferry"
+    ] * 4
+    numbers = {
+        number
+        for words in commands
+        for word in words
+        for number in re.findall(r"\b[58]\d{3}\b", word)
+    }
     numbers.add("5600")
     ports = dict(zip(numbers, map(str, free_ports(len(numbers))), strict=True))
     environment = {
@@ -45,7 +61,10 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
     with ProcessGroup(tmp_path / "group", grace_s=3.0) as group:
         try:
             for words in commands:
-                words = [re.sub(r"\b[58]\d{3}\b", lambda found: ports[found.group()], word) for word in words]
+                words = [
+                    re.sub(r"\b[58]\d{3}\b", lambda found: ports[found.group()], word)
+                    for word in words
+                ]
                 own = dict(word.split("=", 1) for word in words[: words.index("kvferry")])
                 command = words[words.index("kvferry") :]
                 if "make-model" in command:
@@ -56,7 +75,15 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
                 children.append(child)
                 child.start(group.id)
             addresses = [wait_for(child) for child in children]
-            asyncio.run(check([Engine(child, address) for child, address in zip(children, addresses, strict=True)], tmp_path / "tiny"))
+            asyncio.run(
+                check(
+                    [
+                        Engine(child, address)
+                        for child, address in zip(children, addresses, strict=True)
+                    ],
+                    tmp_path / "tiny",
+                )
+            )
         finally:
             for child in children:
                 child.close(grace_s=5.0)

@@ -1,4 +1,6 @@
-"""Turns of conversations: P fetches from D what it lacks, computes the rest, and answers are a single engine's, whatever goes wrong."""
+"""Turns of conversations: P fetches from D what it lacks, computes the rest, and answers are a
+single engine's, whatever goes wrong.
+"""
 
 import asyncio
 import json
@@ -51,7 +53,9 @@ class Stage:
 def stage(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stage]:
     with Cluster(tmp_path_factory.mktemp("reuse"), model) as cluster:
         flags = {"uncached prefill": (UNCACHED,), "prefill": (), "decode": (), "other decode": ()}
-        starting = [cluster.serve(name, *each, extra={**PATIENT, **REUSE}) for name, each in flags.items()]
+        starting = [
+            cluster.serve(name, *each, extra={**PATIENT, **REUSE}) for name, each in flags.items()
+        ]
         yield Stage(cluster, *(process.ready() for process in starting))
 
 
@@ -59,18 +63,21 @@ async def count(session: aiohttp.ClientSession, engine: Engine, name: str) -> in
     return int((await metrics(session, engine)).get(name, 0))
 
 
-# -- what moves ------------------------------------------------------------------------------------------------------
+# -- what moves --
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-def test_of_six_turns_p_computes_only_what_is_new(stage: Stage, plain: Engine, model: Path, is_streamed: bool) -> None:
+def test_of_six_turns_p_computes_only_what_is_new(
+    stage: Stage, plain: Engine, model: Path, is_streamed: bool
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             talk = Talk(plain)
             before = await talk.turn(session, stage.uncached, stage.d, is_streamed=is_streamed)
             assert (before.num_pulled, before.num_computed) == (0, len(before.prompt))
             for number in range(5):
-                # A D that has not seen the conversation gets all of it from P, what P fetched included.
+                # A D that has not seen the conversation gets all of it from P, what P fetched
+                # included.
                 d = stage.other if not is_streamed and number % 2 == 0 else stage.d
                 told = await talk.turn(session, stage.uncached, d, is_streamed=is_streamed)
                 assert told.num_pulled == before.num_kept
@@ -90,14 +97,18 @@ def test_what_p_remembers_itself_is_not_fetched(stage: Stage, plain: Engine, mod
             second = await talk.turn(session, stage.p, stage.d)
             has = len(first.prompt) // BLOCK * BLOCK
             assert second.num_pulled == first.num_kept - has
-            assert second.num_bytes == (blocks(first.num_kept) - has // BLOCK) * BLOCK * token_bytes(model)
+            assert second.num_bytes == (
+                blocks(first.num_kept) - has // BLOCK
+            ) * BLOCK * token_bytes(model)
             assert second.num_computed == len(second.prompt) - first.num_kept
 
     asyncio.run(check())
 
 
 def shortened(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a segment from the middle of its answer is missing."""
+    """A client that strips what the model thought: a segment from the middle of its answer is
+    missing.
+    """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
 
@@ -120,24 +131,39 @@ def cut_short(told: Told) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("change", [shortened, edited, led, retokenised, cut_short])
-def test_only_what_both_texts_have_in_common_is_fetched(stage: Stage, plain: Engine, change: Any) -> None:
+def test_only_what_both_texts_have_in_common_is_fetched(
+    stage: Stage, plain: Engine, change: Any
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             first = await Talk(plain).turn(session, stage.uncached, stage.d)
             prompt = change(first)
             said = first.prompt + first.answer
-            common = next((i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b), min(len(said), len(prompt)))
+            common = next(
+                (i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b),
+                min(len(said), len(prompt)),
+            )
             # A D that knows nothing of it: what it answers from came through P.
             told = await take_turn(session, stage.uncached, stage.other, prompt, first.kept)
             assert told.num_pulled == min(common, first.num_kept) // BLOCK * BLOCK
-            assert told.answer == (await ask(session, plain, Prompt(tuple(prompt), max_tokens=24))).token_ids[0]
+            assert (
+                told.answer
+                == (await ask(session, plain, Prompt(tuple(prompt), max_tokens=24))).token_ids[0]
+            )
 
     asyncio.run(check())
 
 
-def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(stage: Stage, plain: Engine) -> None:
+def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(
+    stage: Stage, plain: Engine
+) -> None:
     """The negative control of all these comparisons."""
-    p = stage.cluster.serve("corrupted", UNCACHED, extra={**PATIENT, **REUSE}, environment={"KVFERRY_FAULTS": "corrupt:every=1"}).ready()
+    p = stage.cluster.serve(
+        "corrupted",
+        UNCACHED,
+        extra={**PATIENT, **REUSE},
+        environment={"KVFERRY_FAULTS": "corrupt:every=1"},
+    ).ready()
 
     async def check() -> None:
         async with new_session() as session:
@@ -145,22 +171,32 @@ def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(stage: Stage
             prompt = first.prompt + first.answer + says()
             told = await take_turn(session, p, stage.other, prompt, first.kept)
             assert told.num_pulled == first.num_kept
-            assert told.answer != (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
+            assert (
+                told.answer
+                != (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
+            )
 
     asyncio.run(check())
     stage.cluster.dismiss(p.process)
 
 
 @pytest.mark.parametrize("sides", ["both staged", "tp 2 to 1", "tp 1 to 2", "pushed"])
-def test_engines_of_every_shape_go_on_from_each_other(cluster: Cluster, plain: Engine, sides: str) -> None:
+def test_engines_of_every_shape_go_on_from_each_other(
+    cluster: Cluster, plain: Engine, sides: str
+) -> None:
     extra, connector = (
         {**PATIENT, **REUSE, "force_host_buffer": sides == "both staged"},
         "NixlPushConnector" if sides == "pushed" else "NixlConnector",
     )
     sizes = {"tp 2 to 1": (1, 2), "tp 1 to 2": (2, 1)}.get(sides, (1, 1))
-    names = {"prefill": (UNCACHED,), "decode": ("--block-size", "32") if sides == "tp 2 to 1" else ()}
+    names = {
+        "prefill": (UNCACHED,),
+        "decode": ("--block-size", "32") if sides == "tp 2 to 1" else (),
+    }
     starting = [
-        cluster.serve(name, *flags, "--tensor-parallel-size", str(size), extra=extra, connector=connector)
+        cluster.serve(
+            name, *flags, "--tensor-parallel-size", str(size), extra=extra, connector=connector
+        )
         for (name, flags), size in zip(names.items(), sizes, strict=True)
     ]
     p, d = (process.ready() for process in starting)
@@ -181,7 +217,9 @@ def test_engines_of_every_shape_go_on_from_each_other(cluster: Cluster, plain: E
 
 
 def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, plain: Engine) -> None:
-    """P fetches from D while D waits for P, and hands over what it fetched with what it computed."""
+    """P fetches from D while D waits for P, and hands over what it fetched with what it
+    computed.
+    """
     legs = Legs.start(cluster, Shape({**PATIENT, **REUSE}, p_flags=(UNCACHED,)))
     decoders = [legs.decoders["fail"], legs.decoders["recompute"]]
 
@@ -189,8 +227,17 @@ def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, pla
         async with new_session() as session:
             prompt, kept, num_kept = says(100), dict[str, Any](), 0
             for number in range(4):
-                asked, ticket, before = Prompt(prompt, max_tokens=24), legs.ticket(), await count(session, legs.p, PULLED)
-                p_leg = {**kept, "do_remote_decode": True, "do_remote_prefill": False, "push_ticket": ticket}
+                asked, ticket, before = (
+                    Prompt(prompt, max_tokens=24),
+                    legs.ticket(),
+                    await count(session, legs.p, PULLED),
+                )
+                p_leg = {
+                    **kept,
+                    "do_remote_decode": True,
+                    "do_remote_prefill": False,
+                    "push_ticket": ticket,
+                }
                 d_leg = {"do_remote_prefill": True, "push_ticket": ticket, "conversation": "w"}
                 first, answer = await asyncio.gather(
                     ask(session, legs.p, asked, max_tokens=1, kv_transfer_params=p_leg),
@@ -205,7 +252,7 @@ def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, pla
     asyncio.run(check())
 
 
-# -- who keeps what, and who is told ---------------------------------------------------------------------------------
+# -- who keeps what, and who is told --
 
 
 def test_nothing_is_kept_or_told_where_nobody_asked(stage: Stage) -> None:
@@ -214,13 +261,20 @@ def test_nothing_is_kept_or_told_where_nobody_asked(stage: Stage) -> None:
             before = await count(session, stage.d, "kvferry:retained_turns_total")
             prompt = Prompt(says(60), max_tokens=4)
             nothing = {**await prefill(session, stage.p, prompt), "conversation": None}
-            assert (await ask(session, stage.d, prompt, kv_transfer_params=nothing)).body.get("kv_transfer_params") is None
+            assert (await ask(session, stage.d, prompt, kv_transfer_params=nothing)).body.get(
+                "kv_transfer_params"
+            ) is None
             several = {**await prefill(session, stage.p, prompt), "conversation": "w"}
-            assert (await ask(session, stage.d, prompt, n=2, kv_transfer_params=several)).body.get("kv_transfer_params") is None
+            assert (await ask(session, stage.d, prompt, n=2, kv_transfer_params=several)).body.get(
+                "kv_transfer_params"
+            ) is None
             assert await count(session, stage.d, "kvferry:retained_turns_total") == before
-            # As vLLM does: one who says nothing about it has it kept. When streamed, nobody would understand the event.
+            # As vLLM does: one who says nothing about it has it kept. When streamed, nobody would
+            # understand the event.
             silent = await prefill(session, stage.p, prompt)
-            _, told = await stream(session, stage.d, {**prompt.body(), "kv_transfer_params": silent})
+            _, told = await stream(
+                session, stage.d, {**prompt.body(), "kv_transfer_params": silent}
+            )
             assert told is None
             assert await count(session, stage.d, "kvferry:retained_turns_total") == before + 1
 
@@ -236,12 +290,17 @@ def test_a_router_that_cannot_see_it_asks_the_side_channel(stage: Stage, plain: 
             assert found is not None
             assert json.loads(found) == told.kept
             assert await ask_side_channel(address, stage.cluster.secret, "another word") == ""
-            assert await ask_side_channel(address, b"a secret of others", told.word, timeout_s=1) is None
+            assert (
+                await ask_side_channel(address, b"a secret of others", told.word, timeout_s=1)
+                is None
+            )
 
     asyncio.run(check())
 
 
-def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(stage: Stage, plain: Engine) -> None:
+def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(
+    stage: Stage, plain: Engine
+) -> None:
     """As every prefill side that was started without the setting."""
     p = stage.cluster.serve("plain prefill", extra=PATIENT).ready()
 
@@ -257,10 +316,12 @@ def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(sta
     stage.cluster.dismiss(p.process)
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- what goes wrong --
 
 
-def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(stage: Stage, plain: Engine) -> None:
+def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(
+    stage: Stage, plain: Engine
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             first = await Talk(plain).turn(session, stage.uncached, stage.d)
@@ -268,7 +329,9 @@ def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(stag
             right = (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
             assert first.kept is not None
             for bad in ("", "A" * 500, first.kept["ticket"][:-9] + "AAAAAAAA=", 7, {"a": 1}):
-                told = await take_turn(session, stage.uncached, stage.d, prompt, {**first.kept, "ticket": bad})
+                told = await take_turn(
+                    session, stage.uncached, stage.d, prompt, {**first.kept, "ticket": bad}
+                )
                 assert (told.answer, told.num_pulled) == (right, 0)
             own = await take_turn(session, stage.d, stage.other, prompt, first.kept)
             assert (own.answer, own.num_pulled) == (right, 0)
@@ -278,19 +341,28 @@ def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(stag
     asyncio.run(check())
 
 
-def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(stage: Stage, plain: Engine) -> None:
-    """40 blocks, of which a turn keeps 9 or more: the oldest go, the others are fetched, and every answer is right."""
-    d = stage.cluster.serve("small decode", "--num-gpu-blocks-override", "40", extra={**PATIENT, **REUSE}).ready()
+def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
+    stage: Stage, plain: Engine
+) -> None:
+    """40 blocks, of which a turn keeps 9 or more: the oldest go, the others are fetched, and every
+    answer is right.
+    """
+    d = stage.cluster.serve(
+        "small decode", "--num-gpu-blocks-override", "40", extra={**PATIENT, **REUSE}
+    ).ready()
 
     async def converse(session: aiohttp.ClientSession, room: asyncio.Semaphore) -> int:
         talk, num_pulled = Talk(plain, history=says(60)), 0
         for _ in range(4):
             async with room:
-                num_pulled += (await talk.turn(session, stage.uncached, d, is_streamed=True)).num_pulled
+                num_pulled += (
+                    await talk.turn(session, stage.uncached, d, is_streamed=True)
+                ).num_pulled
         return num_pulled
 
     async def check() -> None:
-        # Two turns, of at most 18 blocks each, have room beside each other: whoever were preempted would be for what is kept.
+        # Two turns, of at most 18 blocks each, have room beside each other: whoever were preempted
+        # would be for what is kept.
         room = asyncio.Semaphore(2)
         async with new_session() as session:
             pulled = await asyncio.gather(*(converse(session, room) for _ in range(6)))
@@ -307,7 +379,9 @@ def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
 
 
 def test_a_turn_nobody_came_for_in_time_is_computed(stage: Stage, plain: Engine) -> None:
-    d = stage.cluster.serve("hasty decode", extra={**PATIENT, **REUSE, "decoder_kv_blocks_ttl": 1}).ready()
+    d = stage.cluster.serve(
+        "hasty decode", extra={**PATIENT, **REUSE, "decoder_kv_blocks_ttl": 1}
+    ).ready()
 
     async def check() -> None:
         async with new_session() as session:
@@ -317,14 +391,19 @@ def test_a_turn_nobody_came_for_in_time_is_computed(stage: Stage, plain: Engine)
             assert (await talk.turn(session, stage.uncached, stage.d)).num_pulled == 0
             assert await count(session, stage.uncached, REFUSED) == before + 1
             found = await metrics(session, d)
-            assert (found["kvferry:retained_turns_expired_total"], found["kvferry:kv_expired_reqs_total"]) == (1, 0)
+            assert (
+                found["kvferry:retained_turns_expired_total"],
+                found["kvferry:kv_expired_reqs_total"],
+            ) == (1, 0)
 
     asyncio.run(check())
     stage.cluster.dismiss(d.process)
 
 
 @pytest.mark.parametrize("moment", ["before", "during"])
-def test_a_d_that_is_killed_costs_nothing_but_computing(stage: Stage, plain: Engine, moment: str) -> None:
+def test_a_d_that_is_killed_costs_nothing_but_computing(
+    stage: Stage, plain: Engine, moment: str
+) -> None:
     """Whatever the failure policy says: what D had would only have saved time."""
     late = {"KVFERRY_FAULTS": "delay:polls=200000"} if moment == "during" else {}
     starting = [
@@ -349,7 +428,10 @@ def test_a_d_that_is_killed_costs_nothing_but_computing(stage: Stage, plain: Eng
                 await until("P fetches", is_fetching)
                 d.kill()
             told = await turn
-            assert told.answer == (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
+            assert (
+                told.answer
+                == (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
+            )
             assert (told.num_pulled, told.num_computed) == (0, len(prompt))
             name = "kvferry:reuse_failed_loads_total" if moment == "during" else REFUSED
             assert await count(session, p, name) == 1
@@ -359,8 +441,12 @@ def test_a_d_that_is_killed_costs_nothing_but_computing(stage: Stage, plain: Eng
         stage.cluster.dismiss(engine.process)
 
 
-def test_an_engine_that_drains_keeps_nothing_for_turns_that_will_not_come(stage: Stage, plain: Engine) -> None:
-    d = stage.cluster.serve("leaving decode", "--drain-timeout", "600", extra={**PATIENT, **REUSE}).ready()
+def test_an_engine_that_drains_keeps_nothing_for_turns_that_will_not_come(
+    stage: Stage, plain: Engine
+) -> None:
+    d = stage.cluster.serve(
+        "leaving decode", "--drain-timeout", "600", extra={**PATIENT, **REUSE}
+    ).ready()
 
     async def check() -> None:
         async with new_session() as session:

@@ -1,4 +1,6 @@
-"""Prefill here, decode there: the tokens are those of a single engine, whatever carried the KV; and a control that must differ."""
+"""Prefill here, decode there: the tokens are those of a single engine, whatever carried the KV; and
+a control that must differ.
+"""
 
 import asyncio
 import json
@@ -10,36 +12,62 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.conftest import random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, post
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+    post,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GREEDY = random_prompts(200, seed=1)
 SAMPLED = [
-    replace(prompt, temperature=0.8, seed=number, max_tokens=24) for number, prompt in enumerate(random_prompts(40, seed=2, longest=300))
+    replace(prompt, temperature=0.8, seed=number, max_tokens=24)
+    for number, prompt in enumerate(random_prompts(40, seed=2, longest=300))
 ]
 
 
-CHATS: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 3}, {"n": 2, "seed": 3}]
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"stop": ["e"]},
+    {"logprobs": True, "top_logprobs": 3},
+    {"n": 2, "seed": 3},
+]
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> dict[str, list[Answer]]:
     """What one engine that knows nothing of transfers answers."""
-    return {"greedy": asyncio.run(ask_all(plain, GREEDY)), "sampled": asyncio.run(ask_all(plain, SAMPLED))}
+    return {
+        "greedy": asyncio.run(ask_all(plain, GREEDY)),
+        "sampled": asyncio.run(ask_all(plain, SAMPLED)),
+    }
 
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[str, list[Engine]]]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[tuple[str, list[Engine]]]:
     """P, D and the router in front of them, over one transport."""
     transport: str = request.param
     with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
-        starting = [cluster.serve(name, extra={"transports": [transport]}) for name in ("prefill", "decode")]
+        starting = [
+            cluster.serve(name, extra={"transports": [transport]}) for name in ("prefill", "decode")
+        ]
         engines = [process.ready() for process in starting]
         yield transport, [*engines, cluster.proxy(engines[:1], engines[1:]).ready()]
 
 
-def test_greedy_tokens_of_200_prompts_equal_a_single_engines(pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]) -> None:
+def test_greedy_tokens_of_200_prompts_equal_a_single_engines(
+    pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]
+) -> None:
     transport, (prefill, decode, router) = pair
     answers = asyncio.run(ask_all(router, GREEDY, concurrency=16))
     assert [answer.status for answer in answers] == [200] * len(GREEDY)
@@ -56,7 +84,9 @@ def test_greedy_tokens_of_200_prompts_equal_a_single_engines(pair: tuple[str, li
     asyncio.run(check())
 
 
-def test_sampled_tokens_with_a_seed_equal_a_single_engines(pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]) -> None:
+def test_sampled_tokens_with_a_seed_equal_a_single_engines(
+    pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]
+) -> None:
     _, (_, _, router) = pair
     answers = asyncio.run(ask_all(router, SAMPLED))
     assert answers == expected["sampled"]
@@ -90,17 +120,27 @@ def test_a_stream_brings_the_same_tokens(pair: tuple[str, list[Engine]]) -> None
     asyncio.run(check())
 
 
-def test_chats_with_stop_strings_and_logprobs_equal_a_single_engines(pair: tuple[str, list[Engine]], plain: Engine) -> None:
+def test_chats_with_stop_strings_and_logprobs_equal_a_single_engines(
+    pair: tuple[str, list[Engine]], plain: Engine
+) -> None:
     _, (prefill, decode, router) = pair
 
     async def check() -> None:
         async with new_session() as session:
             for number, changes in enumerate(CHATS):
                 words = f"Tell me of ferry number {number} and of the river it crosses. " * 4
-                body = {"model": "tiny", "messages": [{"role": "user", "content": words}], "max_tokens": 24, "temperature": 0.0, **changes}
+                body = {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": words}],
+                    "max_tokens": 24,
+                    "temperature": 0.0,
+                    **changes,
+                }
                 moved = (await post(session, router, body, "/v1/chat/completions")).body
                 alone = (await post(session, plain, body, "/v1/chat/completions")).body
-                assert [without_noise(choice) for choice in moved["choices"]] == [without_noise(choice) for choice in alone["choices"]]
+                assert [without_noise(choice) for choice in moved["choices"]] == [
+                    without_noise(choice) for choice in alone["choices"]
+                ]
                 assert moved["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
             await assert_quiescent(session, prefill, decode)
 
@@ -110,13 +150,20 @@ def test_chats_with_stop_strings_and_logprobs_equal_a_single_engines(pair: tuple
 def without_noise(choice: dict[str, Any]) -> dict[str, Any]:
     """A choice with its logprobs rounded: they are float64 results of differently batched sums."""
     content = (choice.get("logprobs") or {}).get("content") or []
-    rounded = [(part["token"], round(part["logprob"], 6), [top["token"] for top in part["top_logprobs"]]) for part in content]
+    rounded = [
+        (part["token"], round(part["logprob"], 6), [top["token"] for top in part["top_logprobs"]])
+        for part in content
+    ]
     return {**choice, "logprobs": rounded}
 
 
-async def streamed_tokens(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> tuple[int, ...]:
+async def streamed_tokens(
+    session: aiohttp.ClientSession, engine: Engine, prompt: Prompt
+) -> tuple[int, ...]:
     tokens: list[int] = []
-    async with session.post(f"{engine.url}/v1/completions", json={**prompt.body(), "stream": True}) as response:
+    async with session.post(
+        f"{engine.url}/v1/completions", json={**prompt.body(), "stream": True}
+    ) as response:
         assert response.status == 200
         assert response.content_type == "text/event-stream"
         async for line in response.content:
@@ -127,10 +174,16 @@ async def streamed_tokens(session: aiohttp.ClientSession, engine: Engine, prompt
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
-def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, transport: str) -> None:
+def test_one_corrupted_block_in_transit_changes_the_tokens(
+    cluster: Cluster, transport: str
+) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
     prefill = cluster.serve("prefill", extra={"transports": [transport]})
-    decode = cluster.serve("decode", extra={"transports": [transport]}, environment={"KVFERRY_FAULTS": "corrupt:every=1"})
+    decode = cluster.serve(
+        "decode",
+        extra={"transports": [transport]},
+        environment={"KVFERRY_FAULTS": "corrupt:every=1"},
+    )
     engines = [prefill.ready(), decode.ready()]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     prompts = random_prompts(8, seed=3, longest=200)[2:]
@@ -146,7 +199,9 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, tra
 
 
 def test_two_ranks_on_each_side_give_a_single_ranks_tokens(cluster: Cluster, plain: Engine) -> None:
-    starting = [cluster.serve(name, "--tensor-parallel-size", "2") for name in ("prefill", "decode")]
+    starting = [
+        cluster.serve(name, "--tensor-parallel-size", "2") for name in ("prefill", "decode")
+    ]
     engines = [process.ready() for process in starting]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     prompts = random_prompts(12, seed=4, longest=200)

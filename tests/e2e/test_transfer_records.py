@@ -1,4 +1,6 @@
-"""What a real D tells of a request: in order, by the id that the client gave the router, and the bytes that its metrics count."""
+"""What a real D tells of a request: in order, by the id that the client gave the router, and the
+bytes that its metrics count.
+"""
 
 import asyncio
 import json
@@ -23,19 +25,27 @@ def prompt(seed: int, count: int = 100) -> Prompt:
     return Prompt(tuple(rng.randrange(10, 500) for _ in range(count)))
 
 
-async def look(session: aiohttp.ClientSession, engine: Engine, name: str) -> tuple[int, list[TransferRecord]]:
+async def look(
+    session: aiohttp.ClientSession, engine: Engine, name: str
+) -> tuple[int, list[TransferRecord]]:
     async with session.get(f"{engine.url}/kvferry/transfers{name and f'/{name}'}") as answer:
         return answer.status, list(read_transfer_records(await answer.read()))
 
 
-async def through_router(session: aiohttp.ClientSession, pair: Pair, name: str, asked: Prompt, **changes: Any) -> None:
+async def through_router(
+    session: aiohttp.ClientSession, pair: Pair, name: str, asked: Prompt, **changes: Any
+) -> None:
     body = json.dumps({**asked.body(), **changes})
-    async with session.post(f"{pair.router.url}/v1/completions", data=body, headers={"X-Request-Id": name}) as answer:
+    async with session.post(
+        f"{pair.router.url}/v1/completions", data=body, headers={"X-Request-Id": name}
+    ) as answer:
         assert answer.status == 200, await answer.text()
         await answer.read()
 
 
-def test_a_request_through_the_router_is_told_by_its_id_with_its_times_in_order(patient: Pair) -> None:
+def test_a_request_through_the_router_is_told_by_its_id_with_its_times_in_order(
+    patient: Pair,
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             before = (await metrics(session, patient.d)).get("kvferry:transfer_bytes_total", 0)
@@ -76,7 +86,12 @@ def test_choices_share_a_name_and_the_one_that_read_is_shown(patient: Pair) -> N
             timeline = recent.begin("seen-n", "/v1/completions", 0.0)
             timeline.mark(RequestEvent.DECODE_BEGAN, 0.0, "d")
             recent.end(timeline, RequestOutcome.ANSWERED, 200, 1000.0)
-            names = [phase.name for phase in view_request(timeline, records, max(record.age_s for record in records)).phases]
+            names = [
+                phase.name
+                for phase in view_request(
+                    timeline, records, max(record.age_s for record in records)
+                ).phases
+            ]
             assert "transfer" in names
 
     asyncio.run(check())
@@ -88,7 +103,9 @@ def test_a_receive_that_fails_says_why(patient: Pair) -> None:
             params = await prefill(session, patient.p, prompt(3))
             params["ticket"] = "forged"
             body = json.dumps({**prompt(3).body(), "kv_transfer_params": params})
-            async with session.post(f"{patient.d.url}/v1/completions", data=body, headers={"X-Request-Id": "seen-bad"}) as answer:
+            async with session.post(
+                f"{patient.d.url}/v1/completions", data=body, headers={"X-Request-Id": "seen-bad"}
+            ) as answer:
                 assert answer.status == 502
             _, (record,) = await look(session, patient.d, "seen-bad")
             assert "could not be fetched" in record.failure
@@ -97,7 +114,9 @@ def test_a_receive_that_fails_says_why(patient: Pair) -> None:
     asyncio.run(check())
 
 
-def test_the_newest_come_first_and_plain_requests_are_not_among_them(patient: Pair, model: Path) -> None:
+def test_the_newest_come_first_and_plain_requests_are_not_among_them(
+    patient: Pair, model: Path
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             await through_router(session, patient, "seen-a", prompt(4))

@@ -1,8 +1,10 @@
-"""A connector whose only peer is its own engine: it loads KV from the blocks of an earlier request, between steps, on its own thread.
+"""A connector whose only peer is its own engine: it loads KV from the blocks of an earlier request,
+between steps, on its own thread.
 
-`kv_transfer_params`: {"keep": true} holds a request's blocks when it ends, {"copy_of": id} loads from such a request and then frees it;
-{"copy_of": id, "how": "corrupt"} spoils one block on the way, {"how": "fail"} reports a failure. Takes several KV-cache groups: what the
-next token looks at in any of them must still be there.
+`kv_transfer_params`: {"keep": true} holds a request's blocks when it ends, {"copy_of": id} loads
+from such a request and then frees it; {"copy_of": id, "how": "corrupt"} spoils one block on the
+way, {"how": "fail"} reports a failure. Takes several KV-cache groups: what the next token looks at
+in any of them must still be there.
 """
 
 import queue
@@ -47,11 +49,15 @@ class CopyMetadata(KVConnectorMetadata):
 @dataclass
 class CopyStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> "CopyStats":
-        return CopyStats({name: self.data.get(name, 0) + value for name, value in other.data.items()})
+        return CopyStats(
+            {name: self.data.get(name, 0) + value for name, value in other.data.items()}
+        )
 
 
 class CopyConnector(KVConnectorBase_V1, SupportsHMA):
-    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(config, role, kv_cache_config)
         self._kept: dict[str, Tables] = {}
         self._jobs: list[CopyJob] = []
@@ -71,42 +77,67 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
             self._thread.join()
             self._thread = None
 
-    # -- scheduler ---------------------------------------------------------------------------------------------------
+    # -- scheduler --
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         kept = self._kept.get((request.kv_transfer_params or {}).get("copy_of", ""))
         count = 0 if kept is None else self._num_available(kept, request) - num_computed_tokens
         return max(0, count), count > 0
 
     def _num_available(self, kept: Tables, request: Request) -> int:
-        """The whole prompt, or all but its last token where attention forgets; nothing if that token would look into a hole."""
+        """The whole prompt, or all but its last token where attention forgets; nothing if that
+        token would look into a hole.
+        """
         groups, block_size = self._kv_cache_config.groups, self._kv_cache_config.block_size
         end = request.num_prompt_tokens - any(group.has_local_attention for group in groups)
-        places = [slice(group.first_visible_token(end) // block_size, -(-end // block_size)) for group in groups]
-        return 0 if any(HOLE in table[place] for table, place in zip(kept, places, strict=True)) else end
+        places = [
+            slice(group.first_visible_token(end) // block_size, -(-end // block_size))
+            for group in groups
+        ]
+        return (
+            0
+            if any(HOLE in table[place] for table, place in zip(kept, places, strict=True))
+            else end
+        )
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if not num_external_tokens:
             return
         params = request.kv_transfer_params or {}
         pairs = [
-            [(source, target) for source, target in zip(kept, table, strict=False) if target != HOLE]
-            for kept, table in zip(self._kept.pop(params["copy_of"]), blocks.get_block_ids(), strict=True)
+            [
+                (source, target)
+                for source, target in zip(kept, table, strict=False)
+                if target != HOLE
+            ]
+            for kept, table in zip(
+                self._kept.pop(params["copy_of"]), blocks.get_block_ids(), strict=True
+            )
         ]
-        sources, targets = (tuple([pair[side] for pair in group] for group in pairs) for side in (0, 1))
-        self._jobs.append(CopyJob(request.request_id, params["copy_of"], sources, targets, params.get("how", "")))
+        sources, targets = (
+            tuple([pair[side] for pair in group] for group in pairs) for side in (0, 1)
+        )
+        self._jobs.append(
+            CopyJob(request.request_id, params["copy_of"], sources, targets, params.get("how", ""))
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         jobs, self._jobs = self._jobs, []
         return CopyMetadata(jobs)
 
-    def request_finished_all_groups(self, request: Request, block_ids: Tables) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Tables
+    ) -> tuple[bool, dict[str, Any] | None]:
         if not (request.kv_transfer_params or {}).get("keep"):
             return False, None
         self._kept[request.request_id] = block_ids
         return True, {"blocks": sum(block != HOLE for table in block_ids for block in table)}
 
-    # -- worker ------------------------------------------------------------------------------------------------------
+    # -- worker --
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         self._caches = kv_caches
@@ -121,7 +152,9 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         assert layer_name in self._caches
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         assert kv_layer.data_ptr() == self._caches[layer_name].data_ptr()
 
     def wait_for_save(self) -> None:
@@ -144,12 +177,16 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
     def _copy_all(self) -> None:
         while (job := self._todo.get()) is not None:
             if job.how != "fail":
-                for group, sources, targets in zip(self._kv_cache_config.groups, job.sources, job.targets, strict=True):
+                for group, sources, targets in zip(
+                    self._kv_cache_config.groups, job.sources, job.targets, strict=True
+                ):
                     self._copy(group.layer_names, sources, targets, job.how)
             self._done.put(job)
             self._wake()
 
-    def _copy(self, layer_names: tuple[str, ...], sources: list[int], targets: list[int], how: str) -> None:
+    def _copy(
+        self, layer_names: tuple[str, ...], sources: list[int], targets: list[int], how: str
+    ) -> None:
         for cache in (self._caches[name] for name in layer_names):
             cache[targets] = cache[sources]
             if how == "corrupt":

@@ -1,4 +1,6 @@
-"""Runners for tests: one rank in this process, or all ranks of a tensor-parallel engine in processes of their own."""
+"""Runners for tests: one rank in this process, or all ranks of a tensor-parallel engine in
+processes of their own.
+"""
 
 import multiprocessing
 import random
@@ -61,7 +63,9 @@ class Ranks:
         for rank in range(options.tensor_parallel_size):
             ours, theirs = spawn.Pipe()
             parallel = ParallelConfig(options.tensor_parallel_size, rank)
-            process = spawn.Process(target=_serve, args=(theirs, options, parallel, f"file://{rendezvous}", timeout_s))
+            process = spawn.Process(
+                target=_serve, args=(theirs, options, parallel, f"file://{rendezvous}", timeout_s)
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -104,7 +108,9 @@ class Ranks:
 
 
 @contextmanager
-def several_ranks(options: EngineOptions, directory: Path, timeout_s: float = DEADLINE_S) -> Iterator[Ranks]:
+def several_ranks(
+    options: EngineOptions, directory: Path, timeout_s: float = DEADLINE_S
+) -> Iterator[Ranks]:
     """`directory` holds the file where the ranks meet."""
     ranks = Ranks(options, directory / "rendezvous", timeout_s)
     try:
@@ -113,7 +119,13 @@ def several_ranks(options: EngineOptions, directory: Path, timeout_s: float = DE
         ranks.close()
 
 
-def _serve(pipe: Connection, options: EngineOptions, parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> None:
+def _serve(
+    pipe: Connection,
+    options: EngineOptions,
+    parallel: ParallelConfig,
+    rendezvous: str,
+    timeout_s: float,
+) -> None:
     runner = Runner(options, parallel, rendezvous, timeout_s)
     try:
         runner.load()
@@ -131,7 +143,9 @@ def _serve(pipe: Connection, options: EngineOptions, parallel: ParallelConfig, r
 
 
 def tables_of(options: EngineOptions, blocks: int, seed: int = 3) -> Tables:
-    """A sequence's blocks in every group of the model: the first of the cache in no order, as after some traffic."""
+    """A sequence's blocks in every group of the model: the first of the cache in no order, as after
+    some traffic.
+    """
     groups = form_groups(read_model_config(options.model))
     chosen = random.Random(seed).sample(range(blocks * len(groups)), blocks * len(groups))
     return tuple(tuple(chosen[index :: len(groups)]) for index in range(len(groups)))
@@ -140,7 +154,10 @@ def tables_of(options: EngineOptions, blocks: int, seed: int = 3) -> Tables:
 def runs_of(options: EngineOptions, first: int, blocks: int) -> Tables:
     """The same with adjacent blocks from `first` on."""
     groups = form_groups(read_model_config(options.model))
-    return tuple(tuple(range(first + index * blocks, first + (index + 1) * blocks)) for index in range(len(groups)))
+    return tuple(
+        tuple(range(first + index * blocks, first + (index + 1) * blocks))
+        for index in range(len(groups))
+    )
 
 
 def by_token(cache: torch.Tensor) -> torch.Tensor:
@@ -148,7 +165,9 @@ def by_token(cache: torch.Tensor) -> torch.Tensor:
     return cache if cache.dim() == 3 else cache.transpose(1, 2)
 
 
-def poison(runner: Runner, table: Tables, positions: range, groups: Sequence[int] | None = None) -> None:
+def poison(
+    runner: Runner, table: Tables, positions: range, groups: Sequence[int] | None = None
+) -> None:
     """NaN in the slots of these positions, in all layers of some groups or of all."""
     for index, group in enumerate(form_groups(runner.config)):
         if groups is None or index in groups:
@@ -165,8 +184,12 @@ def prefill(runner: Runner, prompt: Sequence[int], block_ids: Tables) -> None:
         runner.run([SequenceSlice("prefill", tuple(prompt[:-1]), 0, block_ids, None)])
 
 
-def greedy(runner: Runner, prompts: Sequence[Sequence[int]], tables: Sequence[Tables], count: int) -> list[list[int]]:
-    """The next `count` tokens of prompts whose KV, less the last token's, is in the cache; all in one batch."""
+def greedy(
+    runner: Runner, prompts: Sequence[Sequence[int]], tables: Sequence[Tables], count: int
+) -> list[list[int]]:
+    """The next `count` tokens of prompts whose KV, less the last token's, is in the cache; all in
+    one batch.
+    """
     known = [list(prompt) for prompt in prompts]
     for _ in range(count):
         slices = [

@@ -1,7 +1,9 @@
-"""A scheduler's surroundings for tests: a connector that answers as told, and workers whose cache remembers what was really written.
+"""A scheduler's surroundings for tests: a connector that answers as told, and workers whose cache
+remembers what was really written.
 
-Every cell of the cache holds a digest of the whole prefix up to its token and of its group, so a block that is shared, reused or published
-wrongly is noticed at the next read, and the next token is a function of that digest, so outputs can be predicted.
+Every cell of the cache holds a digest of the whole prefix up to its token and of its group, so a
+block that is shared, reused or published wrongly is noticed at the next read, and the next token is
+a function of that digest, so outputs can be predicted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +29,14 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.scheduler_tables import RetainedTurns
 from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken, SamplingParams, StepPlan, StepResult
+from kvferry.engine.messages import (
+    AddRequest,
+    RequestOutput,
+    SampledToken,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from kvferry.engine.scheduler import Scheduler
 from kvferry.protocol.tickets import HOLE
 from kvferry.testing.local import LocalTransportKit
@@ -67,7 +76,9 @@ class Load:
 
 
 class ScriptedConnector(KVConnectorBase_V1):
-    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(config, role, kv_cache_config)
         self.scripts: dict[str, Script] = {}
         self.calls: list[tuple[str, str, int]] = []
@@ -85,7 +96,9 @@ class ScriptedConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         self.calls.append(("on_new_request", request.request_id, request.num_tokens))
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         script = self.scripts.get(request.request_id, Script())
         self.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
         if script.available_tokens is None:
@@ -93,15 +106,23 @@ class ScriptedConnector(KVConnectorBase_V1):
         count = max(0, script.available_tokens - num_computed_tokens)
         return count, script.is_async and count > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self.calls.append(("update_state_after_alloc", request.request_id, num_external_tokens))
         if num_external_tokens:
             end = self.calls_end(request.request_id)
-            self.loads[request.request_id] = Load(request, blocks.get_block_ids(), end, end + num_external_tokens)
+            self.loads[request.request_id] = Load(
+                request, blocks.get_block_ids(), end, end + num_external_tokens
+            )
 
     def calls_end(self, request_id: str) -> int:
         """The local tokens named at the last question about a request."""
-        return next(n for method, rid, n in reversed(self.calls) if (method, rid) == ("get_num_new_matched_tokens", request_id))
+        return next(
+            n
+            for method, rid, n in reversed(self.calls)
+            if (method, rid) == ("get_num_new_matched_tokens", request_id)
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -121,16 +142,24 @@ class ScriptedConnector(KVConnectorBase_V1):
     def is_load_optional(self, request_id: str) -> bool:
         return self.scripts[request_id].is_optional
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.note_finished(request, (block_ids,))
 
-    def note_finished(self, request: Request, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def note_finished(
+        self, request: Request, tables: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.calls.append(("request_finished", request.request_id, len(tables[0])))
         script = self.scripts.get(request.request_id, Script())
         if script.is_delayed:
             self.newly_sending.append((request.request_id, tables))
         if script.is_delayed and script.is_soft:
-            self.kept.retain(RequestId(request.request_id), sum(block != HOLE for table in tables for block in table), "")
+            self.kept.retain(
+                RequestId(request.request_id),
+                sum(block != HOLE for table in tables for block in table),
+                "",
+            )
         return script.is_delayed, script.params
 
     def request_abandoned(self, request_id: str) -> None:
@@ -142,7 +171,9 @@ class ScriptedConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         raise NotImplementedError
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         raise NotImplementedError
 
     def wait_for_save(self) -> None:
@@ -150,16 +181,24 @@ class ScriptedConnector(KVConnectorBase_V1):
 
 
 class ScriptedHybrid(ScriptedConnector, SupportsHMA):
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         raise NotImplementedError
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.note_finished(request, block_ids)
 
 
 def make_connector(limits: SchedulerLimits) -> ScriptedConnector:
     config = ConnectorConfig(
-        kv_transfer=KVTransferConfig(kv_connector="Scripted", kv_role=KVRole.BOTH, kv_connector_module_path="tests.engine.scripted"),
+        kv_transfer=KVTransferConfig(
+            kv_connector="Scripted",
+            kv_role=KVRole.BOTH,
+            kv_connector_module_path="tests.engine.scripted",
+        ),
         model=ModelIdentity("Scripted", "0", 1, 1, 8, "float32"),
         parallel=ParallelConfig(),
         side_channel=SideChannelConfig(),
@@ -167,8 +206,12 @@ def make_connector(limits: SchedulerLimits) -> ScriptedConnector:
         epoch="epoch",
         kit=LocalTransportKit(),
     )
-    cache = KVCacheConfig(limits.num_blocks, limits.block_size, limits.groups, "HND", 1, 8, "float32")
-    return (ScriptedConnector if len(limits.groups) == 1 else ScriptedHybrid)(config, KVConnectorRole.SCHEDULER, cache)
+    cache = KVCacheConfig(
+        limits.num_blocks, limits.block_size, limits.groups, "HND", 1, 8, "float32"
+    )
+    return (ScriptedConnector if len(limits.groups) == 1 else ScriptedHybrid)(
+        config, KVConnectorRole.SCHEDULER, cache
+    )
 
 
 def extend_digest(digest: int, token: int) -> int:
@@ -196,13 +239,22 @@ def predict(request: AddRequest) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
-def make_request(request_id: str, tokens: Iterable[int], max_tokens: int = 3, salt: str = "") -> AddRequest:
-    return AddRequest(request_id, list(tokens), SamplingParams(max_tokens=max_tokens, ignore_eos=True), cache_salt=salt)
+def make_request(
+    request_id: str, tokens: Iterable[int], max_tokens: int = 3, salt: str = ""
+) -> AddRequest:
+    return AddRequest(
+        request_id,
+        list(tokens),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        cache_salt=salt,
+    )
 
 
 @dataclass
 class Rig:
-    """A scheduler, its connector and workers made of digests. `step` is one turn of the core's loop."""
+    """A scheduler, its connector and workers made of digests. `step` is one turn of the core's
+    loop.
+    """
 
     limits: SchedulerLimits
     has_connector: bool = True
@@ -213,15 +265,19 @@ class Rig:
     news: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
     lent: dict[str, list[tuple[int, dict[int, int]]]] = field(default_factory=dict)
-    """Contents of delayed frees when they began: they must not change while a peer may read them."""
+    """Contents of delayed frees when they began: they must not change while a peer may read
+    them.
+    """
     producer_block_size: int = 1
-    """What a window no longer needs is lost on the other side in blocks of this size; it is not there to be loaded."""
+    """What a window no longer needs is lost on the other side in blocks of this size; it is not
+    there to be loaded.
+    """
 
     def __post_init__(self) -> None:
         self.connector = make_connector(self.limits)
         self.scheduler = Scheduler(self.limits, self.connector if self.has_connector else None)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests --
 
     def add(self, request: AddRequest, script: Script | None = None) -> None:
         self.connector.scripts[request.request_id] = script or Script()
@@ -248,7 +304,7 @@ class Rig:
     def is_done(self, request_id: str) -> bool:
         return request_id in self.last
 
-    # -- transfers -----------------------------------------------------------------------------------------------
+    # -- transfers --
 
     def end_load(self, request_id: str, failure: str | None = None) -> None:
         """The transfer of a request ends; its bytes are right unless it failed."""
@@ -256,7 +312,11 @@ class Rig:
         if failure is None:
             tokens, salt = load.request.all_token_ids, load.request.cache_salt
             for number, group in enumerate(self.limits.groups):
-                seen = group.first_visible_token(min(load.end, load.request.num_tokens - 1)) if group.has_local_attention else 0
+                seen = (
+                    group.first_visible_token(min(load.end, load.request.num_tokens - 1))
+                    if group.has_local_attention
+                    else 0
+                )
                 start = max(load.start, seen // self.producer_block_size * self.producer_block_size)
                 self._write(number, load.tables[number], tokens, start, load.end, salt)
         else:
@@ -269,17 +329,25 @@ class Rig:
             assert cells == self._block(block), f"block {block} changed while a peer could read it"
         self.news.finished_sending.add(request_id)
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    # -- one step --
 
     def step(self) -> StepPlan:
         self.plan = plan = self.scheduler.schedule()
         self._scribble()
-        tokens = {part.request_id: token for part in plan.slices if (token := self._compute(part)) is not None}
+        tokens = {
+            part.request_id: token
+            for part in plan.slices
+            if (token := self._compute(part)) is not None
+        }
         news, self.news = self.news, KVConnectorOutput()
-        outputs = self.scheduler.update(plan, StepResult(tokens, news if self.has_connector else None))
+        outputs = self.scheduler.update(
+            plan, StepResult(tokens, news if self.has_connector else None)
+        )
         self._remember_lent()
         for output in outputs:
-            self.outputs.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
+            self.outputs.setdefault(output.request_id, []).extend(
+                token.token_id for token in output.tokens
+            )
             assert output.request_id not in self.last, "an output after the last one"
             if output.finish_reason is not None:
                 self.last[output.request_id] = output
@@ -288,7 +356,9 @@ class Rig:
 
     def _remember_lent(self) -> None:
         for request_id, tables in self.connector.newly_sending:
-            self.lent[request_id] = [(block, self._block(block)) for table in tables for block in table if block != HOLE]
+            self.lent[request_id] = [
+                (block, self._block(block)) for table in tables for block in table if block != HOLE
+            ]
         self.connector.newly_sending.clear()
 
     def _compute(self, part: Any) -> SampledToken | None:
@@ -304,14 +374,18 @@ class Rig:
         assert end == len(known)
         return SampledToken(right[-1] % VOCAB)
 
-    def _compute_group(self, number: int, table: Any, part: Any, known: list[int], salt: str) -> None:
+    def _compute_group(
+        self, number: int, table: Any, part: Any, known: list[int], salt: str
+    ) -> None:
         end, block_size = part.start + len(part.token_ids), self.limits.block_size
         seen = self.limits.groups[number].first_visible_token(part.start)
         first = seen // block_size
         assert set(table[:first]) <= {HOLE}, f"{part.request_id} keeps blocks that nobody looks at"
         assert HOLE not in table[first:], f"{part.request_id} lacks blocks that it looks at"
         lent = {block for blocks in self.lent.values() for block, _ in blocks}
-        assert lent.isdisjoint(table[part.start // block_size :]), f"{part.request_id} writes into blocks that a peer may read"
+        assert lent.isdisjoint(table[part.start // block_size :]), (
+            f"{part.request_id} writes into blocks that a peer may read"
+        )
         self._write(number, table, known, part.start, end, salt)
         read = [self.cells.get(self._cell(table, position)) for position in range(seen, end)]
         right = [marked(digest, number) for digest in digests(known[:end], salt)[seen:]]
@@ -337,7 +411,9 @@ class Rig:
         return table[position // self.limits.block_size], position % self.limits.block_size
 
     def _block(self, block: int) -> dict[int, int]:
-        return {offset: self.cells.get((block, offset), 0) for offset in range(self.limits.block_size)}
+        return {
+            offset: self.cells.get((block, offset), 0) for offset in range(self.limits.block_size)
+        }
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
@@ -354,11 +430,15 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def assert_quiescent(rig: Rig) -> None:
-    """Nothing is in use, nobody waits, and the connector heard of each request's end exactly once."""
+    """Nothing is in use, nobody waits, and the connector heard of each request's end exactly
+    once.
+    """
     status = rig.scheduler.status()
     assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (0, 0, 0)
     assert (status.num_used_blocks, status.num_delayed_frees) == (0, 0)
     rig.scheduler.check()
     if rig.has_connector:
         for request_id in rig.requests:
-            assert rig.connector.times("request_finished", request_id) == rig.connector.times("on_new_request", request_id)
+            assert rig.connector.times("request_finished", request_id) == rig.connector.times(
+                "on_new_request", request_id
+            )

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.cache.blocks import BlockPool, BlockRequest, BlockTable, GroupTable, hash_block, hash_root
+from kvferry.engine.cache.blocks import (
+    BlockPool,
+    BlockRequest,
+    BlockTable,
+    GroupTable,
+    hash_block,
+    hash_root,
+)
 from kvferry.engine.cache.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
@@ -34,7 +41,12 @@ def find(pool: BlockPool, hashes: list[bytes]) -> list[int]:
 
 def test_a_hash_depends_on_tokens_parents_and_salt() -> None:
     assert chain([1, 2], [3, 4]) == chain([1, 2], [3, 4])
-    others = [chain([1, 2], [4, 3]), chain([2, 1], [3, 4]), chain([1, 2], [3, 4], salt="tenant"), chain([0, 0], [3, 4])]
+    others = [
+        chain([1, 2], [4, 3]),
+        chain([2, 1], [3, 4]),
+        chain([1, 2], [3, 4], salt="tenant"),
+        chain([0, 0], [3, 4]),
+    ]
     assert len({hashes[-1] for hashes in [*others, chain([1, 2], [3, 4])]}) == 5
 
 
@@ -115,7 +127,10 @@ def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
     other = acquire(pool, 1)
     pool.release(other)
     assert pool.acquire((), [BlockRequest(held[-1], 2)]) == [[2, 3]]
-    assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == ([0, 1], [HOLE, 2])
+    assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == (
+        [0, 1],
+        [HOLE, 2],
+    )
 
 
 def test_fragments_come_in_ascending_order() -> None:
@@ -176,7 +191,9 @@ def test_the_stock_of_blank_blocks_comes_from_the_least_recently_freed() -> None
     for block in held:
         pool.release([block])
     acquire(pool, 3)
-    assert sorted(pool.published[0].values()) == held[6:], "three are used, and an eighth of the rest is kept blank"
+    assert sorted(pool.published[0].values()) == held[6:], (
+        "three are used, and an eighth of the rest is kept blank"
+    )
 
 
 @dataclass
@@ -186,18 +203,27 @@ class OldestFirst:
     free: OrderedDict[int, None]
 
     def acquire(self, block_requests: list[BlockRequest]) -> list[list[int]]:
-        return [[self.free.popitem(last=False)[0] for _ in range(block_request.num_blocks)] for block_request in block_requests]
+        return [
+            [self.free.popitem(last=False)[0] for _ in range(block_request.num_blocks)]
+            for block_request in block_requests
+        ]
 
     def release(self, blocks: list[int]) -> None:
         self.free.update(dict.fromkeys(reversed(blocks)))
 
 
 def count_runs(tables: list[list[int]]) -> int:
-    return sum(index == 0 or block != table[index - 1] + 1 for table in tables for index, block in enumerate(table))
+    return sum(
+        index == 0 or block != table[index - 1] + 1
+        for table in tables
+        for index, block in enumerate(table)
+    )
 
 
 def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
-    """How many runs the prompts of two-group sequences were given, by the pool and by the control, while others grow and end at random."""
+    """How many runs the prompts of two-group sequences were given, by the pool and by the control,
+    while others grow and end at random.
+    """
     rng, num_blocks = Random(seed), 1000
     pool, control = BlockPool(num_blocks, 2), OldestFirst(OrderedDict.fromkeys(range(num_blocks)))
     live: list[tuple[list[list[int]], list[list[int]]]] = []
@@ -211,8 +237,13 @@ def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
                 assert more is not None
                 for table, blocks in zip(tables, more, strict=True):
                     table += blocks
-        block_requests = [BlockRequest(HOLE, rng.randint(20, 60)), BlockRequest(HOLE, rng.randint(4, 12))]
-        while pool.num_free < sum(block_request.num_blocks for block_request in block_requests) + 200:
+        block_requests = [
+            BlockRequest(HOLE, rng.randint(20, 60)),
+            BlockRequest(HOLE, rng.randint(4, 12)),
+        ]
+        while (
+            pool.num_free < sum(block_request.num_blocks for block_request in block_requests) + 200
+        ):
             ours, theirs = live.pop(rng.randrange(len(live)))
             for group, table in enumerate(ours):
                 for block in table[: -1 if is_caching else 0]:
@@ -230,7 +261,9 @@ def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("is_caching", "factor"), [(False, 10), (True, 5)])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_after_a_long_life_prompts_still_get_few_runs(seed: int, is_caching: bool, factor: int) -> None:
+def test_after_a_long_life_prompts_still_get_few_runs(
+    seed: int, is_caching: bool, factor: int
+) -> None:
     runs, control_runs = runs_after_a_long_life(seed, is_caching)
     assert runs * factor < control_runs, f"{runs} runs; oldest first makes {control_runs}"
 
@@ -248,7 +281,10 @@ class PoolMachine(RuleBasedStateMachine):
     def acquire(self, count: int, others: list[int], data: st.DataObject) -> None:
         shared = data.draw(st.sampled_from([[], *self.held]))
         before = self.pool.num_free
-        block_requests = [BlockRequest(shared[-1] if shared else HOLE, count), *(BlockRequest(HOLE, other) for other in others)]
+        block_requests = [
+            BlockRequest(shared[-1] if shared else HOLE, count),
+            *(BlockRequest(HOLE, other) for other in others),
+        ]
         fresh = self.pool.acquire(shared, block_requests)
         assert (fresh is None) == (before < count + sum(others))
         if fresh is not None:
@@ -263,7 +299,9 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.held))
         if blocks:
             self.names += data.draw(st.integers(0, 1))
-            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names, data.draw(st.integers(0, 1)))
+            self.pool.publish(
+                data.draw(st.sampled_from(blocks)), b"%d" % self.names, data.draw(st.integers(0, 1))
+            )
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

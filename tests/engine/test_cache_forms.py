@@ -1,4 +1,6 @@
-"""The forms a cache can have: formats of its numbers, both layouts, layers apart or together, for every kind of model."""
+"""The forms a cache can have: formats of its numbers, both layouts, layers apart or together, for
+every kind of model.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineOptions]
 
 @pytest.mark.parametrize("family", ["qwen3", "mla", "window"])
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_logits_do_not_depend_on_when_the_context_was_computed(models: dict[str, EngineOptions], family: str, name: str) -> None:
+def test_logits_do_not_depend_on_when_the_context_was_computed(
+    models: dict[str, EngineOptions], family: str, name: str
+) -> None:
     options = replace(models[family], kv_cache_dtype=name)
     tokens, table = random_tokens(80, seed=1), tables_of(options, blocks=8)
     with one_rank(options) as runner:
@@ -48,25 +52,35 @@ def test_logits_do_not_depend_on_when_the_context_was_computed(models: dict[str,
         runner.run([SequenceSlice("a", tokens[50:79], 50, table, None)])
         decoded = runner.logits([SequenceSlice("a", tokens[79:], 79, table, GREEDY)])[0]
         other = runner.logits([SequenceSlice("a", (tokens[79] ^ 1,), 79, table, GREEDY)])[0]
-        assert {str(cache.dtype) for cache in runner.kv_caches.values()} == {f"torch.{FORMATS[name]}"}
+        assert {str(cache.dtype) for cache in runner.kv_caches.values()} == {
+            f"torch.{FORMATS[name]}"
+        }
     assert distance(at_once, decoded) <= 1e-7
     assert distance(at_once, other) > 0.5
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_a_narrower_cache_gives_other_logits_than_a_wide_one_but_not_far_from_them(models: dict[str, EngineOptions], name: str) -> None:
+def test_a_narrower_cache_gives_other_logits_than_a_wide_one_but_not_far_from_them(
+    models: dict[str, EngineOptions], name: str
+) -> None:
     tokens, table = random_tokens(60, seed=2), tables_of(models["qwen3"], blocks=8)
     expected = reference_logits(models["qwen3"].model, tokens)
     with one_rank(replace(models["qwen3"], kv_cache_dtype=name)) as runner:
         found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])[0].float()
     assert (distance(found, expected[-1]) <= 1e-4) == (name == "float32")
-    assert torch.corrcoef(torch.stack((found, expected[-1])))[0, 1] > (0.7 if name.startswith("fp8") else 0.99)
+    assert torch.corrcoef(torch.stack((found, expected[-1])))[0, 1] > (
+        0.7 if name.startswith("fp8") else 0.99
+    )
     assert torch.corrcoef(torch.stack((found, expected[-2])))[0, 1] < 0.5
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_does_not_fit_the_format_is_stored_as_its_largest_number(dtype: torch.dtype, layout: KVLayout) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_what_does_not_fit_the_format_is_stored_as_its_largest_number(
+    dtype: torch.dtype, layout: KVLayout
+) -> None:
     cache = LayerCache("layer", 0, torch.zeros(3, 2, 2, 4, dtype=dtype), layout, value_width=2)
     largest = torch.finfo(dtype).max
     values = torch.tensor([1e300, -1e300, torch.inf, 1.5], dtype=torch.float64)
@@ -80,13 +94,19 @@ def test_what_does_not_fit_the_format_is_stored_as_its_largest_number(dtype: tor
 
 
 def test_a_bound_that_the_arithmetic_would_round_up_is_not_exceeded() -> None:
-    cache = LayerCache("layer", 0, torch.zeros(1, 1, 1, 2, dtype=torch.float16), KVLayout.HND, value_width=1)
-    cache.write(torch.tensor([0]), torch.tensor([0]), torch.tensor([[[1e38, -1e38]]], dtype=torch.bfloat16))
+    cache = LayerCache(
+        "layer", 0, torch.zeros(1, 1, 1, 2, dtype=torch.float16), KVLayout.HND, value_width=1
+    )
+    cache.write(
+        torch.tensor([0]), torch.tensor([0]), torch.tensor([[[1e38, -1e38]]], dtype=torch.bfloat16)
+    )
     assert cache.gather(torch.tensor([[0]]), torch.float64).flatten().tolist() == [65504, -65504]
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_nan_in_eight_bits_does_not_reach_whoever_does_not_see_it(models: dict[str, EngineOptions], name: str) -> None:
+def test_a_nan_in_eight_bits_does_not_reach_whoever_does_not_see_it(
+    models: dict[str, EngineOptions], name: str
+) -> None:
     options = replace(models["window"], kv_cache_dtype=name)
     tokens, table = random_tokens(71, seed=4), runs_of(options, 0, 6)
     step = [SequenceSlice("a", tokens[70:], 70, table, GREEDY)]
@@ -118,15 +138,23 @@ def test_layers_of_a_block_lie_together_when_asked_and_compute_the_same(
     slots, shape = SHAPES[family, layout]
     options = replace(models[family], kv_cache_layout=layout, kv_cache_dtype=dtype)
     tokens, table = random_tokens(80, seed=5), tables_of(options, blocks=8)
-    steps = [SequenceSlice("a", tokens[:79], 0, table, GREEDY), SequenceSlice("a", tokens[79:], 79, table, GREEDY)]
-    with one_rank(options) as apart, one_rank(replace(options, cross_layer_blocks=True)) as together:
+    steps = [
+        SequenceSlice("a", tokens[:79], 0, table, GREEDY),
+        SequenceSlice("a", tokens[79:], 79, table, GREEDY),
+    ]
+    with (
+        one_rank(options) as apart,
+        one_rank(replace(options, cross_layer_blocks=True)) as together,
+    ):
         for step in steps:
             assert torch.equal(apart.logits([step]), together.logits([step]))
         block = torch.zeros(shape).numel()
         starts = sorted({cache.data_ptr() for cache in together.kv_caches.values()})
         item = next(iter(together.kv_caches.values())).element_size()
         assert together.cache_memory is not None
-        assert [start - together.cache_memory.address for start in starts] == [slot * block * item for slot in range(slots)]
+        assert [start - together.cache_memory.address for start in starts] == [
+            slot * block * item for slot in range(slots)
+        ]
         assert together.cache_memory.size_bytes == 64 * slots * block * item
         for name, cache in together.kv_caches.items():
             assert tuple(cache.shape) == (64, *shape)
@@ -137,22 +165,36 @@ def test_layers_of_a_block_lie_together_when_asked_and_compute_the_same(
 
 
 @pytest.mark.parametrize(("family", "layout"), list(SHAPES))
-def test_the_cache_is_described_as_it_is(models: dict[str, EngineOptions], family: str, layout: KVLayout) -> None:
+def test_the_cache_is_described_as_it_is(
+    models: dict[str, EngineOptions], family: str, layout: KVLayout
+) -> None:
     slots, shape = SHAPES[family, layout]
-    runner = Runner(replace(models[family], kv_cache_layout=layout, num_blocks=0, kv_cache_memory_bytes=2**20))
+    runner = Runner(
+        replace(models[family], kv_cache_layout=layout, num_blocks=0, kv_cache_memory_bytes=2**20)
+    )
     runner.load()
     described = runner.allocate_cache(LocalTransportKit())
     assert described.num_blocks == 2**20 // (4 * slots * torch.zeros(shape).numel())
     assert (described.num_kv_heads, described.head_dim) == ((1, 96) if family == "mla" else (2, 64))
     assert described.layout == ("HND" if family == "mla" else layout.value)
-    assert [group.sliding_window for group in described.groups] == ([None, 48, 48] if family == "window" else [None])
+    assert [group.sliding_window for group in described.groups] == (
+        [None, 48, 48] if family == "window" else [None]
+    )
     identity = runner.identity()
-    assert (identity.total_kv_heads, identity.head_dim) == (described.num_kv_heads, described.head_dim)
-    assert all(cache.is_contiguous() and cache.data_ptr() % 4096 == 0 for cache in runner.kv_caches.values())
+    assert (identity.total_kv_heads, identity.head_dim) == (
+        described.num_kv_heads,
+        described.head_dim,
+    )
+    assert all(
+        cache.is_contiguous() and cache.data_ptr() % 4096 == 0
+        for cache in runner.kv_caches.values()
+    )
     runner.close()
 
 
-def test_a_latent_is_normalised_and_its_key_turns_with_the_position(models: dict[str, EngineOptions]) -> None:
+def test_a_latent_is_normalised_and_its_key_turns_with_the_position(
+    models: dict[str, EngineOptions],
+) -> None:
     with one_rank(models["mla"]) as runner:
         runner.run([SequenceSlice("a", (7, 7), 0, ((5,),), None)])
         first, second = by_token(runner.kv_caches["model.layers.0.self_attn"])[5, :2].double()
@@ -164,7 +206,9 @@ def test_a_latent_is_normalised_and_its_key_turns_with_the_position(models: dict
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
-def test_latents_with_biases_and_direct_queries_equal_transformers(tmp_path: Path, q_lora_rank: int | None) -> None:
+def test_latents_with_biases_and_direct_queries_equal_transformers(
+    tmp_path: Path, q_lora_rank: int | None
+) -> None:
     config = transformers.DeepseekV2Config(
         vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, first_k_dense_replace=3,
         q_lora_rank=q_lora_rank, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, attention_bias=True,
@@ -180,6 +224,8 @@ def test_latents_with_biases_and_direct_queries_equal_transformers(tmp_path: Pat
     expected = reference_logits(tmp_path, tokens)
     with one_rank(EngineOptions(model=tmp_path, num_blocks=8)) as runner:
         for start, end in ((0, 60), (60, 99), (99, 100)):
-            found = runner.logits([SequenceSlice("a", tokens[start:end], start, (tuple(range(7)),), GREEDY)])[0]
+            found = runner.logits(
+                [SequenceSlice("a", tokens[start:end], start, (tuple(range(7)),), GREEDY)]
+            )[0]
             assert distance(found, expected[end - 1]) <= 1e-4
         assert distance(found, expected[-2]) > 0.1

@@ -47,7 +47,9 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def roomy(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
-    client = loop.run_until_complete(EngineClient.start(EngineOptions(model=model, num_blocks=256), LocalTransportKit()))
+    client = loop.run_until_complete(
+        EngineClient.start(EngineOptions(model=model, num_blocks=256), LocalTransportKit())
+    )
     yield client
     loop.run_until_complete(client.close())
 
@@ -60,11 +62,18 @@ def prompt(seed: int, length: int, stem: int = 0) -> list[int]:
     """Random tokens; the first `stem` of them are the same for every seed."""
     common = random.Random(0)
     own = random.Random(seed)
-    return [common.randrange(1, 500) for _ in range(stem)] + [own.randrange(1, 500) for _ in range(length - stem)]
+    return [common.randrange(1, 500) for _ in range(stem)] + [
+        own.randrange(1, 500) for _ in range(length - stem)
+    ]
 
 
 def ask(request_id: str, tokens: list[int], max_tokens: int = 12, **more: Any) -> AddRequest:
-    return AddRequest(request_id, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), **more)
+    return AddRequest(
+        request_id,
+        tokens,
+        SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        **more,
+    )
 
 
 async def collect(client: EngineClient, request: AddRequest) -> tuple[list[int], RequestOutput]:
@@ -73,7 +82,10 @@ async def collect(client: EngineClient, request: AddRequest) -> tuple[list[int],
 
 
 async def tokens_of(client: EngineClient, requests: list[AddRequest]) -> list[list[int]]:
-    return [tokens for tokens, _ in await asyncio.gather(*(collect(client, request) for request in requests))]
+    return [
+        tokens
+        for tokens, _ in await asyncio.gather(*(collect(client, request) for request in requests))
+    ]
 
 
 async def until(client: EngineClient, is_so: Callable[[CoreStatus], bool]) -> CoreStatus:
@@ -83,22 +95,34 @@ async def until(client: EngineClient, is_so: Callable[[CoreStatus], bool]) -> Co
 
 
 def is_quiet(status: CoreStatus) -> bool:
-    return not (status.num_running or status.num_waiting or status.num_used_blocks or status.num_delayed_frees)
+    return not (
+        status.num_running
+        or status.num_waiting
+        or status.num_used_blocks
+        or status.num_delayed_frees
+    )
 
 
 def mixed_requests(tag: str) -> list[AddRequest]:
     lengths = [1, 5, 16, 17, 33, 64, 90, 130]
-    return [ask(f"{tag}-{i}", prompt(i, length, stem=min(20, length - 1))) for i, length in enumerate(lengths)]
+    return [
+        ask(f"{tag}-{i}", prompt(i, length, stem=min(20, length - 1)))
+        for i, length in enumerate(lengths)
+    ]
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Processes below one that run, but for Python's own resource tracker, which goes with its parent."""
+    """Processes below one that run, but for Python's own resource tracker, which goes with its
+    parent.
+    """
     return [process for process in psutil.Process(pid).children(recursive=True) if _counts(process)]
 
 
 def _counts(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
+            process.cmdline()
+        )
     except psutil.NoSuchProcess:  # it has ended since, or is about to
         return False
 
@@ -108,22 +132,28 @@ def newcomers(before: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in children(os.getpid()) if process not in before]
 
 
-# -- one engine ------------------------------------------------------------------------------------------------------
+# -- one engine --
 
 
-def test_concurrent_requests_get_the_tokens_they_get_alone(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_concurrent_requests_get_the_tokens_they_get_alone(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         together = await tokens_of(roomy, mixed_requests("together"))
         alone = [(await collect(roomy, request))[0] for request in mixed_requests("alone")]
         assert together == alone
         assert all(len(tokens) == 12 for tokens in together)
-        assert len({tuple(tokens) for tokens in together}) > 4, "different prompts must differ, or equality proves nothing"
+        assert len({tuple(tokens) for tokens in together}) > 4, (
+            "different prompts must differ, or equality proves nothing"
+        )
         await until(roomy, is_quiet)
 
     do(loop, story())
 
 
-def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         tokens = prompt(77, 50)
         first, _ = await collect(roomy, ask("cold", tokens))
@@ -136,16 +166,23 @@ def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(roomy: Engine
     do(loop, story())
 
 
-def test_requests_added_together_share_a_step(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_requests_added_together_share_a_step(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         streams = roomy.add([ask(f"n-{i}", prompt(5, 20), draw_seed=i) for i in range(3)])
-        results = [[token.token_id async for output in stream for token in output.tokens] for stream in streams]
+        results = [
+            [token.token_id async for output in stream for token in output.tokens]
+            for stream in streams
+        ]
         assert results[0] == results[1] == results[2]
 
     do(loop, story())
 
 
-def test_leaving_the_iteration_early_frees_the_blocks(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_leaving_the_iteration_early_frees_the_blocks(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         before = (await roomy.status()).requests_finished_by_reason["abort"]
         stream = roomy.generate(ask("left", prompt(9, 40), max_tokens=2000))
@@ -161,7 +198,9 @@ def test_leaving_the_iteration_early_frees_the_blocks(roomy: EngineClient, loop:
     do(loop, story())
 
 
-def test_an_abort_by_id_ends_the_stream(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_an_abort_by_id_ends_the_stream(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         (stream,) = roomy.add([ask("stopped", prompt(9, 40), max_tokens=2000)])
         roomy.abort("stopped")
@@ -172,7 +211,9 @@ def test_an_abort_by_id_ends_the_stream(roomy: EngineClient, loop: asyncio.Abstr
     do(loop, story())
 
 
-def test_closing_an_old_stream_does_not_end_a_new_request_of_the_same_id(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_closing_an_old_stream_does_not_end_a_new_request_of_the_same_id(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         (old,) = roomy.add([ask("again", prompt(3, 10), max_tokens=1)])
         assert [output.finish_reason async for output in old] == ["length"]
@@ -183,7 +224,9 @@ def test_closing_an_old_stream_does_not_end_a_new_request_of_the_same_id(roomy: 
     do(loop, story())
 
 
-def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(roomy: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(
+    roomy: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         nested: list[Any] = []
         for _ in range(100_000):
@@ -202,11 +245,15 @@ def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(roomy: EngineClie
     do(loop, story())
 
 
-def test_few_blocks_give_the_same_tokens_as_many(roomy: EngineClient, model: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_few_blocks_give_the_same_tokens_as_many(
+    roomy: EngineClient, model: Path, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         requests = [ask(f"tight-{i}", prompt(i, 30, stem=10), max_tokens=60) for i in range(6)]
         expected = await tokens_of(roomy, requests)
-        options = EngineOptions(model=model, num_blocks=12, max_num_batched_tokens=24, block_size=16)
+        options = EngineOptions(
+            model=model, num_blocks=12, max_num_batched_tokens=24, block_size=16
+        )
         tight = await EngineClient.start(options, LocalTransportKit())
         try:
             assert await tokens_of(tight, requests) == expected
@@ -218,7 +265,7 @@ def test_few_blocks_give_the_same_tokens_as_many(roomy: EngineClient, model: Pat
     do(loop, story())
 
 
-# -- several ranks ---------------------------------------------------------------------------------------------------
+# -- several ranks --
 
 
 def test_two_ranks_equal_one_and_the_death_of_one_ends_the_engine(
@@ -230,7 +277,9 @@ def test_two_ranks_equal_one_and_the_death_of_one_ends_the_engine(
         assert pair.pid is not None
         core, ranks = psutil.Process(pair.pid), children(pair.pid)
         try:
-            assert await tokens_of(pair, mixed_requests("two")) == await tokens_of(roomy, mixed_requests("one"))
+            assert await tokens_of(pair, mixed_requests("two")) == await tokens_of(
+                roomy, mixed_requests("one")
+            )
             (stream,) = pair.add([ask("cut", prompt(1, 20), max_tokens=3000)])
             assert (await anext(stream)).finish_reason is None
             assert len(ranks) == 1
@@ -257,13 +306,19 @@ def copying(model: Path, policy: FailurePolicy, **more: Any) -> EngineOptions:
         kv_connector_module_path="tests.engine.copy_connector",
         kv_load_failure_policy=policy,
     )
-    return EngineOptions(model=model, num_blocks=64, enable_prefix_caching=False, kv_transfer=transfer, **more)
+    return EngineOptions(
+        model=model, num_blocks=64, enable_prefix_caching=False, kv_transfer=transfer, **more
+    )
 
 
-async def copied(client: EngineClient, tag: str, how: str) -> tuple[list[int], list[int], RequestOutput]:
+async def copied(
+    client: EngineClient, tag: str, how: str
+) -> tuple[list[int], list[int], RequestOutput]:
     """The tokens of a request that computed its KV, and of one that got it by the connector."""
     tokens = prompt(31, 45)
-    first, kept = await collect(client, ask(f"{tag}-first", tokens, kv_transfer_params={"keep": True}))
+    first, kept = await collect(
+        client, ask(f"{tag}-first", tokens, kv_transfer_params={"keep": True})
+    )
     assert kept.kv_transfer_params == {"blocks": 4}
     assert (await client.status()).num_delayed_frees == 1
     params = {"copy_of": f"{tag}-first", "how": how}
@@ -271,10 +326,14 @@ async def copied(client: EngineClient, tag: str, how: str) -> tuple[list[int], l
     return first, second, last
 
 
-def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(
+    model: Path, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         options = copying(model, FailurePolicy.RECOMPUTE, tensor_parallel_size=2)
-        client = await EngineClient.start(options, LocalTransportKit(), side_channel=SideChannelConfig())
+        client = await EngineClient.start(
+            options, LocalTransportKit(), side_channel=SideChannelConfig()
+        )
         assert client.pid is not None
         processes = [psutil.Process(client.pid), *children(client.pid)]
         try:
@@ -285,7 +344,8 @@ def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path,
             first, second, last = await copied(client, "failed", "fail")
             assert (first, last.num_cached_tokens) == (second, 0)
             status = await until(client, is_quiet)
-            # Each request takes its tokens and a few steps for news; a core that spun would take thousands.
+            # Each request takes its tokens and a few steps for news; a core that spun would take
+            # thousands.
             assert status.connector_stats["worker_steps"] < 2 * 6 * 30
             os.kill(client.pid, signal.SIGKILL)
             assert "signal 9" in await client.died()
@@ -296,10 +356,16 @@ def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path,
     do(loop, story())
 
 
-def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing(
+    model: Path, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        client = await EngineClient.start(copying(model, FailurePolicy.FAIL), LocalTransportKit(), side_channel=SideChannelConfig())
+        client = await EngineClient.start(
+            copying(model, FailurePolicy.FAIL),
+            LocalTransportKit(),
+            side_channel=SideChannelConfig(),
+        )
         try:
             _, tokens, last = await copied(client, "failed", "fail")
             assert (tokens, last.finish_reason, last.error_status) == ([], "error", 502)
@@ -317,22 +383,31 @@ def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing
     do(loop, story())
 
 
-# -- starting and stopping -------------------------------------------------------------------------------------------
+# -- starting and stopping --
 
 
 def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
-    model: Path, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    model: Path,
+    loop: asyncio.AbstractEventLoop,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     async def story() -> None:
         before = children(os.getpid())
         for stage in (None, "loading the model", "allocating the KV cache"):
             reached = asyncio.Event()
 
-            def heard(said: str, waited: str | None = stage, reached: asyncio.Event = reached) -> None:
+            def heard(
+                said: str, waited: str | None = stage, reached: asyncio.Event = reached
+            ) -> None:
                 if said == waited:
                     reached.set()
 
-            starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model), LocalTransportKit(), on_progress=heard))
+            starting = asyncio.create_task(
+                EngineClient.start(
+                    EngineOptions(model=model), LocalTransportKit(), on_progress=heard
+                )
+            )
             await (asyncio.sleep(0) if stage is None else reached.wait())
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -345,10 +420,14 @@ def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
     assert "API process is gone" not in said
 
 
-def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_ctrl_c_does_not_reach_a_core_that_is_being_born(
+    model: Path, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalTransportKit()))
+        starting = asyncio.create_task(
+            EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalTransportKit())
+        )
         while not (born := newcomers(before)):
             await asyncio.sleep(0)
         for process in born:
@@ -359,10 +438,14 @@ def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyn
     do(loop, story())
 
 
-def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(
+    model: Path, loop: asyncio.AbstractEventLoop
+) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        client = await EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalTransportKit())
+        client = await EngineClient.start(
+            EngineOptions(model=model, num_blocks=8), LocalTransportKit()
+        )
         for process in children(os.getpid()):
             if process not in before:
                 os.kill(process.pid, signal.SIGTERM)
@@ -373,10 +456,15 @@ def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(model: Path
     do(loop, story())
 
 
-def test_ranks_meet_at_a_place_that_nobody_has_to_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_at_a_place_that_nobody_has_to_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with _rendezvous_file() as rendezvous, ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(join_group, ParallelConfig(3, rank), rendezvous, DEADLINE_S) for rank in range(3)]
+        joining = [
+            pool.submit(join_group, ParallelConfig(3, rank), rendezvous, DEADLINE_S)
+            for rank in range(3)
+        ]
         groups = [future.result(DEADLINE_S) for future in joining]
         path = Path(urlsplit(rendezvous).path)
         assert path.stat().st_size > 0, "they have met here"
@@ -397,14 +485,26 @@ def test_a_start_that_cannot_work_says_why_and_leaves_no_process(
         before = children(os.getpid())
         stages: list[str] = []
         with pytest.raises(ConfigError):
-            await EngineClient.start(EngineOptions(model=tmp_path / "nothing"), LocalTransportKit(), on_progress=stages.append)
+            await EngineClient.start(
+                EngineOptions(model=tmp_path / "nothing"),
+                LocalTransportKit(),
+                on_progress=stages.append,
+            )
         assert stages == ["loading the model"]
-        assert "nothing" not in capfd.readouterr().err, "it is said once, by whoever catches the error"
-        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+        assert "nothing" not in capfd.readouterr().err, (
+            "it is said once, by whoever catches the error"
+        )
+        assert [
+            record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+        ] == []
         with pytest.raises(ConfigError, match="--tensor-parallel-size"):
-            await EngineClient.start(EngineOptions(model=model, tensor_parallel_size=3), LocalTransportKit())
+            await EngineClient.start(
+                EngineOptions(model=model, tensor_parallel_size=3), LocalTransportKit()
+            )
         with pytest.raises(KVFerryError, match="not ready within"):
-            await EngineClient.start(EngineOptions(model=model), LocalTransportKit(), timeout_s=0.01)
+            await EngineClient.start(
+                EngineOptions(model=model), LocalTransportKit(), timeout_s=0.01
+            )
         assert newcomers(before) == []
 
     do(loop, story())

@@ -1,4 +1,6 @@
-"""What `--device` means: which GPU each rank gets, what is refused, and which formats numbers have there."""
+"""What `--device` means: which GPU each rank gets, what is refused, and which formats numbers have
+there.
+"""
 
 import asyncio
 import multiprocessing
@@ -27,12 +29,17 @@ from kvferry.testing.local import LocalTransportKit
 SMALL, LARGE = FLOAT64_WEIGHTS_LIMIT_BYTES, FLOAT64_WEIGHTS_LIMIT_BYTES + 1
 
 
-@pytest.mark.parametrize(("device", "gpu"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:17", 17)])
+@pytest.mark.parametrize(
+    ("device", "gpu"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:17", 17)]
+)
 def test_a_device_names_the_gpu_of_the_first_rank(device: str, gpu: int | None) -> None:
     assert first_gpu(device) == gpu
 
 
-@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1.0", "CUDA", "cuda:99999", "mps", "cuda:0\n"])
+@pytest.mark.parametrize(
+    "device",
+    ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1.0", "CUDA", "cuda:99999", "mps", "cuda:0\n"],
+)
 def test_any_other_device_is_refused_with_what_there_is(device: str) -> None:
     with pytest.raises(ConfigError, match="--device must be cpu, cuda or cuda:N"):
         EngineOptions(Path(), device=device)
@@ -40,12 +47,22 @@ def test_any_other_device_is_refused_with_what_there_is(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("first", "ranks", "gpus", "expected"),
-    [(0, 4, 4, [0, 1, 2, 3]), (2, 4, 4, [2, 3, 0, 1]), (0, 2, 1, [0, 0]), (1, 4, 2, [1, 0, 1, 0]), (3, 1, 8, [3])],
+    [
+        (0, 4, 4, [0, 1, 2, 3]),
+        (2, 4, 4, [2, 3, 0, 1]),
+        (0, 2, 1, [0, 0]),
+        (1, 4, 2, [1, 0, 1, 0]),
+        (3, 1, 8, [3]),
+    ],
 )
-def test_ranks_take_the_gpus_in_turn_and_share_them_when_there_are_too_few(first: int, ranks: int, gpus: int, expected: list[int]) -> None:
+def test_ranks_take_the_gpus_in_turn_and_share_them_when_there_are_too_few(
+    first: int, ranks: int, gpus: int, expected: list[int]
+) -> None:
     found = [gpu_of_rank(first, rank, gpus) for rank in range(ranks)]
     assert found == expected
-    assert [ranks_on_gpu(gpu, first, ranks, gpus) for gpu in found] == [found.count(gpu) for gpu in found]
+    assert [ranks_on_gpu(gpu, first, ranks, gpus) for gpu in found] == [
+        found.count(gpu) for gpu in found
+    ]
 
 
 def test_an_engine_on_the_cpu_takes_a_fixed_share_of_memory() -> None:
@@ -63,7 +80,9 @@ def test_without_a_gpu_cuda_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_has_no_gpu_says_so_and_leaves_no_process(tmp_path: Path, ranks: int) -> None:
+def test_an_engine_that_has_no_gpu_says_so_and_leaves_no_process(
+    tmp_path: Path, ranks: int
+) -> None:
     make_model(tmp_path)
     options = EngineOptions(tmp_path, device="cuda", tensor_parallel_size=ranks)
     with pytest.raises(ConfigError, match=r"--device cuda.*use --device cpu"):
@@ -73,7 +92,9 @@ def test_an_engine_that_has_no_gpu_says_so_and_leaves_no_process(tmp_path: Path,
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
 def test_the_share_of_a_gpu_s_memory_is_checked(share: float) -> None:
-    with pytest.raises(ConfigError, match="--gpu-memory-utilization must be more than 0 and at most 1"):
+    with pytest.raises(
+        ConfigError, match="--gpu-memory-utilization must be more than 0 and at most 1"
+    ):
         EngineOptions(Path(), gpu_memory_utilization=share)
 
 
@@ -98,9 +119,15 @@ def test_small_models_compute_in_float64_and_cache_in_their_own_format(
 
 
 def test_arithmetic_is_as_asked_on_any_device() -> None:
-    options = EngineOptions(Path(), device="cuda", compute_dtype="float16", kv_cache_dtype="bfloat16")
+    options = EngineOptions(
+        Path(), device="cuda", compute_dtype="float16", kv_cache_dtype="bfloat16"
+    )
     precision = choose_precision(options, "float32", SMALL)
-    assert (precision.weights, precision.cache, precision.compute) == (torch.float32, torch.bfloat16, torch.float16)
+    assert (precision.weights, precision.cache, precision.compute) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    )
 
 
 def test_a_batch_for_the_cpu_is_not_copied() -> None:
@@ -109,13 +136,22 @@ def test_a_batch_for_the_cpu_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mla", "window"])
-def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(tmp_path: Path, family: str) -> None:
-    """Here all are on the CPU, and whatever is made without saying where has no content: computing with both is an error."""
+def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(
+    tmp_path: Path, family: str
+) -> None:
+    """Here all are on the CPU, and whatever is made without saying where has no content: computing
+    with both is an error.
+    """
     make_model(tmp_path, family=family)
     options, config = EngineOptions(tmp_path, num_blocks=64), read_model_config(tmp_path)
     checkpoint, cpu = open_checkpoint(tmp_path), torch.device("cpu")
     precision = choose_precision(options, config.dtype, checkpoint.size_bytes)
-    model = Model.build(config, load_weights(config, checkpoint, ParallelConfig(), precision, cpu), precision, SoloGroup())
+    model = Model.build(
+        config,
+        load_weights(config, checkpoint, ParallelConfig(), precision, cpu),
+        precision,
+        SoloGroup(),
+    )
     shape = plan_cache_layout(config, ParallelConfig(), options, precision.cache, 0)
     by_name = shape.layer_caches(torch.zeros(shape.size_bytes, dtype=torch.uint8))
     caches = [by_name[config.layer_name(layer)] for layer in range(config.num_layers)]
@@ -125,7 +161,9 @@ def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(tmp_path: Path, 
         SequenceSlice("b", tuple(range(10, 20)), 0, second, GREEDY),
         SequenceSlice("b", (20,), 10, second, GREEDY),
     ]
-    batch = make_flat_batch(slices, shape.groups, shape.block_size, shape.num_blocks, config.vocab_size)
+    batch = make_flat_batch(
+        slices, shape.groups, shape.block_size, shape.num_blocks, config.vocab_size
+    )
     with torch.inference_mode(), torch.device("meta"):
         assert torch.empty(1).is_meta
         logits = model.forward(batch, caches)

@@ -65,12 +65,20 @@ def test_totals_add_up_over_steps_and_by_transport() -> None:
     totals = ConnectorTotals()
     for transport in ("shm", "nixl", "shm"):
         stats = TransferStats()
-        stats.record_transfer(transport, total_bytes=100, segments=2, planned=5, post_s=0.0, transfer_s=0.5)
+        stats.record_transfer(
+            transport, total_bytes=100, segments=2, planned=5, post_s=0.0, transfer_s=0.5
+        )
         totals.add(stats)
     totals.add(None)
     totals.add(KVConnectorStats())
     _, summary = totals.summaries()
-    assert (summary.transport, summary.transfers, summary.total_bytes, summary.segments, summary.seconds) == ("shm", 2, 200, 4, 1.0)
+    assert (
+        summary.transport,
+        summary.transfers,
+        summary.total_bytes,
+        summary.segments,
+        summary.seconds,
+    ) == ("shm", 2, 200, 4, 1.0)
     assert summary.planned_segments == 10
     assert totals.to_dict()["transfers"] == 3
     assert totals.to_dict()["histograms"]["bytes_transferred"] == {"sum": 300, "buckets": {"0": 3}}

@@ -31,7 +31,9 @@ class RunsMachine(RuleBasedStateMachine):
         got = self.runs.take(count)
         assert sum(map(len, got)) == min(count, len(self.free))
         if 0 < count <= longest:
-            assert len(got) == 1 or longest < 2 * count, "a run that is surely long enough is not missed"
+            assert len(got) == 1 or longest < 2 * count, (
+                "a run that is surely long enough is not missed"
+            )
         self.leave({block for run in got for block in run})
 
     @precondition(lambda self: self.taken)

@@ -17,7 +17,13 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.errors import ConfigError
 
-FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 BLOCK_SIZE = 16
 NUM_TOKENS = 32
 
@@ -33,7 +39,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_the_same_seed_makes_the_same_bytes_and_another_does_not(model: Path, tmp_path: Path) -> None:
+def test_the_same_seed_makes_the_same_bytes_and_another_does_not(
+    model: Path, tmp_path: Path
+) -> None:
     make_model(tmp_path / "again")
     make_model(tmp_path / "other", seed=1)
     assert list(contents(model)) == FILES
@@ -85,9 +93,13 @@ def test_any_text_comes_back_from_the_tokenizer(model: Path) -> None:
 
 def test_transformers_takes_the_tokenizer_and_its_chat_template(model: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert json.loads((model / "config.json").read_bytes())["eos_token_id"] == tokenizer.eos_token_id
+    assert (
+        json.loads((model / "config.json").read_bytes())["eos_token_id"] == tokenizer.eos_token_id
+    )
 
 
 def random_prompts(lengths: list[int]) -> list[list[int]]:
@@ -102,7 +114,12 @@ def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[Tables]:
     used = 0
     for prompt in prompts:
         count = -(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)
-        tables.append(tuple(tuple(range(used + index * count, used + (index + 1) * count)) for index, _ in enumerate(groups)))
+        tables.append(
+            tuple(
+                tuple(range(used + index * count, used + (index + 1) * count))
+                for index, _ in enumerate(groups)
+            )
+        )
         prefill(runner, prompt, tables[-1])
         used += count * len(groups)
     return tables
@@ -117,7 +134,9 @@ class Swap:
     seed: int
 
     def apply(self, runner: Runner, prompts: list[list[int]], tables: list[Tables]) -> None:
-        """Replace one random full block of each prompt, all of which its next token sees, by the last full one of another."""
+        """Replace one random full block of each prompt, all of which its next token sees, by the
+        last full one of another.
+        """
         generator = random.Random(self.seed)
         group = form_groups(runner.config)[self.group]
         before = {name: runner.kv_caches[name].clone() for name in self.layers}
@@ -126,16 +145,42 @@ class Swap:
             first = -(-group.first_visible_token(len(prompt) - 1) // BLOCK_SIZE)
             victim = table[self.group][generator.randrange(first, ends[number])]
             for name in self.layers:
-                runner.kv_caches[name][victim] = before[name][tables[number - 1][self.group][ends[number - 1] - 1]]
+                runner.kv_caches[name][victim] = before[name][
+                    tables[number - 1][self.group][ends[number - 1] - 1]
+                ]
 
 
-LENGTHS = [20, 25, 33, 40, 50, 64, 80, 100, 120, 150, 180, 220, 260, 320, 400, 500, 640, 900, 1200, 1500]
+LENGTHS = [
+    20,
+    25,
+    33,
+    40,
+    50,
+    64,
+    80,
+    100,
+    120,
+    150,
+    180,
+    220,
+    260,
+    320,
+    400,
+    500,
+    640,
+    900,
+    1200,
+    1500,
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "lengths"), [("qwen3", LENGTHS), ("llama", LENGTHS[::4]), ("mla", LENGTHS[::2]), ("window", LENGTHS[::2])]
+    ("family", "lengths"),
+    [("qwen3", LENGTHS), ("llama", LENGTHS[::4]), ("mla", LENGTHS[::2]), ("window", LENGTHS[::2])],
 )
-def test_one_wrong_block_anywhere_changes_the_greedy_tokens(tmp_path: Path, family: str, lengths: list[int]) -> None:
+def test_one_wrong_block_anywhere_changes_the_greedy_tokens(
+    tmp_path: Path, family: str, lengths: list[int]
+) -> None:
     make_model(tmp_path, family=family)
     prompts = random_prompts(lengths)
     with one_rank(EngineOptions(model=tmp_path, num_blocks=800)) as runner:
@@ -149,12 +194,22 @@ def test_one_wrong_block_anywhere_changes_the_greedy_tokens(tmp_path: Path, fami
                 cache.copy_(clean[name])
             swap.apply(runner, prompts, tables)
             wrong = greedy(runner, prompts, tables, NUM_TOKENS)
-            return [len(prompt) for prompt, one, other in zip(prompts, right, wrong, strict=True) if one == other]
+            return [
+                len(prompt)
+                for prompt, one, other in zip(prompts, right, wrong, strict=True)
+                if one == other
+            ]
 
         groups = list(enumerate(form_groups(runner.config)))
-        assert [unseen(Swap(index, group.layer_names, seed=0)) for index, group in groups] == [[] for _ in groups]
+        assert [unseen(Swap(index, group.layer_names, seed=0)) for index, group in groups] == [
+            [] for _ in groups
+        ]
         # In one layer alone about one change in a hundred does not show within 32 tokens.
-        swaps = [Swap(index, (name,), seed) for index, group in groups for seed, name in enumerate(group.layer_names)]
+        swaps = [
+            Swap(index, (name,), seed)
+            for index, group in groups
+            for seed, name in enumerate(group.layer_names)
+        ]
         in_one_layer = [length for swap in swaps for length in unseen(swap)]
         assert len(in_one_layer) <= 0.05 * len(swaps) * len(prompts)
         for name, cache in runner.kv_caches.items():
@@ -169,4 +224,6 @@ def test_greedy_text_neither_repeats_itself_nor_ends(tmp_path: Path, family: str
     with one_rank(EngineOptions(model=tmp_path, num_blocks=160)) as runner:
         answers = greedy(runner, prompts, load_prompts(runner, prompts), NUM_TOKENS)
     assert min(len(set(answer)) for answer in answers) >= NUM_TOKENS // 2
-    assert not set(read_model_config(tmp_path).eos_token_ids) & {token for answer in answers for token in answer}
+    assert not set(read_model_config(tmp_path).eos_token_ids) & {
+        token for answer in answers for token in answer
+    }

@@ -44,15 +44,21 @@ def random_tokens(count: int, seed: int) -> tuple[int, ...]:
     return tuple(generator.randrange(512) for _ in range(count))
 
 
-def reference_logits(model: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def reference_logits(
+    model: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """transformers' logits at every position."""
-    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, attn_implementation="eager"
+    )
     with torch.no_grad():
         logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits
 
 
-def chunked(tokens: tuple[int, ...], table: Tables, sizes: Iterator[int]) -> Iterator[SequenceSlice]:
+def chunked(
+    tokens: tuple[int, ...], table: Tables, sizes: Iterator[int]
+) -> Iterator[SequenceSlice]:
     start = 0
     while start < len(tokens):
         part = tokens[start : start + next(sizes)]
@@ -65,7 +71,9 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))
-def test_logits_of_prefill_and_decode_equal_those_of_transformers(options: EngineOptions, table: Tables, layout: KVLayout) -> None:
+def test_logits_of_prefill_and_decode_equal_those_of_transformers(
+    options: EngineOptions, table: Tables, layout: KVLayout
+) -> None:
     tokens = random_tokens(300, seed=1)
     expected = reference_logits(options.model, tokens)
     with one_rank(replace(options, kv_cache_layout=layout)) as runner:
@@ -77,7 +85,9 @@ def test_logits_of_prefill_and_decode_equal_those_of_transformers(options: Engin
         assert distance(one[0], expected[0]) > 1.0
 
 
-def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cache_is_left(options: EngineOptions, table: Tables) -> None:
+def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cache_is_left(
+    options: EngineOptions, table: Tables
+) -> None:
     for seed in range(20, 24):
         tokens = random_tokens(300, seed)
         with one_rank(options) as runner:
@@ -85,7 +95,9 @@ def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cach
         assert distance(found, reference_logits(options.model, tokens, torch.float64)[-1]) <= 4e-5
 
 
-def test_logits_of_a_chunked_prefill_equal_those_of_transformers(options: EngineOptions, table: Tables) -> None:
+def test_logits_of_a_chunked_prefill_equal_those_of_transformers(
+    options: EngineOptions, table: Tables
+) -> None:
     tokens = random_tokens(300, seed=2)
     expected = reference_logits(options.model, tokens)
     with one_rank(options) as runner:
@@ -95,7 +107,9 @@ def test_logits_of_a_chunked_prefill_equal_those_of_transformers(options: Engine
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "float64"])
-def test_explicit_arithmetic_equals_transformers_too(options: EngineOptions, table: Tables, compute_dtype: str) -> None:
+def test_explicit_arithmetic_equals_transformers_too(
+    options: EngineOptions, table: Tables, compute_dtype: str
+) -> None:
     tokens = random_tokens(100, seed=3)
     with one_rank(replace(options, compute_dtype=compute_dtype)) as runner:
         found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])
@@ -108,7 +122,9 @@ def test_explicit_arithmetic_equals_transformers_too(options: EngineOptions, tab
     # Arithmetic in bfloat16 needs a processor that has it.
     [("float16", "auto", 0.999), ("float16", "float32", 0.999), ("bfloat16", "float32", 0.9)],
 )
-def test_half_precision_stays_near_float32(options: EngineOptions, table: Tables, dtype: str, compute_dtype: str, likeness: float) -> None:
+def test_half_precision_stays_near_float32(
+    options: EngineOptions, table: Tables, dtype: str, compute_dtype: str, likeness: float
+) -> None:
     tokens = random_tokens(40, seed=4)
     expected = reference_logits(options.model, tokens)
     with one_rank(replace(options, dtype=dtype, compute_dtype=compute_dtype)) as runner:
@@ -118,7 +134,9 @@ def test_half_precision_stays_near_float32(options: EngineOptions, table: Tables
     assert torch.corrcoef(torch.stack((found, expected[-2])))[0, 1] < 0.5
 
 
-def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: EngineOptions, table: Tables) -> None:
+def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(
+    options: EngineOptions, table: Tables
+) -> None:
     tokens = random_tokens(250, seed=5)
     with one_rank(replace(options, num_blocks=200)) as runner:
         alone = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])[0]
@@ -129,11 +147,14 @@ def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: Eng
             SequenceSlice("c", random_tokens(1, seed=7), 0, runs_of(options, 120, 1), GREEDY),
             SequenceSlice("d", random_tokens(5, seed=8), 0, runs_of(options, 130, 1), None),
         ]
-        in_a_batch = runner.logits([others[0], SequenceSlice("a", tokens, 0, table, GREEDY), *others[1:]])[1]
+        in_a_batch = runner.logits(
+            [others[0], SequenceSlice("a", tokens, 0, table, GREEDY), *others[1:]]
+        )[1]
         decodes = [replace(others[1]), SequenceSlice("a", tokens[-1:], 249, table, GREEDY)]
         decoded_in_a_batch = runner.logits(decodes)[1]
         other = runner.logits([SequenceSlice("a", tokens[:-1], 0, table, GREEDY)])[0]
-    # K and V are stored in float32, so a last bit may flip there; float32 arithmetic would differ by 1e-6 and more.
+    # K and V are stored in float32, so a last bit may flip there; float32 arithmetic would differ
+    # by 1e-6 and more.
     assert distance(alone, in_chunks) <= 1e-7
     assert distance(alone, in_a_batch) <= 1e-7
     assert distance(alone, decoded_in_a_batch) <= 1e-7
@@ -141,12 +162,22 @@ def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: Eng
 
 
 @pytest.mark.parametrize("length", [35, 5])
-def test_a_nan_left_behind_in_a_block_does_not_reach_its_next_owner(options: EngineOptions, length: int) -> None:
+def test_a_nan_left_behind_in_a_block_does_not_reach_its_next_owner(
+    options: EngineOptions, length: int
+) -> None:
     tokens = random_tokens(length, seed=9)
     ours, theirs = runs_of(options, 3, 3), runs_of(options, 20, 8)
-    queries = [SequenceSlice("a", tokens[-1:], length - 1, ours, GREEDY), SequenceSlice("b", (1,), 70, theirs, GREEDY)]
+    queries = [
+        SequenceSlice("a", tokens[-1:], length - 1, ours, GREEDY),
+        SequenceSlice("b", (1,), 70, theirs, GREEDY),
+    ]
     with one_rank(options) as runner:
-        runner.run([SequenceSlice("a", tokens[:-1], 0, ours, None), SequenceSlice("b", random_tokens(70, seed=10), 0, theirs, None)])
+        runner.run(
+            [
+                SequenceSlice("a", tokens[:-1], 0, ours, None),
+                SequenceSlice("b", random_tokens(70, seed=10), 0, theirs, None),
+            ]
+        )
         clean = runner.logits(queries)
         poison(runner, ours, range(length, 48))
         for cache in runner.kv_caches.values():
@@ -157,9 +188,13 @@ def test_a_nan_left_behind_in_a_block_does_not_reach_its_next_owner(options: Eng
         assert torch.equal(runner.logits(queries)[1], clean[1])
 
 
-def test_nothing_is_computed_for_the_vocabulary_when_nothing_is_sampled(options: EngineOptions, table: Tables) -> None:
+def test_nothing_is_computed_for_the_vocabulary_when_nothing_is_sampled(
+    options: EngineOptions, table: Tables
+) -> None:
     with one_rank(options) as runner:
-        assert runner.logits([SequenceSlice("a", random_tokens(20, seed=11), 0, table, None)]).shape == (0, 512)
+        assert runner.logits(
+            [SequenceSlice("a", random_tokens(20, seed=11), 0, table, None)]
+        ).shape == (0, 512)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mla"], indirect=True)
@@ -177,7 +212,9 @@ def test_nothing_is_computed_for_the_vocabulary_when_nothing_is_sampled(options:
         SequenceSlice("a", (1,), 0, (), GREEDY),
     ],
 )
-def test_a_slice_that_does_not_fit_is_refused_before_anything_is_written(options: EngineOptions, part: SequenceSlice) -> None:
+def test_a_slice_that_does_not_fit_is_refused_before_anything_is_written(
+    options: EngineOptions, part: SequenceSlice
+) -> None:
     with one_rank(options) as runner:
         good = SequenceSlice("b", (5, 6), 0, ((2,),), None)
         with pytest.raises(LocalProtocolError, match="request a was scheduled with"):
@@ -186,17 +223,26 @@ def test_a_slice_that_does_not_fit_is_refused_before_anything_is_written(options
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mla"], indirect=True)
-def test_tied_embeddings_and_sharded_weights_equal_transformers(options: EngineOptions, table: Tables, tmp_path: Path) -> None:
+def test_tied_embeddings_and_sharded_weights_equal_transformers(
+    options: EngineOptions, table: Tables, tmp_path: Path
+) -> None:
     config = json.loads((options.model / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     tensors = load_file(options.model / "model.safetensors")
     del tensors["lm_head.weight"]
     names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for shard, members in shards.items():
-        save_file({name: tensors[name] for name in members}, tmp_path / shard, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in members}, tmp_path / shard, metadata={"format": "pt"}
+        )
     placed = {name: shard for shard, members in shards.items() for name in members}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     tokens = random_tokens(60, seed=12)
     with one_rank(replace(options, model=tmp_path)) as runner:
         found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])

@@ -1,4 +1,6 @@
-"""Reading checkpoints: what is supported is understood, anything else is one sentence that names it."""
+"""Reading checkpoints: what is supported is understood, anything else is one sentence that names
+it.
+"""
 
 import json
 from pathlib import Path
@@ -11,40 +13,93 @@ from safetensors.torch import load_file, save_file
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.model.checkpoint import open_checkpoint
-from kvferry.engine.model.config import LatentShape, LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, read_model_config
-from kvferry.engine.model.weights import HeadWeights, LatentWeights, ModelWeights, Precision, load_weights
+from kvferry.engine.model.config import (
+    LatentShape,
+    LayerConfig,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    read_model_config,
+)
+from kvferry.engine.model.weights import (
+    HeadWeights,
+    LatentWeights,
+    ModelWeights,
+    Precision,
+    load_weights,
+)
 from kvferry.errors import ConfigError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 128, "eos_token_id": 2,
 }  # fmt: skip
-GEMMA = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 4}
-DEEPSEEK = {**LLAMA, "architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 2, "q_lora_rank": None}
+GEMMA = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 2,
+    "q_lora_rank": None,
+}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def read(directory: Path, config: Any) -> ModelConfig:
-    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (directory / "config.json").write_text(
+        config if isinstance(config, str) else json.dumps(config)
+    )
     return read_model_config(directory)
 
 
 def test_what_a_file_leaves_out_has_its_family_s_default(tmp_path: Path) -> None:
     llama, qwen3 = read(tmp_path, LLAMA), read(tmp_path, QWEN3)
-    assert (llama.attention.num_kv_heads, llama.attention.head_dim, llama.attention.has_qk_norm) == (4, 16, False)
-    assert (qwen3.attention.num_kv_heads, qwen3.attention.head_dim, qwen3.attention.has_qk_norm) == (2, 128, True)
+    assert (
+        llama.attention.num_kv_heads,
+        llama.attention.head_dim,
+        llama.attention.has_qk_norm,
+    ) == (4, 16, False)
+    assert (
+        qwen3.attention.num_kv_heads,
+        qwen3.attention.head_dim,
+        qwen3.attention.has_qk_norm,
+    ) == (2, 128, True)
     assert llama.layers[0].rope == RopeConfig(10000.0)
-    assert (llama.dtype, llama.norm_eps, llama.has_tied_embeddings, llama.eos_token_ids) == ("float32", 1e-6, False, (2,))
+    assert (llama.dtype, llama.norm_eps, llama.has_tied_embeddings, llama.eos_token_ids) == (
+        "float32",
+        1e-6,
+        False,
+        (2,),
+    )
 
 
 def test_old_and_new_spellings_mean_the_same(tmp_path: Path) -> None:
-    old = {"torch_dtype": "bfloat16", "rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **SCALING}}
-    new = {"dtype": "bfloat16", "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING}}
+    old = {
+        "torch_dtype": "bfloat16",
+        "rope_theta": 500000.0,
+        "rope_scaling": {"type": "llama3", **SCALING},
+    }
+    new = {
+        "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING},
+    }
     assert read(tmp_path, LLAMA | old) == read(tmp_path, LLAMA | new)
     rope = read(tmp_path, LLAMA | new).layers[0].rope
     assert rope == RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 64))
-    assert read(tmp_path, LLAMA | {"rope_scaling": None, "rope_theta": 7.0}).layers[0].rope == RopeConfig(7.0)
+    assert read(tmp_path, LLAMA | {"rope_scaling": None, "rope_theta": 7.0}).layers[
+        0
+    ].rope == RopeConfig(7.0)
 
 
 def test_biases_are_where_each_family_has_them(tmp_path: Path) -> None:
@@ -65,18 +120,34 @@ def test_every_end_of_sequence_token_of_both_files_counts_once(tmp_path: Path) -
 
 UNUSED_WINDOWS = [
     {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": False},
-    {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2},
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 32,
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+    },
     {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True},
-    {"architectures": ["Qwen2ForCausalLM"], "sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": None,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    },
     {"sliding_window": 32},
-    {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 32, "layer_types": ["full_attention"] * 2},
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "sliding_window": 32,
+        "layer_types": ["full_attention"] * 2,
+    },
     {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     {"architectures": ["MistralForCausalLM"], "sliding_window": 128},
 ]
 
 
 @pytest.mark.parametrize("changes", UNUSED_WINDOWS)
-def test_a_sliding_window_that_no_layer_uses_is_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_sliding_window_that_no_layer_uses_is_ignored(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     assert [layer.window for layer in read(tmp_path, LLAMA | changes).layers] == [None, None]
 
 
@@ -98,31 +169,54 @@ USED_WINDOWS = [
 
 
 @pytest.mark.parametrize(("changes", "windows"), USED_WINDOWS)
-def test_a_sliding_window_is_where_transformers_has_it(tmp_path: Path, changes: dict[str, Any], windows: list[int | None]) -> None:
+def test_a_sliding_window_is_where_transformers_has_it(
+    tmp_path: Path, changes: dict[str, Any], windows: list[int | None]
+) -> None:
     assert [layer.window for layer in read(tmp_path, LLAMA | changes).layers] == windows
 
 
 def test_gemma_rotates_layers_with_and_without_a_window_differently(tmp_path: Path) -> None:
     pattern = {"sliding_window": 32, "sliding_window_pattern": 2}
-    old = {"rope_theta": 7.0, "rope_local_base_freq": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    old = {
+        "rope_theta": 7.0,
+        "rope_local_base_freq": 5.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
     nested = {
         "full_attention": {"rope_type": "linear", "rope_theta": 7.0, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
     }
-    full, sliding = LayerConfig(RopeConfig(7.0, LinearScaling(8.0))), LayerConfig(RopeConfig(5.0), 32)
+    full, sliding = (
+        LayerConfig(RopeConfig(7.0, LinearScaling(8.0))),
+        LayerConfig(RopeConfig(5.0), 32),
+    )
     for spelling in (old, {"rope_parameters": nested}):
         assert read(tmp_path, GEMMA | pattern | spelling).layers == (sliding, full) * 2
     plain = read(tmp_path, GEMMA | pattern)
-    assert plain.layers[:2] == (LayerConfig(RopeConfig(10_000.0), 32), LayerConfig(RopeConfig(1_000_000.0)))
+    assert plain.layers[:2] == (
+        LayerConfig(RopeConfig(10_000.0), 32),
+        LayerConfig(RopeConfig(1_000_000.0)),
+    )
     # A window that is never outgrown is none, but its layers are still rotated in their own way.
-    assert read(tmp_path, GEMMA | pattern | {"sliding_window": 128}).layers[0] == LayerConfig(RopeConfig(10_000.0))
+    assert read(tmp_path, GEMMA | pattern | {"sliding_window": 128}).layers[0] == LayerConfig(
+        RopeConfig(10_000.0)
+    )
 
 
 def test_defaults_of_gemma_and_deepseek_are_those_of_transformers(tmp_path: Path) -> None:
     gemma, deepseek = read(tmp_path, GEMMA), read(tmp_path, DEEPSEEK)
-    assert (gemma.attention.head_dim, gemma.attention.scale, gemma.has_tied_embeddings, gemma.is_gemma) == (256, 256**-0.5, True, True)
+    assert (
+        gemma.attention.head_dim,
+        gemma.attention.scale,
+        gemma.has_tied_embeddings,
+        gemma.is_gemma,
+    ) == (256, 256**-0.5, True, True)
     assert deepseek.attention.latent == LatentShape(512, 128, 64, 128)
-    assert (deepseek.attention.num_kv_heads, deepseek.attention.head_dim, deepseek.attention.scale) == (1, 576, 192**-0.5)
+    assert (
+        deepseek.attention.num_kv_heads,
+        deepseek.attention.head_dim,
+        deepseek.attention.scale,
+    ) == (1, 576, 192**-0.5)
     del (without := dict(DEEPSEEK))["q_lora_rank"]
     assert read(tmp_path, without).attention.latent == LatentShape(512, 128, 64, 128, 1536)
 
@@ -133,10 +227,15 @@ def test_defaults_of_gemma_and_deepseek_are_those_of_transformers(tmp_path: Path
         (LLAMA, {1, 2, 4}),
         (QWEN3, {1, 2, 4}),
         (DEEPSEEK, {1, 2, 4}),
-        (LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, {1, 2, 4, 12}),
+        (
+            LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8},
+            {1, 2, 4, 12},
+        ),
     ],
 )
-def test_query_heads_are_divided_and_kv_heads_divided_or_repeated(tmp_path: Path, config: dict[str, Any], sizes: set[int]) -> None:
+def test_query_heads_are_divided_and_kv_heads_divided_or_repeated(
+    tmp_path: Path, config: dict[str, Any], sizes: set[int]
+) -> None:
     model = read(tmp_path, config)
     for size in range(1, 13):
         if size in sizes:
@@ -150,36 +249,82 @@ REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures must be one of LlamaForCausalLM"),
     ({"architectures": None}, "architectures must be"),
     ({"architectures": [["x"]]}, "architectures must be"),
-    ({"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}, "layer_types asks for sliding windows, which a Llama"),
-    ({"use_sliding_window": True}, "use_sliding_window asks for sliding windows, which a LlamaForCausalLM does not have"),
-    (QWEN3 | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention, but use_sliding_window"),
-    (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers is 2"),
     (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types asks for sliding windows, which a Llama",
+    ),
+    (
+        {"use_sliding_window": True},
+        "use_sliding_window asks for sliding windows, which a LlamaForCausalLM does not have",
+    ),
+    (
+        QWEN3 | {"layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types has sliding_attention, but use_sliding_window",
+    ),
+    (
+        QWEN3 | {"layer_types": ["full_attention"]},
+        "layer_types names 1 layers, but num_hidden_layers is 2",
+    ),
+    (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         "layer_types says other than sliding_window",
     ),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_parameters differ by kind of layer"),
-    (GEMMA | {"rope_parameters": {"rope_theta": 7.0}}, "rope_parameters must have full_attention and sliding_attention"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}},
+        "rope_parameters differ by kind of layer",
+    ),
+    (
+        GEMMA | {"rope_parameters": {"rope_theta": 7.0}},
+        "rope_parameters must have full_attention and sliding_attention",
+    ),
     (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-    (GEMMA | {"hidden_activation": "relu"}, "hidden_activation must be gelu_pytorch_tanh, got 'relu'"),
-    (GEMMA | {"sliding_window": None}, "sliding_window must be a whole number of at least 1, got None"),
+    (
+        GEMMA | {"hidden_activation": "relu"},
+        "hidden_activation must be gelu_pytorch_tanh, got 'relu'",
+    ),
+    (
+        GEMMA | {"sliding_window": None},
+        "sliding_window must be a whole number of at least 1, got None",
+    ),
     (GEMMA | {"sliding_window": 0}, "sliding_window must be a whole number of at least 1"),
-    (DEEPSEEK | {"first_k_dense_replace": 1}, "first_k_dense_replace leaves 1 layers with experts, which are not supported"),
-    (DEEPSEEK | {"first_k_dense_replace": None}, "first_k_dense_replace leaves 2 layers with experts"),
+    (
+        DEEPSEEK | {"first_k_dense_replace": 1},
+        "first_k_dense_replace leaves 1 layers with experts, which are not supported",
+    ),
+    (
+        DEEPSEEK | {"first_k_dense_replace": None},
+        "first_k_dense_replace leaves 2 layers with experts",
+    ),
     (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads must equal the 4 attention heads"),
     (DEEPSEEK | {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
-    (DEEPSEEK | {"rope_scaling": {"type": "yarn"}}, "rope_type must be default, linear or llama3, got 'yarn'"),
+    (
+        DEEPSEEK | {"rope_scaling": {"type": "yarn"}},
+        "rope_type must be default, linear or llama3, got 'yarn'",
+    ),
     ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ({"layer_types": 5}, "layer_types must be a list"),
-    (QWEN3 | {"max_window_layers": "x", "sliding_window": 32, "use_sliding_window": True}, "max_window_layers must be"),
+    (
+        QWEN3 | {"max_window_layers": "x", "sliding_window": 32, "use_sliding_window": True},
+        "max_window_layers must be",
+    ),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
     ({"hidden_act": "gelu"}, "hidden_act must be silu"),
     ({"mlp_bias": True}, "mlp_bias is true"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be default, linear or llama3, got 'yarn'"),
+    (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        "rope_type must be default, linear or llama3, got 'yarn'",
+    ),
     ({"rope_scaling": {"rope_type": "llama3"}}, "factor must be a positive number"),
-    ({"rope_scaling": {"rope_type": "llama3", **SCALING, "high_freq_factor": 1.0}}, "high_freq_factor must be more"),
+    (
+        {"rope_scaling": {"rope_type": "llama3", **SCALING, "high_freq_factor": 1.0}},
+        "high_freq_factor must be more",
+    ),
     ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     ({"rope_theta": 0}, "rope_theta must be a positive number"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
@@ -196,29 +341,41 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=[sentence[:40] for _, sentence in REFUSED])
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sentence"), REFUSED, ids=[sentence[:40] for _, sentence in REFUSED]
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=f"config.json: {sentence}"):
         read(tmp_path, LLAMA | changes)
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("\xff", "is not valid JSON")]
+    ("content", "sentence"),
+    [("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("\xff", "is not valid JSON")],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, content: str, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read(tmp_path, content)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json does not exist; give the folder of a Hugging Face checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.json does not exist; give the folder of a Hugging Face checkpoint",
+    ):
         read_model_config(tmp_path)
 
 
 def test_a_length_beyond_the_model_s_positions_is_refused(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert (config.max_model_len(0), config.max_model_len(100)) == (128, 100)
-    with pytest.raises(ConfigError, match="--max-model-len 129 is more than the model's 128 positions"):
+    with pytest.raises(
+        ConfigError, match="--max-model-len 129 is more than the model's 128 positions"
+    ):
         config.max_model_len(129)
 
 
@@ -230,13 +387,21 @@ def model(tmp_path: Path) -> Path:
 
 def weights_of(directory: Path, parallel: ParallelConfig = ParallelConfig()) -> ModelWeights:  # noqa: B008  frozen
     precision = Precision(torch.float32, torch.float32, torch.float32)
-    return load_weights(read_model_config(directory), open_checkpoint(directory), parallel, precision, torch.device("cpu"))
+    return load_weights(
+        read_model_config(directory),
+        open_checkpoint(directory),
+        parallel,
+        precision,
+        torch.device("cpu"),
+    )
 
 
 def change(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors.pop(name, None)
-    save_file(tensors if tensor is None else {**tensors, name: tensor}, directory / "model.safetensors")
+    save_file(
+        tensors if tensor is None else {**tensors, name: tensor}, directory / "model.safetensors"
+    )
 
 
 def test_ranks_hold_parts_that_make_up_the_whole(model: Path) -> None:
@@ -249,7 +414,9 @@ def test_ranks_hold_parts_that_make_up_the_whole(model: Path) -> None:
         expected = torch.cat((queries.chunk(2)[rank], keys.chunk(2)[rank], values.chunk(2)[rank]))
         assert isinstance(half.attention, HeadWeights)
         assert torch.equal(half.attention.qkv.weight, expected)
-    assert torch.equal(torch.cat([half.output.weight for half in halves], dim=1), layer.output.weight)
+    assert torch.equal(
+        torch.cat([half.output.weight for half in halves], dim=1), layer.output.weight
+    )
     assert torch.equal(torch.cat([half.down.weight for half in halves], dim=1), layer.down.weight)
     assert torch.equal(torch.cat([part.lm_head.weight for part in parts]), whole.lm_head.weight)
     assert torch.equal(parts[0].embedding, whole.embedding)
@@ -262,7 +429,9 @@ def test_ranks_beyond_the_kv_heads_hold_the_same_ones(model: Path) -> None:
     for rank in range(4):
         part = weights_of(model, ParallelConfig(4, rank)).layers[1].attention
         assert isinstance(part, HeadWeights)
-        expected = torch.cat((queries.chunk(4)[rank], keys.chunk(2)[rank // 2], values.chunk(2)[rank // 2]))
+        expected = torch.cat(
+            (queries.chunk(4)[rank], keys.chunk(2)[rank // 2], values.chunk(2)[rank // 2])
+        )
         assert torch.equal(part.qkv.weight, expected)
         assert part.num_kv_heads == 1
 
@@ -293,9 +462,21 @@ def test_a_vocabulary_that_ranks_cannot_share_evenly_is_padded(model: Path) -> N
 
 DAMAGES = [
     ("model.norm.weight", None, "tensor model.norm.weight is missing"),
-    ("model.norm.weight", torch.ones(3), r"tensor model.norm.weight has shape \[3\] where config.json needs \[256\]"),
-    ("model.layers.9.extra", torch.ones(3), "tensor model.layers.9.extra is not part of a Qwen3ForCausalLM"),
-    ("model.norm.weight", torch.ones(256, dtype=torch.int8), "tensor model.norm.weight has format I8"),
+    (
+        "model.norm.weight",
+        torch.ones(3),
+        r"tensor model.norm.weight has shape \[3\] where config.json needs \[256\]",
+    ),
+    (
+        "model.layers.9.extra",
+        torch.ones(3),
+        "tensor model.layers.9.extra is not part of a Qwen3ForCausalLM",
+    ),
+    (
+        "model.norm.weight",
+        torch.ones(256, dtype=torch.int8),
+        "tensor model.norm.weight has format I8",
+    ),
 ]
 
 
@@ -314,11 +495,20 @@ def test_rotary_frequencies_of_old_files_are_ignored(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 100, (50).to_bytes(8, "little") + b"[]" + b" " * 48, b'\x0d\0\0\0\0\0\0\0{"a":{"b":1}}']
+    "content",
+    [
+        b"",
+        b"\xff" * 100,
+        (50).to_bytes(8, "little") + b"[]" + b" " * 48,
+        b'\x0d\0\0\0\0\0\0\0{"a":{"b":1}}',
+    ],
 )
 def test_a_file_that_is_not_safetensors_is_refused(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.safetensors(: the header of tensor a does not fit| is not a safetensors file)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.safetensors(: the header of tensor a does not fit| is not a safetensors file)",
+    ):
         weights_of(model)
 
 
@@ -332,14 +522,25 @@ def test_a_truncated_file_is_refused(model: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "sentence"),
     [
-        ({"model.norm.weight": "model-00002.safetensors"}, "model-00002.safetensors does not exist; copy the whole checkpoint"),
-        ({"nothing": "model.safetensors"}, "places tensor nothing in model.safetensors, which does not have it"),
-        ({"model.norm.weight": "../model.safetensors"}, "'../model.safetensors', which is not the name of a safetensors file"),
+        (
+            {"model.norm.weight": "model-00002.safetensors"},
+            "model-00002.safetensors does not exist; copy the whole checkpoint",
+        ),
+        (
+            {"nothing": "model.safetensors"},
+            "places tensor nothing in model.safetensors, which does not have it",
+        ),
+        (
+            {"model.norm.weight": "../model.safetensors"},
+            "'../model.safetensors', which is not the name of a safetensors file",
+        ),
         ({"model.norm.weight": 5}, "5, which is not the name of a safetensors file"),
         ([], "weight_map must be an object"),
     ],
 )
-def test_an_index_that_points_nowhere_is_refused(model: Path, weight_map: Any, sentence: str) -> None:
+def test_an_index_that_points_nowhere_is_refused(
+    model: Path, weight_map: Any, sentence: str
+) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=sentence):
         weights_of(model)
@@ -347,5 +548,7 @@ def test_an_index_that_points_nowhere_is_refused(model: Path, weight_map: Any, s
 
 def test_missing_weights_are_refused(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model.safetensors does not exist; copy the whole checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"model.safetensors does not exist; copy the whole checkpoint"
+    ):
         weights_of(model)

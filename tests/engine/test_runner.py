@@ -28,11 +28,17 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
     return EngineOptions(model=directory, num_blocks=8)
 
 
-@pytest.mark.parametrize(("layout", "shape"), [(KVLayout.HND, (5, 2, 32, 128)), (KVLayout.NHD, (5, 32, 2, 128))])
+@pytest.mark.parametrize(
+    ("layout", "shape"), [(KVLayout.HND, (5, 2, 32, 128)), (KVLayout.NHD, (5, 32, 2, 128))]
+)
 def test_the_cache_is_one_buffer_with_a_page_aligned_tensor_per_layer(
     options: EngineOptions, layout: KVLayout, shape: tuple[int, ...]
 ) -> None:
-    runner = Runner(replace(options, num_blocks=5, block_size=32, kv_cache_layout=layout, kv_cache_dtype="float16"))
+    runner = Runner(
+        replace(
+            options, num_blocks=5, block_size=32, kv_cache_layout=layout, kv_cache_dtype="float16"
+        )
+    )
     runner.load()
     described = runner.allocate_cache(LocalTransportKit())
     assert described.num_blocks == 5
@@ -56,16 +62,24 @@ def test_the_cache_is_one_buffer_with_a_page_aligned_tensor_per_layer(
 
 def test_the_number_of_blocks_follows_from_the_memory(options: EngineOptions) -> None:
     block_bytes = 4 * 2 * 16 * 128 * 4
-    with one_rank(replace(options, num_blocks=0, kv_cache_memory_bytes=10 * block_bytes + 5)) as runner:
+    with one_rank(
+        replace(options, num_blocks=0, kv_cache_memory_bytes=10 * block_bytes + 5)
+    ) as runner:
         assert {len(cache) for cache in runner.kv_caches.values()} == {10}
     with (
-        pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes {block_bytes - 1} holds no block; one takes {block_bytes} bytes"),
+        pytest.raises(
+            ConfigError,
+            match=f"--kv-cache-memory-bytes {block_bytes - 1} holds no block; one takes "
+            f"{block_bytes} bytes",
+        ),
         one_rank(replace(options, num_blocks=0, kv_cache_memory_bytes=block_bytes - 1)),
     ):
         pass
 
 
-def test_keys_are_the_first_half_of_a_slot_and_only_used_slots_are_written(options: EngineOptions) -> None:
+def test_keys_are_the_first_half_of_a_slot_and_only_used_slots_are_written(
+    options: EngineOptions,
+) -> None:
     with one_rank(options) as hnd, one_rank(replace(options, kv_cache_layout=KVLayout.NHD)) as nhd:
         for runner in (hnd, nhd):
             runner.run([SequenceSlice("a", tuple(range(20)), 0, ((6, 2),), None)])
@@ -95,7 +109,9 @@ class Recorder:
         self.calls.append(("after", layer_name))
 
 
-def test_hooks_are_called_around_every_layer_even_when_nothing_is_sampled(options: EngineOptions) -> None:
+def test_hooks_are_called_around_every_layer_even_when_nothing_is_sampled(
+    options: EngineOptions,
+) -> None:
     for sampling in (None, GREEDY):
         recorder = Recorder()
         with one_rank(options) as runner:
@@ -103,9 +119,14 @@ def test_hooks_are_called_around_every_layer_even_when_nothing_is_sampled(option
         assert recorder.calls == [(when, name) for name in NAMES for when in ("before", "after")]
 
 
-def test_only_slices_with_sampling_get_a_token_and_the_seed_decides_it(options: EngineOptions) -> None:
+def test_only_slices_with_sampling_get_a_token_and_the_seed_decides_it(
+    options: EngineOptions,
+) -> None:
     def tokens(draw_seed: int, sampling: SamplingParams) -> list[int]:
-        parts = [SequenceSlice(f"r{index}", (7, 8, 9), 0, ((1,),), sampling, draw_seed, index) for index in range(20)]
+        parts = [
+            SequenceSlice(f"r{index}", (7, 8, 9), 0, ((1,),), sampling, draw_seed, index)
+            for index in range(20)
+        ]
         sampled = runner.run([*parts, SequenceSlice("prefill", (4, 5), 0, ((2,),), None)])
         assert list(sampled) == [part.request_id for part in parts]
         return [token.token_id for token in sampled.values()]
@@ -118,11 +139,18 @@ def test_only_slices_with_sampling_get_a_token_and_the_seed_decides_it(options: 
         assert len(set(tokens(1, GREEDY))) == 1
 
 
-def test_another_revision_of_the_weights_has_another_identity(options: EngineOptions, tmp_path: Path) -> None:
+def test_another_revision_of_the_weights_has_another_identity(
+    options: EngineOptions, tmp_path: Path
+) -> None:
     with one_rank(options) as runner:
         identity = runner.identity()
         assert runner.identity() == identity
-    assert (identity.architecture, identity.num_layers, identity.total_kv_heads, identity.head_dim) == ("Qwen3ForCausalLM", 4, 2, 64)
+    assert (
+        identity.architecture,
+        identity.num_layers,
+        identity.total_kv_heads,
+        identity.head_dim,
+    ) == ("Qwen3ForCausalLM", 4, 2, 64)
     assert identity.dtype == "float32"
 
     copy = replace(options, model=tmp_path)
@@ -135,7 +163,10 @@ def test_another_revision_of_the_weights_has_another_identity(options: EngineOpt
         with one_rank(copy) as runner:
             return runner.identity().fingerprint
 
-    assert identity_of_copy(transformers_version="9.9", _name_or_path="elsewhere") == identity.fingerprint
+    assert (
+        identity_of_copy(transformers_version="9.9", _name_or_path="elsewhere")
+        == identity.fingerprint
+    )
     assert identity_of_copy(rms_norm_eps=1e-5) != identity.fingerprint
     tensors["model.layers.3.mlp.up_proj.weight"][17, 3] += 0.5
     assert identity_of_copy() != identity.fingerprint
@@ -154,8 +185,13 @@ def test_closing_twice_is_harmless_and_use_before_loading_is_a_bug(options: Engi
     assert not runner.kv_caches
 
 
-@pytest.mark.parametrize(("setting", "value"), [("dtype", "int8"), ("kv_cache_dtype", "fp4"), ("compute_dtype", "tf32"), ("device", "tpu")])
-def test_formats_and_devices_that_are_not_supported_are_refused(options: EngineOptions, setting: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("dtype", "int8"), ("kv_cache_dtype", "fp4"), ("compute_dtype", "tf32"), ("device", "tpu")],
+)
+def test_formats_and_devices_that_are_not_supported_are_refused(
+    options: EngineOptions, setting: str, value: str
+) -> None:
     changes: dict[str, Any] = {setting: value}
     with pytest.raises(ConfigError, match=f"{setting} must be .*{value}"):
         Runner(replace(options, **changes)).load()

@@ -1,7 +1,15 @@
 """What the scheduler does with requests; its connector has nothing to offer here."""
 
 import pytest
-from tests.engine.scripted import GARBAGE, PROMPT, Rig, assert_quiescent, make_limits, make_request, predict
+from tests.engine.scripted import (
+    GARBAGE,
+    PROMPT,
+    Rig,
+    assert_quiescent,
+    make_limits,
+    make_request,
+    predict,
+)
 
 from kvferry.engine.messages import AddRequest, SamplingParams, StepResult
 from kvferry.errors import LocalProtocolError
@@ -35,7 +43,9 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_sampled_once(
 
 
 def test_without_chunking_a_long_prompt_gets_a_step_of_its_own() -> None:
-    rig = Rig(make_limits(max_num_batched_tokens=6, enable_chunked_prefill=False), has_connector=False)
+    rig = Rig(
+        make_limits(max_num_batched_tokens=6, enable_chunked_prefill=False), has_connector=False
+    )
     for name in "ab":
         rig.add(make_request(name, [ord(name) % 50, *PROMPT], max_tokens=2))
     assert [part.request_id for part in rig.step().slices] == ["a"]
@@ -64,7 +74,11 @@ def test_requests_with_a_common_prefix_share_its_full_blocks() -> None:
     assert part.start == 8
     assert rig.last["b"].num_cached_tokens == 8
     status = rig.scheduler.status()
-    assert status.prompt_tokens_by_source == {"local_compute": 12, "local_cache_hit": 8, "external_kv_transfer": 0}
+    assert status.prompt_tokens_by_source == {
+        "local_compute": 12,
+        "local_cache_hit": 8,
+        "external_kv_transfer": 0,
+    }
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_block_afresh() -> None:

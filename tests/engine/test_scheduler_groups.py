@@ -1,7 +1,19 @@
-"""What the scheduler does with several KV-cache groups, some with a window. Blocks are of 4 tokens unless a test says otherwise."""
+"""What the scheduler does with several KV-cache groups, some with a window. Blocks are of 4 tokens
+unless a test says otherwise.
+"""
 
 import pytest
-from tests.engine.scripted import FULL, PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict, window
+from tests.engine.scripted import (
+    FULL,
+    PROMPT,
+    Rig,
+    Script,
+    assert_quiescent,
+    make_limits,
+    make_request,
+    predict,
+    window,
+)
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.engine.messages import SequenceSlice
@@ -32,7 +44,9 @@ def test_a_window_gives_back_what_no_later_token_looks_at() -> None:
 
 
 def test_a_long_prompt_never_holds_more_than_its_window_and_one_chunk() -> None:
-    rig = Rig(make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=40), has_connector=False)
+    rig = Rig(
+        make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=40), has_connector=False
+    )
     rig.add(make_request("a", LONG, max_tokens=20))
     most = 0
     while rig.scheduler.wants_step:
@@ -52,7 +66,9 @@ def test_all_groups_take_from_one_pool() -> None:
 
 
 def test_a_cached_prefix_is_used_though_the_window_has_let_go_of_its_beginning() -> None:
-    rig = Rig(make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=40), has_connector=False)
+    rig = Rig(
+        make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=40), has_connector=False
+    )
     rig.add(make_request("a", LONG[:24], max_tokens=1))
     rig.run()
     rig.add(make_request("b", [*LONG[:22], 49], max_tokens=1))
@@ -64,8 +80,13 @@ def test_a_cached_prefix_is_used_though_the_window_has_let_go_of_its_beginning()
 
 
 def test_a_prefix_is_as_long_as_all_groups_can_use_it() -> None:
-    """The pool is so small that a second prompt takes the first blocks that the window gave back; the full group still has all of its."""
-    rig = Rig(make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=11, max_model_len=33), has_connector=False)
+    """The pool is so small that a second prompt takes the first blocks that the window gave back;
+    the full group still has all of its.
+    """
+    rig = Rig(
+        make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=11, max_model_len=33),
+        has_connector=False,
+    )
     rig.add(make_request("a", LONG[:24], max_tokens=1))
     rig.run()
     rig.add(make_request("other", range(40, 44), max_tokens=1))
@@ -127,8 +148,12 @@ def test_a_load_behind_a_local_prefix_drops_what_its_end_does_not_look_at() -> N
 
 
 def load_with_small_producer_blocks(prompt: list[int], available_tokens: int, size: int) -> Rig:
-    """D's blocks have 8 tokens, P's 2: of D's block that the window begins in, P has only the rest."""
-    rig = Rig(make_limits(groups=(FULL, window(size)), block_size=8, num_blocks=40), producer_block_size=2)
+    """D's blocks have 8 tokens, P's 2: of D's block that the window begins in, P has only the
+    rest.
+    """
+    rig = Rig(
+        make_limits(groups=(FULL, window(size)), block_size=8, num_blocks=40), producer_block_size=2
+    )
     rig.add(make_request("a", prompt, max_tokens=1), Script(available_tokens=available_tokens))
     rig.step()
     rig.end_load("a")
@@ -138,7 +163,9 @@ def load_with_small_producer_blocks(prompt: list[int], available_tokens: int, si
 
 
 def test_a_loaded_block_in_which_the_window_begins_is_never_found_by_others() -> None:
-    """Token 34 looks back to token 29, and of block 3 (24 to 31) P had 28 to 31. Token 32 would look back to token 27."""
+    """Token 34 looks back to token 29, and of block 3 (24 to 31) P had 28 to 31. Token 32 would
+    look back to token 27.
+    """
     rig = load_with_small_producer_blocks(LONG, 34, size=6)
     rig.add(make_request("b", [*LONG[:32], 49], max_tokens=1))
     assert only(rig.step().slices).start == 0
@@ -148,8 +175,12 @@ def test_a_loaded_block_in_which_the_window_begins_is_never_found_by_others() ->
 
 
 def test_nor_is_it_found_with_the_help_of_a_block_that_somebody_else_computed() -> None:
-    """A window of 12: token 34 looks back to token 23, so P had 22 to 34. Block 1 comes from a shorter prompt that was computed here."""
-    rig = Rig(make_limits(groups=(FULL, window(12)), block_size=8, num_blocks=40), producer_block_size=2)
+    """A window of 12: token 34 looks back to token 23, so P had 22 to 34. Block 1 comes from a
+    shorter prompt that was computed here.
+    """
+    rig = Rig(
+        make_limits(groups=(FULL, window(12)), block_size=8, num_blocks=40), producer_block_size=2
+    )
     rig.add(make_request("short", LONG[:17], max_tokens=1))
     rig.run()
     rig.add(make_request("a", LONG, max_tokens=1), Script(available_tokens=34))
@@ -158,12 +189,16 @@ def test_nor_is_it_found_with_the_help_of_a_block_that_somebody_else_computed() 
     rig.end_load("a")
     rig.run()
     rig.add(make_request("b", [*LONG[:24], 49], max_tokens=1))
-    assert only(rig.step().slices).start == 16, "token 24 would look back to token 13, through block 1 into block 2"
+    assert only(rig.step().slices).start == 16, (
+        "token 24 would look back to token 13, through block 1 into block 2"
+    )
     assert rig.tokens_of("b") == predict(rig.requests["b"])
 
 
 def test_a_loaded_block_that_begins_within_the_window_is_found() -> None:
-    """The control: where the window begins at a block's edge, the block is whole, and others compute nothing of it."""
+    """The control: where the window begins at a block's edge, the block is whole, and others
+    compute nothing of it.
+    """
     rig = load_with_small_producer_blocks(LONG, 32, size=9)
     rig.add(make_request("b", [*LONG[:32], 49], max_tokens=1))
     assert only(rig.step().slices).start == 32
@@ -171,7 +206,9 @@ def test_a_loaded_block_that_begins_within_the_window_is_found() -> None:
 
 
 def test_a_block_that_was_loaded_in_part_and_then_computed_to_its_end_is_not_found_either() -> None:
-    """A window of 2 at token 20 begins at token 19: of block 2 (16 to 23) P had 18 and 19, and D computed 20 to 23."""
+    """A window of 2 at token 20 begins at token 19: of block 2 (16 to 23) P had 18 and 19, and D
+    computed 20 to 23.
+    """
     rig = load_with_small_producer_blocks(LONG[:25], 20, size=2)
     rig.add(make_request("b", [*LONG[:24], 49], max_tokens=1))
     assert only(rig.step().slices).start == 0
@@ -183,7 +220,8 @@ def test_a_finished_request_hands_over_a_table_per_group_with_holes() -> None:
     rig = Rig(make_limits(groups=HYBRID, num_blocks=40, max_num_batched_tokens=32))
     rig.add(make_request("p", LONG, max_tokens=1), Script(is_delayed=True))
     rig.run()
-    # Ten blocks of the full group, and of the other what token 39, which the peer computes again, looks at: from token 34 on.
+    # Ten blocks of the full group, and of the other what token 39, which the peer computes again,
+    # looks at: from token 34 on.
     assert len(rig.lent["p"]) == 10 + 2
     assert rig.scheduler.status().num_used_blocks == 12
     rig.end_sending("p")
@@ -221,14 +259,23 @@ def test_blocks_that_a_window_gives_back_save_others_from_being_preempted() -> N
     [
         ((FULL,), 8, 40),
         ((FULL, FULL), 8, 20),
-        ((FULL, window(6)), 8, 24),  # 13 tokens in sight of a step: at worst 4 blocks; 6 are left for the other group
+        (
+            (FULL, window(6)),
+            8,
+            24,
+        ),  # 13 tokens in sight of a step: at worst 4 blocks; 6 are left for the other group
         ((FULL, window(6), window(6)), 4, 16),  # 9 tokens: at worst 3 blocks, twice; 4 are left
         ((FULL, KVCacheGroup((), attention_chunk=6)), 8, 24),
         ((window(6),), 8, 63),  # the model's limit
     ],
 )
-def test_the_longest_prompt_that_is_taken_runs_in_an_empty_cache(groups: tuple[KVCacheGroup, ...], budget: int, most: int) -> None:
-    rig = Rig(make_limits(groups=groups, num_blocks=10, max_num_batched_tokens=budget), has_connector=False)
+def test_the_longest_prompt_that_is_taken_runs_in_an_empty_cache(
+    groups: tuple[KVCacheGroup, ...], budget: int, most: int
+) -> None:
+    rig = Rig(
+        make_limits(groups=groups, num_blocks=10, max_num_batched_tokens=budget),
+        has_connector=False,
+    )
     rig.add(make_request("fits", [1] * most, max_tokens=1))
     rig.run()
     assert rig.last["fits"].finish_reason == "length"
@@ -239,5 +286,7 @@ def test_the_longest_prompt_that_is_taken_runs_in_an_empty_cache(groups: tuple[K
 
 
 def test_prompts_that_are_not_cut_count_whole_in_every_group() -> None:
-    limits = make_limits(groups=HYBRID, num_blocks=10, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    limits = make_limits(
+        groups=HYBRID, num_blocks=10, max_num_batched_tokens=8, enable_chunked_prefill=False
+    )
     assert limits.max_total_tokens == 21

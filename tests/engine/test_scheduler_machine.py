@@ -1,6 +1,8 @@
-"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in the end nothing is held.
+"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in
+the end nothing is held.
 
-What a step looks at is there, and nothing else is kept of a window: the rig says so at every computed slice.
+What a step looks at is there, and nothing else is kept of a window: the rig says so at every
+computed slice.
 """
 
 from dataclasses import replace
@@ -25,7 +27,10 @@ HYBRIDS = st.one_of(
     st.tuples(st.just(FULL), WINDOWS),
     st.tuples(WINDOWS),
     st.tuples(WINDOWS, st.just(FULL), WINDOWS),
-    st.tuples(st.just(FULL), st.builds(lambda size: KVCacheGroup(("chunked",), attention_chunk=size), st.integers(1, 9))),
+    st.tuples(
+        st.just(FULL),
+        st.builds(lambda size: KVCacheGroup(("chunked",), attention_chunk=size), st.integers(1, 9)),
+    ),
 )
 
 
@@ -37,10 +42,14 @@ class EngineIncarnation(RuleBasedStateMachine):
         policy=st.sampled_from(FailurePolicy),
         chunked=st.booleans(),
     )
-    def build(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> None:
+    def build(
+        self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool
+    ) -> None:
         self.begin(Rig(self.limits_of(num_blocks, budget, seqs, policy, chunked)))
 
-    def limits_of(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> SchedulerLimits:
+    def limits_of(
+        self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool
+    ) -> SchedulerLimits:
         return make_limits(
             num_blocks=num_blocks,
             max_num_batched_tokens=budget,
@@ -60,10 +69,14 @@ class EngineIncarnation(RuleBasedStateMachine):
         is_delayed=st.booleans(),
         salt=st.sampled_from(["", "", "", "x"]),
     )
-    def add(self, prompt: list[int], max_tokens: int, available: int | None, is_delayed: bool, salt: str) -> None:
+    def add(
+        self, prompt: list[int], max_tokens: int, available: int | None, is_delayed: bool, salt: str
+    ) -> None:
         name = f"r{len(self.rig.requests)}"
         tokens = None if available is None else min(available, len(prompt))
-        self.rig.add(make_request(name, prompt, max_tokens, salt), Script(tokens, is_delayed=is_delayed))
+        self.rig.add(
+            make_request(name, prompt, max_tokens, salt), Script(tokens, is_delayed=is_delayed)
+        )
 
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data())
@@ -78,7 +91,9 @@ class EngineIncarnation(RuleBasedStateMachine):
             plan = self.rig.step()
             budget = self.rig.limits.max_num_batched_tokens
             sizes = [len(part.token_ids) for part in plan.slices]
-            assert sum(sizes) <= budget or (len(sizes) == 1 and not self.rig.limits.enable_chunked_prefill)
+            assert sum(sizes) <= budget or (
+                len(sizes) == 1 and not self.rig.limits.enable_chunked_prefill
+            )
 
     @precondition(lambda self: self.rig.connector.loads)
     @rule(data=st.data(), failure=st.sampled_from([None, None, "it broke"]))
@@ -93,7 +108,11 @@ class EngineIncarnation(RuleBasedStateMachine):
     @rule(data=st.data(), is_receive=st.booleans())
     def report_a_stranger(self, data: st.DataObject, is_receive: bool) -> None:
         """Somebody who never was here, or whose request has ended and whose blocks are back."""
-        gone = [name for name in self.rig.last if name not in self.rig.connector.loads and name not in self.rig.lent]
+        gone = [
+            name
+            for name in self.rig.last
+            if name not in self.rig.connector.loads and name not in self.rig.lent
+        ]
         name = data.draw(st.sampled_from(["stranger", *gone]))
         (self.rig.news.finished_recving if is_receive else self.rig.news.finished_sending).add(name)
 
@@ -106,7 +125,11 @@ class EngineIncarnation(RuleBasedStateMachine):
             return
         self.finish_everything()
         status = self.rig.scheduler.status()
-        assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (0, 0, 0)
+        assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (
+            0,
+            0,
+            0,
+        )
         assert (status.num_used_blocks, status.num_delayed_frees) == (0, 0)
         for name, request in self.rig.requests.items():
             self.check_end(name, predict(request))
@@ -126,7 +149,11 @@ class EngineIncarnation(RuleBasedStateMachine):
 
     def check_end(self, name: str, predicted: list[int]) -> None:
         connector = self.rig.connector
-        assert connector.times("request_finished", name) == connector.times("on_new_request", name) == 1
+        assert (
+            connector.times("request_finished", name)
+            == connector.times("on_new_request", name)
+            == 1
+        )
         tokens = self.rig.tokens_of(name)
         if self.rig.is_done(name) and self.rig.last[name].finish_reason == "length":
             room = self.rig.limits.max_total_tokens - len(self.rig.requests[name].prompt_token_ids)
@@ -137,7 +164,9 @@ class EngineIncarnation(RuleBasedStateMachine):
 
 
 class HybridLife(EngineIncarnation):
-    """The same with several KV-cache groups, other block sizes, and producers whose blocks are of another size than ours."""
+    """The same with several KV-cache groups, other block sizes, and producers whose blocks are of
+    another size than ours.
+    """
 
     @initialize(
         num_blocks=st.integers(8, 24),
@@ -160,7 +189,11 @@ class HybridLife(EngineIncarnation):
         block_size: int,
         producer_block_size: int,
     ) -> None:
-        limits = replace(self.limits_of(num_blocks, budget, seqs, policy, chunked), groups=groups, block_size=block_size)
+        limits = replace(
+            self.limits_of(num_blocks, budget, seqs, policy, chunked),
+            groups=groups,
+            block_size=block_size,
+        )
         self.begin(Rig(limits, producer_block_size=producer_block_size))
 
 

@@ -1,10 +1,20 @@
-"""Blocks that a connector keeps for nobody in particular: they go when somebody needs them, nobody is preempted for them, nothing hangs."""
+"""Blocks that a connector keeps for nobody in particular: they go when somebody needs them, nobody
+is preempted for them, nothing hangs.
+"""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from tests.engine.scripted import PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict
+from tests.engine.scripted import (
+    PROMPT,
+    Rig,
+    Script,
+    assert_quiescent,
+    make_limits,
+    make_request,
+    predict,
+)
 from tests.engine.test_scheduler_machine import PROMPTS, EngineIncarnation, HybridLife
 
 from kvferry.types import FailurePolicy, RequestId
@@ -13,7 +23,10 @@ from kvferry.types import FailurePolicy, RequestId
 def keep(rig: Rig, *names: str, num_tokens: int = 12) -> None:
     """Requests of which 3 blocks of 4 are kept each."""
     for number, name in enumerate(names):
-        rig.add(make_request(name, [30 + number] * num_tokens, max_tokens=1), Script(is_delayed=True, is_soft=True))
+        rig.add(
+            make_request(name, [30 + number] * num_tokens, max_tokens=1),
+            Script(is_delayed=True, is_soft=True),
+        )
         rig.run()
 
 
@@ -97,7 +110,9 @@ def test_what_was_loaded_goes_on_when_what_was_kept_meanwhile_is_gone() -> None:
 
 
 @pytest.mark.parametrize("policy", FailurePolicy)
-def test_what_only_saves_computing_is_computed_when_it_cannot_be_loaded(policy: FailurePolicy) -> None:
+def test_what_only_saves_computing_is_computed_when_it_cannot_be_loaded(
+    policy: FailurePolicy,
+) -> None:
     rig = Rig(make_limits(load_failure_policy=policy))
     rig.add(make_request("next", PROMPT), Script(available_tokens=8, is_optional=True))
     rig.step()
@@ -117,7 +132,9 @@ def test_an_engine_that_ends_keeps_nothing() -> None:
 
 
 class PinnedLife(EngineIncarnation):
-    """Random lives in which much is kept: whatever is let go comes back when its readers are through, and nothing else does."""
+    """Random lives in which much is kept: whatever is let go comes back when its readers are
+    through, and nothing else does.
+    """
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 6))
     def add_turn(self, prompt: list[int], max_tokens: int) -> None:
@@ -127,7 +144,9 @@ class PinnedLife(EngineIncarnation):
     @precondition(lambda self: not self.rig.lent.keys().isdisjoint(self.rig.connector.leaving))
     @rule(data=st.data(), is_read=st.booleans())
     def tell_of_leaving(self, data: st.DataObject, is_read: bool) -> None:
-        name = data.draw(st.sampled_from([name for name in self.rig.connector.leaving if name in self.rig.lent]))
+        name = data.draw(
+            st.sampled_from([name for name in self.rig.connector.leaving if name in self.rig.lent])
+        )
         if is_read:
             self.rig.connector.kept.note_being_read(RequestId(name))
         else:
@@ -140,13 +159,17 @@ class PinnedLife(EngineIncarnation):
             num_kept = len(self.rig.connector.kept)
             super().step(1)
             if self.rig.scheduler.status().preemptions_total > before:
-                assert num_kept == 0, "somebody was preempted for what is kept for nobody in particular"
+                assert num_kept == 0, (
+                    "somebody was preempted for what is kept for nobody in particular"
+                )
 
     def is_kept(self, name: str) -> bool:
         return self.rig.connector.scripts[name].is_soft and name not in self.rig.connector.leaving
 
     def finish_everything(self) -> None:
-        """Kept blocks come back only if they are asked for. Without being asked for all of them, every request ends."""
+        """Kept blocks come back only if they are asked for. Without being asked for all of them,
+        every request ends.
+        """
         for script in self.rig.connector.scripts.values():
             script.available_tokens = script.available_tokens or 0
         for _ in range(600):
@@ -158,7 +181,11 @@ class PinnedLife(EngineIncarnation):
             if not self.rig.scheduler.wants_step and self.rig.news.is_empty:
                 break
         status = self.rig.scheduler.status()
-        assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (0, 0, 0), "some request never ends"
+        assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (
+            0,
+            0,
+            0,
+        ), "some request never ends"
         self.rig.scheduler.evict_retained()
         super().finish_everything()
 

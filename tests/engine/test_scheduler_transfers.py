@@ -1,13 +1,24 @@
-"""What the scheduler does with loads and delayed frees, and with whatever else a connector reports."""
+"""What the scheduler does with loads and delayed frees, and with whatever else a connector
+reports.
+"""
 
 import pytest
-from tests.engine.scripted import GARBAGE, PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict
+from tests.engine.scripted import (
+    GARBAGE,
+    PROMPT,
+    Rig,
+    Script,
+    assert_quiescent,
+    make_limits,
+    make_request,
+    predict,
+)
 
 from kvferry.connectors.contract import RequestStatus
 from kvferry.engine.messages import AddRequest, SamplingParams, StepResult
 from kvferry.types import FailurePolicy
 
-# -- loads -----------------------------------------------------------------------------------------------------------
+# -- loads --
 
 
 def test_a_load_takes_no_tokens_of_a_step_and_blocks_nobody() -> None:
@@ -117,7 +128,9 @@ def test_a_failed_load_is_computed_here_when_the_policy_says_so() -> None:
 
 
 @pytest.mark.parametrize("policy", FailurePolicy)
-def test_a_load_that_failed_half_way_never_gets_into_the_prefix_cache(policy: FailurePolicy) -> None:
+def test_a_load_that_failed_half_way_never_gets_into_the_prefix_cache(
+    policy: FailurePolicy,
+) -> None:
     rig = Rig(make_limits(load_failure_policy=policy, num_blocks=4))
     rig.add(make_request("a", PROMPT), Script(available_tokens=10))
     rig.step()
@@ -152,7 +165,12 @@ def test_an_aborted_load_keeps_its_blocks_until_it_has_ended() -> None:
     rig.add(make_request("b", PROMPT, max_tokens=2))
     rig.run()
     status = rig.scheduler.status()
-    assert (status.num_used_blocks, status.num_delayed_frees, status.num_waiting_for_remote_kvs, status.num_waiting) == (3, 1, 0, 1)
+    assert (
+        status.num_used_blocks,
+        status.num_delayed_frees,
+        status.num_waiting_for_remote_kvs,
+        status.num_waiting,
+    ) == (3, 1, 0, 1)
     rig.end_load("a")
     rig.run()
     assert rig.tokens_of("b") == predict(rig.requests["b"])
@@ -184,8 +202,13 @@ def test_a_synchronous_load_is_used_in_the_same_step() -> None:
     assert ("update_state_after_alloc", "a", 8) in rig.connector.calls
 
 
-@pytest.mark.parametrize(("policy", "finish_reason"), [(FailurePolicy.FAIL, "error"), (FailurePolicy.RECOMPUTE, "length")])
-def test_blocks_that_a_synchronous_load_did_not_fill_count_for_nothing(policy: FailurePolicy, finish_reason: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "finish_reason"),
+    [(FailurePolicy.FAIL, "error"), (FailurePolicy.RECOMPUTE, "length")],
+)
+def test_blocks_that_a_synchronous_load_did_not_fill_count_for_nothing(
+    policy: FailurePolicy, finish_reason: str
+) -> None:
     rig = Rig(make_limits(load_failure_policy=policy))
     rig.add(make_request("a", PROMPT), Script(available_tokens=8, is_async=False))
     plan = rig.scheduler.schedule()
@@ -196,7 +219,9 @@ def test_blocks_that_a_synchronous_load_did_not_fill_count_for_nothing(policy: F
     assert output is None or output.finish_reason == "error"
     rig.scheduler.check()
     rig.run()
-    assert rig.tokens_of("a") == (predict(rig.requests["a"]) if policy is FailurePolicy.RECOMPUTE else [])
+    assert rig.tokens_of("a") == (
+        predict(rig.requests["a"]) if policy is FailurePolicy.RECOMPUTE else []
+    )
     assert rig.scheduler.status().requests_finished_by_reason[finish_reason] == 1
     assert_quiescent(rig)
 
@@ -231,12 +256,14 @@ def test_a_running_request_waits_for_a_load_rather_than_lose_its_work() -> None:
     assert_quiescent(rig)
 
 
-# -- delayed frees ---------------------------------------------------------------------------------------------------
+# -- delayed frees --
 
 
 def test_a_delayed_free_holds_its_blocks_until_they_are_sent() -> None:
     rig = Rig(make_limits())
-    request = AddRequest("p", PROMPT, SamplingParams(max_tokens=1), kv_transfer_params={"do_remote_decode": True})
+    request = AddRequest(
+        "p", PROMPT, SamplingParams(max_tokens=1), kv_transfer_params={"do_remote_decode": True}
+    )
     rig.add(request, Script(is_delayed=True, params={"ticket": "t"}))
     rig.run()
     assert rig.last["p"].kv_transfer_params == {"ticket": "t"}
@@ -255,7 +282,9 @@ def test_aborting_a_finished_request_tells_the_connector_that_nobody_will_come()
     rig.run()
     for request in ("p", "q", "stranger"):
         rig.scheduler.abort(request)
-    assert [call for call in rig.connector.calls if call[0] == "request_abandoned"] == [("request_abandoned", "p", 0)]
+    assert [call for call in rig.connector.calls if call[0] == "request_abandoned"] == [
+        ("request_abandoned", "p", 0)
+    ]
     assert rig.scheduler.status().num_delayed_frees == 1
     rig.end_sending("p")
     rig.step()
@@ -348,5 +377,9 @@ def test_a_load_hands_over_the_status_the_contract_names() -> None:
     for _ in range(2):
         rig.step()
         statuses.append(request.status)
-    assert statuses == [RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.RUNNING]
+    assert statuses == [
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.WAITING,
+        RequestStatus.RUNNING,
+    ]
     assert list(request.all_token_ids) == [*PROMPT, *rig.tokens_of("a")]

@@ -1,4 +1,6 @@
-"""Layers that look back over a window: equal to transformers, and nothing outside the window is ever read."""
+"""Layers that look back over a window: equal to transformers, and nothing outside the window is
+ever read.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,27 +34,42 @@ def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
     """Without the blocks that no token from `position` on looks at."""
     groups = form_groups(read_model_config(options.model))
     gone = [group.first_visible_token(position) // options.block_size for group in groups]
-    return tuple((HOLE,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True))
+    return tuple(
+        (HOLE,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True)
+    )
 
 
-def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_needs(options: EngineOptions) -> None:
+def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_needs(
+    options: EngineOptions,
+) -> None:
     needed = len(form_groups(read_model_config(options.model)))
     with one_rank(replace(options, num_blocks=needed)) as runner:
         assert runner.cache_memory is not None
         size_bytes = runner.cache_memory.size_bytes
         # A block of each group is enough for a prompt.
-        runner.logits([SequenceSlice("a", (1, 2, 3), 0, tuple((block,) for block in range(needed)), GREEDY)])
+        runner.logits(
+            [SequenceSlice("a", (1, 2, 3), 0, tuple((block,) for block in range(needed)), GREEDY)]
+        )
     assert needed > 1
-    for few in (replace(options, num_blocks=needed - 1), replace(options, num_blocks=0, kv_cache_memory_bytes=size_bytes - 1)):
+    for few in (
+        replace(options, num_blocks=needed - 1),
+        replace(options, num_blocks=0, kv_cache_memory_bytes=size_bytes - 1),
+    ):
         with (
-            pytest.raises(ConfigError, match=f"would have {needed - 1} blocks and this model needs at least {needed}, one for each group"),
+            pytest.raises(
+                ConfigError,
+                match=f"would have {needed - 1} blocks and this model needs at least {needed}, one "
+                "for each group",
+            ),
             one_rank(few),
         ):
             pass
 
 
 @pytest.mark.parametrize("length", [48, 49, 63, 64, 65, 150])
-def test_blocks_behind_the_window_may_be_gone_and_hold_anything(options: EngineOptions, length: int) -> None:
+def test_blocks_behind_the_window_may_be_gone_and_hold_anything(
+    options: EngineOptions, length: int
+) -> None:
     tokens, table = random_tokens(length + 40, seed=1), tables_of(options, blocks=20)
     before = [SequenceSlice("a", tokens[:length], 0, table, GREEDY)]
     with one_rank(options) as runner:
@@ -70,14 +87,19 @@ def test_blocks_behind_the_window_may_be_gone_and_hold_anything(options: EngineO
         assert torch.equal(runner.logits([replace(chunk, block_ids=held)]), expected[1])
 
 
-def test_a_nan_just_outside_the_window_is_not_seen_and_one_just_inside_is(options: EngineOptions) -> None:
+def test_a_nan_just_outside_the_window_is_not_seen_and_one_just_inside_is(
+    options: EngineOptions,
+) -> None:
     length = 100
     tokens, table = random_tokens(length + 5, seed=2), tables_of(options, blocks=20)
     first_visible_token = length - WINDOW + 1
     steps = [
         [SequenceSlice("a", (tokens[length],), length, table, GREEDY)],
         [SequenceSlice("a", tokens[length:], length, table, GREEDY)],
-        [SequenceSlice("a", (tokens[length],), length, table, GREEDY), SequenceSlice("b", (1,), 0, runs_of(options, 80, 1), GREEDY)],
+        [
+            SequenceSlice("a", (tokens[length],), length, table, GREEDY),
+            SequenceSlice("b", (1,), 0, runs_of(options, 80, 1), GREEDY),
+        ],
     ]
     for step in steps:
         with one_rank(replace(options, num_blocks=90)) as runner:
@@ -93,13 +115,24 @@ def test_a_nan_just_outside_the_window_is_not_seen_and_one_just_inside_is(option
         assert runner.logits(steps[0])[0].isnan().all()
 
 
-def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(options: EngineOptions) -> None:
+def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(
+    options: EngineOptions,
+) -> None:
     table = runs_of(options, 0, 8)
     with one_rank(options) as runner:
         for hole, start in ((0, 62), (1, 70), (3, 60), (4, 60)):
-            pierced = (table[0], table[1], tuple(HOLE if index == hole else block for index, block in enumerate(table[2])))
-            step = [SequenceSlice("b", (1,), 0, runs_of(options, 60, 1), None), SequenceSlice("a", (1, 2, 3, 4, 5), start, pierced, GREEDY)]
-            with pytest.raises(LocalProtocolError, match="request a was scheduled with a hole where tokens"):
+            pierced = (
+                table[0],
+                table[1],
+                tuple(HOLE if index == hole else block for index, block in enumerate(table[2])),
+            )
+            step = [
+                SequenceSlice("b", (1,), 0, runs_of(options, 60, 1), None),
+                SequenceSlice("a", (1, 2, 3, 4, 5), start, pierced, GREEDY),
+            ]
+            with pytest.raises(
+                LocalProtocolError, match="request a was scheduled with a hole where tokens"
+            ):
                 runner.run(step)
         with pytest.raises(LocalProtocolError, match="a hole where tokens 0 to 64 are needed"):
             runner.run([SequenceSlice("a", (1,), 64, ((HOLE, *table[0][1:]), *table[1:]), GREEDY)])
@@ -111,9 +144,14 @@ def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(opt
 def test_groups_are_cut_to_the_size_of_the_scarcest_kind(tmp_path: Path) -> None:
     def sizes(**settings: Any) -> list[tuple[int | None, list[int]]]:
         library: Any = transformers
-        library.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], **settings).save_pretrained(tmp_path)
+        library.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], **settings).save_pretrained(
+            tmp_path
+        )
         groups = form_groups(read_model_config(tmp_path))
-        return [(group.sliding_window, [int(name.split(".")[2]) for name in group.layer_names]) for group in groups]
+        return [
+            (group.sliding_window, [int(name.split(".")[2]) for name in group.layer_names])
+            for group in groups
+        ]
 
     assert sizes(num_hidden_layers=8, sliding_window=512, sliding_window_pattern=4) == [
         (None, [3, 7]),
@@ -128,19 +166,30 @@ def test_groups_are_cut_to_the_size_of_the_scarcest_kind(tmp_path: Path) -> None
         (512, [6]),
     ]
     assert sizes(num_hidden_layers=3, sliding_window=512) == [(512, [0, 1, 2])]
-    assert sizes(num_hidden_layers=3, sliding_window=512, layer_types=["full_attention"] * 3) == [(None, [0, 1, 2])]
-    assert sizes(num_hidden_layers=6, sliding_window=512, max_position_embeddings=512) == [(None, [0, 1, 2, 3, 4, 5])]
+    assert sizes(num_hidden_layers=3, sliding_window=512, layer_types=["full_attention"] * 3) == [
+        (None, [0, 1, 2])
+    ]
+    assert sizes(num_hidden_layers=6, sliding_window=512, max_position_embeddings=512) == [
+        (None, [0, 1, 2, 3, 4, 5])
+    ]
 
 
-def test_layers_of_different_groups_share_memory_and_blocks_keep_them_apart(options: EngineOptions) -> None:
+def test_layers_of_different_groups_share_memory_and_blocks_keep_them_apart(
+    options: EngineOptions,
+) -> None:
     table = ((4, 7), (1, 5), (2, 3))
     with one_rank(options) as runner:
         caches = runner.kv_caches
         groups = form_groups(runner.config)
-        assert [[int(name.split(".")[2]) for name in group.layer_names] for group in groups] == [[2, 5], [0, 1], [3, 4]]
-        assert {tuple(caches[group.layer_names[slot]].data_ptr() for group in groups) for slot in range(2)} == {
-            (caches[name].data_ptr(),) * 3 for name in groups[0].layer_names
-        }
+        assert [[int(name.split(".")[2]) for name in group.layer_names] for group in groups] == [
+            [2, 5],
+            [0, 1],
+            [3, 4],
+        ]
+        assert {
+            tuple(caches[group.layer_names[slot]].data_ptr() for group in groups)
+            for slot in range(2)
+        } == {(caches[name].data_ptr(),) * 3 for name in groups[0].layer_names}
         runner.run([SequenceSlice("a", random_tokens(20, seed=3), 0, table, None)])
         for name in groups[0].layer_names:
             used = by_token(caches[name]).flatten(2).abs().amin(-1) > 0
@@ -156,7 +205,15 @@ SMALL = {
 }  # fmt: skip
 WINDOWED: dict[str, tuple[dict[str, Any], int]] = {
     "Mistral": ({"num_hidden_layers": 2, "sliding_window": 20}, 1),
-    "Qwen2": ({"num_hidden_layers": 4, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}, 4),
+    "Qwen2": (
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+        4,
+    ),
     "Qwen3": (
         {
             "num_hidden_layers": 4,
@@ -200,6 +257,12 @@ def test_every_family_that_has_windows_equals_transformers(tmp_path: Path, famil
     expected = reference_logits(tmp_path, tokens)
     with one_rank(options) as runner:
         for start, end in ((0, 70), (70, 71), (71, 149), (149, 150)):
-            found = runner.logits([SequenceSlice("a", tokens[start:end], start, with_holes(table, options, start), GREEDY)])[0]
+            found = runner.logits(
+                [
+                    SequenceSlice(
+                        "a", tokens[start:end], start, with_holes(table, options, start), GREEDY
+                    )
+                ]
+            )[0]
             assert distance(found, expected[end - 1]) <= 1e-4
         assert distance(found, expected[-2]) > 0.1

@@ -1,5 +1,6 @@
-"""How files and words go to a process that was forked long before anybody knew what it would be. Standard library only: vLLM's interpreter
-runs this too."""
+"""How files and words go to a process that was forked long before anybody knew what it would be.
+Standard library only: vLLM's interpreter runs this too.
+"""
 
 import array
 import fcntl
@@ -18,14 +19,18 @@ MAX_FILES = 250
 def send_message(link: socket.socket, words: Mapping[str, Any], files: Sequence[int]) -> None:
     data = json.dumps(words).encode()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
-    link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else [])
+    link.sendmsg(
+        [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    )
 
 
 def receive_message(link: socket.socket) -> tuple[Any, list[int]] | None:
     """None: the other side is gone."""
     files = array.array("i")
     try:
-        data, ancillary, _, _ = link.recvmsg(MAX_BYTES, socket.CMSG_SPACE(MAX_FILES * files.itemsize))
+        data, ancillary, _, _ = link.recvmsg(
+            MAX_BYTES, socket.CMSG_SPACE(MAX_FILES * files.itemsize)
+        )
     except ConnectionResetError:
         return None
     for _, _, content in ancillary:

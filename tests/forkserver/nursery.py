@@ -1,8 +1,10 @@
-"""Processes that start in a tenth of the time: a real interpreter has imported everything once, and each is forked from it.
+"""Processes that start in a tenth of the time: a real interpreter has imported everything once, and
+each is forked from it.
 
-What starting an engine costs is importing torch, and for vLLM much more; a test run starts hundreds. A forked one is a process like any
-other, with its own files, variables, group and end; its command line, as the kernel shows it, is all that differs. README's commands,
-`kvferry up` and the benchmarks are tested with processes that are spawned, but for some of real vLLM's.
+What starting an engine costs is importing torch, and for vLLM much more; a test run starts
+hundreds. A forked one is a process like any other, with its own files, variables, group and end;
+its command line, as the kernel shows it, is all that differs. README's commands, `kvferry up` and
+the benchmarks are tested with processes that are spawned, but for some of real vLLM's.
 """
 
 import atexit
@@ -69,7 +71,9 @@ class ForkedProcess:
 class ForkServer:
     """The interpreter that has imported everything. One for a whole test run; it ends with us."""
 
-    def __init__(self, python: Path, modules: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, python: Path, modules: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> None:
         """`variables`: what the modules want to find in the environment when they are imported."""
         self._python = python
         self._modules = tuple(modules)
@@ -82,7 +86,9 @@ class ForkServer:
         """`python -m …`, maybe in a network namespace."""
         return _split(command)[1][:2] == [str(self._python), "-m"]
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int
+    ) -> ProcessHandle:
         """As `ChildProcess` wants it."""
         namespace, words = _split(command)
         output, theirs = os.pipe()
@@ -115,13 +121,29 @@ class ForkServer:
         if self._link is None:
             self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._link.settimeout(START_S)
-            command = [str(self._python), "-u", "-m", "tests.forkserver.zygote", str(theirs.fileno()), *self._modules]
-            ours = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
+            command = [
+                str(self._python),
+                "-u",
+                "-m",
+                "tests.forkserver.zygote",
+                str(theirs.fileno()),
+                *self._modules,
+            ]
+            ours = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("UCX_", "NIXL_"))
+            }
             environment = {**ours, **self._variables}
             with theirs:
                 # In a group of its own: Ctrl-C is for the tests, which then end.
                 self._process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), process_group=0
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
                 )
             atexit.register(self._close)
         return self._link
@@ -138,7 +160,11 @@ def num_spawned(words: Sequence[str]) -> int:
         return 2
     if "serve" not in words:
         return 0
-    sizes = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--tensor-parallel-size"]
+    sizes = [
+        words[index + 1]
+        for index, word in enumerate(words[:-1])
+        if word == "--tensor-parallel-size"
+    ]
     return 2 if sizes and sizes[-1] != "1" else 1
 
 

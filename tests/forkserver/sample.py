@@ -1,4 +1,6 @@
-"""`python -m tests.forkserver.sample WORD…`: what a process finds when it begins, and what one finds that it spawns. Ends with exit code 3."""
+"""`python -m tests.forkserver.sample WORD…`: what a process finds when it begins, and what one
+finds that it spawns. Ends with exit code 3.
+"""
 
 import hashlib
 import json
@@ -14,7 +16,9 @@ UNLIKE = ("KVFERRY_ANNOUNCE_FD",)
 
 def found() -> dict[str, Any]:
     variables = [(name, value) for name, value in os.environ.items() if name not in UNLIKE]
-    ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+    ignored = [
+        number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN
+    ]
     return {
         "words": sys.argv[1:],
         "variables": hashlib.sha256(repr(sorted(variables)).encode()).hexdigest(),

@@ -1,7 +1,8 @@
-"""A process that `multiprocessing` has "spawned", without its imports: it was forked earlier, when its parent had not begun to run.
+"""A process that `multiprocessing` has "spawned", without its imports: it was forked earlier, when
+its parent had not begun to run.
 
-It is the spawning process's own child and gets the same files, variables and signal mask as one that is spawned, and from then on runs
-the same code (`multiprocessing.spawn.spawn_main`).
+It is the spawning process's own child and gets the same files, variables and signal mask as one
+that is spawned, and from then on runs the same code (`multiprocessing.spawn.spawn_main`).
 """
 
 import ast
@@ -24,9 +25,11 @@ Work = Callable[[], None]
 
 
 def prefork(depth: int) -> Work | None:
-    """Fork one, to be used by the next spawn of this process; `depth - 1` generations of its own children are born likewise.
+    """Fork one, to be used by the next spawn of this process; `depth - 1` generations of its own
+    children are born likewise.
 
-    None: this is the process that forked. In the new one it returns, when it is wanted, what it has to do.
+    None: this is the process that forked. In the new one it returns, when it is wanted, what it has
+    to do.
     """
     if depth <= 0:
         return None
@@ -56,7 +59,13 @@ def _spawn_by(link: socket.socket, pid: int) -> None:
             return int(spawn_normally(path, words, files))
         multiprocessing.util.spawnv_passfds = spawn_normally
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-        request = {"call": call[1], "files": sorted(files), "variables": dict(os.environ), "directory": os.getcwd(), "mask": mask}
+        request = {
+            "call": call[1],
+            "files": sorted(files),
+            "variables": dict(os.environ),
+            "directory": os.getcwd(),
+            "mask": mask,
+        }
         with link:
             send_message(link, request, sorted(files))
         return pid
@@ -72,5 +81,8 @@ def _run_as(request: dict[str, Any], files: list[int], depth: int) -> Work | Non
         return work
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     sys.argv = ["-c", "--multiprocessing-fork"]
-    arguments = {word.partition("=")[0].strip(): ast.literal_eval(word.partition("=")[2]) for word in request["call"].split(",")}
+    arguments = {
+        word.partition("=")[0].strip(): ast.literal_eval(word.partition("=")[2])
+        for word in request["call"].split(",")
+    }
     return lambda: multiprocessing.spawn.spawn_main(**arguments)

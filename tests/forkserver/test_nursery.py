@@ -26,7 +26,9 @@ def group(tmp_path: Path) -> Iterator[int]:
         yield made.id
 
 
-def environment_seen(start: ProcessStarter, group: int, **variables: str) -> tuple[dict[str, Any], str]:
+def environment_seen(
+    start: ProcessStarter, group: int, **variables: str
+) -> tuple[dict[str, Any], str]:
     child = ChildProcess("sample", COMMAND, {**os.environ, **variables}, start)
     child.start(group)
     try:
@@ -37,10 +39,14 @@ def environment_seen(start: ProcessStarter, group: int, **variables: str) -> tup
     return json.loads(child.tail(1)[0]), str(ended.value)
 
 
-def test_it_finds_the_same_words_variables_files_and_signals_and_so_does_what_it_spawns(group: int) -> None:
+def test_it_finds_the_same_words_variables_files_and_signals_and_so_does_what_it_spawns(
+    group: int,
+) -> None:
     forked = environment_seen(OURS.start, group, COLOUR="green")
     assert forked == environment_seen(spawn_process, group, COLOUR="green")
-    assert forked != environment_seen(spawn_process, group, COLOUR="red"), "the comparison sees a variable"
+    assert forked != environment_seen(spawn_process, group, COLOUR="red"), (
+        "the comparison sees a variable"
+    )
     assert forked[0]["code"] == 7
     assert forked[1].endswith("exit code 3")
 
@@ -53,7 +59,10 @@ def test_it_can_be_killed_and_what_it_would_have_spawned_goes_with_it(group: int
     assert process.stdout is not None
     with process.stdout as output:
         assert output.readline() == b"waiting\n"
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]
         assert len(family) == 2
         assert process.poll() is None
         process.kill()
@@ -64,7 +73,9 @@ def test_it_can_be_killed_and_what_it_would_have_spawned_goes_with_it(group: int
 
 def test_waiting_for_one_that_does_not_end_has_a_deadline(group: int) -> None:
     writing = os.open(os.devnull, os.O_WRONLY)
-    process = OURS.start([sys.executable, "-m", "tests.forkserver.waiting"], os.environ, writing, group)
+    process = OURS.start(
+        [sys.executable, "-m", "tests.forkserver.waiting"], os.environ, writing, group
+    )
     os.close(writing)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.05)
@@ -74,7 +85,11 @@ def test_waiting_for_one_that_does_not_end_has_a_deadline(group: int) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("command", [["/bin/true"], [sys.executable, "-c", "pass"], ["/other/python", "-m", "kvferry"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["/bin/true"], [sys.executable, "-c", "pass"], ["/other/python", "-m", "kvferry"]],
+    ids=" ".join,
+)
 def test_only_modules_of_its_own_interpreter_are_started_from_it(command: list[str]) -> None:
     assert not OURS.can_start(command)
     assert OURS.can_start([sys.executable, "-m", "kvferry"])

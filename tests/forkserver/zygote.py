@@ -1,6 +1,8 @@
-"""`python -m tests.forkserver.zygote FILE MODULE…`: imports the modules once, then forks a process for each command that it is asked for.
+"""`python -m tests.forkserver.zygote FILE MODULE…`: imports the modules once, then forks a process
+for each command that it is asked for.
 
-One thread, so that forking is safe. It ends when whoever asks is gone; the processes it forked are theirs to end.
+One thread, so that forking is safe. It ends when whoever asks is gone; the processes it forked are
+theirs to end.
 """
 
 import atexit
@@ -103,7 +105,9 @@ def main() -> None:
     file, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be in the processes forked from here"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a thread would not be in the processes forked from here"
+    )
     gc.collect()
     gc.freeze()
     work = serve(socket.socket(fileno=int(file)))
@@ -112,7 +116,9 @@ def main() -> None:
 
 
 def _run(work: Work) -> None:
-    """To its end, but that it does not take down, module by module, what was imported once for all: that would cost more than all else."""
+    """To its end, but that it does not take down, module by module, what was imported once for all:
+    that would cost more than all else.
+    """
     code = 1
     try:
         work()

@@ -1,4 +1,6 @@
-"""Engines on the GPU of this machine, as real processes. CUDA cannot be forked, so each is spawned."""
+"""Engines on the GPU of this machine, as real processes. CUDA cannot be forked, so each is
+spawned.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""Sides for the conformance suite whose memory is on a GPU; module functions, so that a spawned process can make them too."""
+"""Sides for the conformance suite whose memory is on a GPU; module functions, so that a spawned
+process can make them too.
+"""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -13,11 +15,21 @@ from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, Bounce
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "roomy_staged_nixl_side", "staged_nixl_side", "vram_regions"]
+__all__ = [
+    "DeviceBytes",
+    "cuda_ipc_side",
+    "nixl_side",
+    "over_device",
+    "roomy_staged_nixl_side",
+    "staged_nixl_side",
+    "vram_regions",
+]
 
 
 class DeviceBytes:
-    """A stretch of device memory that looks like numpy's as far as the suite needs it: what is read is brought here first."""
+    """A stretch of device memory that looks like numpy's as far as the suite needs it: what is read
+    is brought here first.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, device="cuda")
@@ -42,7 +54,9 @@ class DeviceBytes:
         return part
 
     def __setitem__(self, at: Any, value: Any) -> None:
-        self.tensor[at] = torch.from_numpy(np.array(value)).cuda() if isinstance(value, np.ndarray) else value
+        self.tensor[at] = (
+            torch.from_numpy(np.array(value)).cuda() if isinstance(value, np.ndarray) else value
+        )
         torch.cuda.synchronize()
 
     def __eq__(self, other: object) -> Any:
@@ -71,13 +85,23 @@ def nixl_side() -> TransportSide:
 
 
 def staged_nixl_side() -> TransportSide:
-    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
-    return _staged(BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2))
+    """Everything is staged that is more than one run, through a ring that is much smaller than the
+    large region.
+    """
+    return _staged(
+        BounceSettings(
+            segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
+        )
+    )
 
 
 def roomy_staged_nixl_side() -> TransportSide:
     """Through a ring that holds half of the large region."""
-    return _staged(BounceSettings(segment_bytes=1 << 40, buffer_bytes=64 << 20, chunk_bytes=4 << 20, min_descriptors=2))
+    return _staged(
+        BounceSettings(
+            segment_bytes=1 << 40, buffer_bytes=64 << 20, chunk_bytes=4 << 20, min_descriptors=2
+        )
+    )
 
 
 def _staged(settings: BounceSettings) -> TransportSide:

@@ -1,4 +1,6 @@
-"""The host buffer of a cache on a CUDA device: the same promises as the one in host memory, kept by copies that nobody waits for."""
+"""The host buffer of a cache on a CUDA device: the same promises as the one in host memory, kept by
+copies that nobody waits for.
+"""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.shm import SharedMemory
 from kvferry.types import MemoryKind, Region
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
 
 LAYERS, NUM_BLOCKS = 4, 64
 DEADLINE_S = 30.0
@@ -24,19 +29,28 @@ class Staged:
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of a block."""
-        self.engine = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, size), dtype=torch.uint8, device="cuda")
+        self.engine = torch.randint(
+            0, 256, (NUM_BLOCKS, LAYERS, size), dtype=torch.uint8, device="cuda"
+        )
         self.memory = SharedMemory.allocate(LAYERS * NUM_BLOCKS * size)
-        self.host_buffer = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, size)
+        self.host_buffer = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(
+            LAYERS, NUM_BLOCKS, size
+        )
         self.host_buffer.random_(0, 256)
         own, seen = (
-            [Region(f"l{i}", start + i * step, size, stride, NUM_BLOCKS, kind, group=i % 2) for i in range(LAYERS)]
+            [
+                Region(f"l{i}", start + i * step, size, stride, NUM_BLOCKS, kind, group=i % 2)
+                for i in range(LAYERS)
+            ]
             for start, step, stride, kind in (
                 (self.engine.data_ptr(), size, LAYERS * size, MemoryKind.VRAM),
                 (self.memory.address, NUM_BLOCKS * size, size, MemoryKind.DRAM),
             )
         )
         self.regions = own, seen
-        self.store = HostBlockStore(seen, CudaHostBuffer(own, seen, (self.memory.address, self.memory.size_bytes)))
+        self.store = HostBlockStore(
+            seen, CudaHostBuffer(own, seen, (self.memory.address, self.memory.size_bytes))
+        )
 
     def run(self, *handles: StoreHandle) -> int:
         """How many polls it took."""
@@ -85,7 +99,9 @@ def test_named_blocks_are_loaded_and_nothing_else_is_touched(staged: Staged) -> 
     assert torch.equal(staged.host_buffer, host_buffer)
 
 
-def test_a_handle_comes_back_when_the_device_is_through_and_polls_do_not_wait_for_it(staged: Staged) -> None:
+def test_a_handle_comes_back_when_the_device_is_through_and_polls_do_not_wait_for_it(
+    staged: Staged,
+) -> None:
     blocks = (list(range(NUM_BLOCKS)),) * 2
     saving = staged.store.copy_to_host_buffer(blocks)
     loading = staged.store.place((), ([],) * 2)

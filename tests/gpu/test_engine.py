@@ -1,4 +1,6 @@
-"""The embedded engine on a GPU: the tokens of the CPU, however the work is cut and whatever the cache keeps; and its memory comes back."""
+"""The embedded engine on a GPU: the tokens of the CPU, however the work is cut and whatever the
+cache keeps; and its memory comes back.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +25,10 @@ from kvferry.errors import ConfigError
 from kvferry.testing.local import LocalTransportKit
 from kvferry.types import KVLayout
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
 
 FAMILIES = ("qwen3", "llama", "mla", "window")
 NUM_PROMPTS, NEW_TOKENS, CHUNK = 20, 16, 48
@@ -58,7 +63,10 @@ def on_gpu(model: Path) -> EngineOptions:
 
 def random_prompts(seed: int = 1) -> list[tuple[int, ...]]:
     rng = Random(seed)
-    return [tuple(rng.randrange(10, 500) for _ in range(int(300 ** rng.random()) + 1)) for _ in range(NUM_PROMPTS)]
+    return [
+        tuple(rng.randrange(10, 500) for _ in range(int(300 ** rng.random()) + 1))
+        for _ in range(NUM_PROMPTS)
+    ]
 
 
 def scattered_tables(options: EngineOptions, prompts: Sequence[tuple[int, ...]]) -> list[Tables]:
@@ -72,11 +80,15 @@ def scattered_tables(options: EngineOptions, prompts: Sequence[tuple[int, ...]])
     return tables
 
 
-def generate(run: Run, prompts: Sequence[tuple[int, ...]], tables: Sequence[Tables], chunk: int = 10_000) -> list[list[int]]:
+def generate(
+    run: Run, prompts: Sequence[tuple[int, ...]], tables: Sequence[Tables], chunk: int = 10_000
+) -> list[list[int]]:
     """Greedy tokens of all prompts, in one batch, each step at most `chunk` tokens of each."""
     known, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
     ends = [len(prompt) + NEW_TOKENS for prompt in prompts]
-    while unfinished := [number for number, tokens in enumerate(known) if len(tokens) < ends[number]]:
+    while unfinished := [
+        number for number, tokens in enumerate(known) if len(tokens) < ends[number]
+    ]:
         slices = []
         for number in unfinished:
             start = computed[number]
@@ -104,21 +116,32 @@ def test_a_float32_model_gives_the_tokens_of_the_cpu(models: dict[str, Path], fa
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), FORMATS)
-def test_tokens_do_not_depend_on_batch_or_chunks(options: EngineOptions, dtype: str, cache_dtype: str) -> None:
+def test_tokens_do_not_depend_on_batch_or_chunks(
+    options: EngineOptions, dtype: str, cache_dtype: str
+) -> None:
     options = replace(options, dtype=dtype, kv_cache_dtype=cache_dtype)
     prompts = random_prompts()
     tables = scattered_tables(options, prompts)
     with one_rank(options) as runner:
         together = generate(runner.run, prompts, tables)
-        alone = [generate(runner.run, [prompt], [table])[0] for prompt, table in zip(prompts, tables, strict=True)]
+        alone = [
+            generate(runner.run, [prompt], [table])[0]
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
         in_chunks = generate(runner.run, prompts, tables, CHUNK)
     assert together == alone
     assert together == in_chunks
     assert len({tuple(tokens) for tokens in together}) > NUM_PROMPTS // 2
 
 
-def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_transports_get_no_host_memory(options: EngineOptions) -> None:
-    with one_rank(replace(options, dtype="bfloat16", kv_cache_layout=KVLayout.NHD, block_size=32, num_blocks=7)) as runner:
+def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_transports_get_no_host_memory(
+    options: EngineOptions,
+) -> None:
+    with one_rank(
+        replace(
+            options, dtype="bfloat16", kv_cache_layout=KVLayout.NHD, block_size=32, num_blocks=7
+        )
+    ) as runner:
         assert runner.cache_memory is None
         for cache in runner.kv_caches.values():
             assert cache.device == torch.device("cuda", 0)
@@ -128,10 +151,15 @@ def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_transports_get_no_h
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_models_that_compute_in_their_own_format_stay_near(options: EngineOptions, compute_dtype: str) -> None:
+def test_models_that_compute_in_their_own_format_stay_near(
+    options: EngineOptions, compute_dtype: str
+) -> None:
     """What models beyond the limit do."""
     part = SequenceSlice("a", tuple(range(20, 220)), 0, (tuple(range(20)),), GREEDY)
-    with one_rank(options) as exact, one_rank(replace(options, compute_dtype=compute_dtype)) as near:
+    with (
+        one_rank(options) as exact,
+        one_rank(replace(options, compute_dtype=compute_dtype)) as near,
+    ):
         wanted, found = (runner.logits([part]).double().flatten() for runner in (exact, near))
     likeness = torch.nn.functional.cosine_similarity(wanted, found, dim=0).item()
     assert likeness > (0.99999 if compute_dtype == "float32" else 0.95)
@@ -142,7 +170,9 @@ def test_all_layers_of_a_block_may_lie_together(options: EngineOptions) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mla"])
-def test_two_ranks_on_one_gpu_give_a_single_ranks_tokens(models: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_two_ranks_on_one_gpu_give_a_single_ranks_tokens(
+    models: dict[str, Path], tmp_path: Path, family: str
+) -> None:
     options = replace(on_gpu(models[family]), dtype="float16")
     prompts = random_prompts()
     tables = scattered_tables(options, prompts)
@@ -153,7 +183,9 @@ def test_two_ranks_on_one_gpu_give_a_single_ranks_tokens(models: dict[str, Path]
 
 def test_ranks_without_a_size_agree_on_one(options: EngineOptions, tmp_path: Path) -> None:
     """They measure the GPU one after the other, and the first takes nothing before the last has."""
-    few = replace(options, num_blocks=0, gpu_memory_utilization=share_in_use() + 0.03, tensor_parallel_size=2)
+    few = replace(
+        options, num_blocks=0, gpu_memory_utilization=share_in_use() + 0.03, tensor_parallel_size=2
+    )
     with several_ranks(few, tmp_path) as ranks:
         counts = [described.num_blocks for described in ranks.cache_configs]
     assert counts[0] == counts[1] > 0
@@ -166,7 +198,10 @@ def test_the_cache_takes_what_its_share_of_the_gpu_leaves(options: EngineOptions
         size_bytes = sum(cache.nbytes for cache in runner.kv_caches.values())
         assert 0.005 * total < size_bytes < 0.02 * total
     with (
-        pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0.0001 leaves none of them to the KV cache"),
+        pytest.raises(
+            ConfigError,
+            match=r"--gpu-memory-utilization 0.0001 leaves none of them to the KV cache",
+        ),
         one_rank(replace(options, num_blocks=0, gpu_memory_utilization=0.0001)),
     ):
         pass
@@ -183,7 +218,10 @@ def test_a_cache_that_does_not_fit_is_refused_with_what_is_free(options: EngineO
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"--device cuda:{count}: there is no such GPU here, the last is cuda:{count - 1}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"--device cuda:{count}: there is no such GPU here, the last is cuda:{count - 1}",
+    ):
         open_device(f"cuda:{count}", ParallelConfig())
 
 
@@ -213,7 +251,9 @@ def test_device_memory_is_given_back(options: EngineOptions) -> None:
         runner.close()
         runner.close()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert held[1] == held[2], "the libraries' own workspace comes with the first engine, and nothing more"
+    assert held[1] == held[2], (
+        "the libraries' own workspace comes with the first engine, and nothing more"
+    )
     assert held[2][1] < GIB // 4
 
 

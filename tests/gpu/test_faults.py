@@ -1,5 +1,5 @@
-"""P or D is killed or stopped while KV moves between them on one GPU: the other serves on, no token is wrong, no block and no memory of the
-device is lost.
+"""P or D is killed or stopped while KV moves between them on one GPU: the other serves on, no token
+is wrong, no block and no memory of the device is lost.
 
 D tells each transfer late, so that at any moment several are under way.
 """
@@ -16,7 +16,18 @@ import aiohttp
 import pytest
 import torch
 from tests.e2e.handovers import FINISHED
-from tests.e2e.harness import Answer, Engine, Prompt, Starting, ask, ask_all, assert_quiescent, metrics, new_session, until
+from tests.e2e.harness import (
+    Answer,
+    Engine,
+    Prompt,
+    Starting,
+    ask,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+    until,
+)
 from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster
 
 pytestmark = [
@@ -25,8 +36,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
-SHORT: dict[str, Any] = {"kv_lease_duration": 2, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
-PROMPTS = [Prompt(tuple(10 + (7 * n * n + 13 * n * i + i * i) % 480 for i in range(80 + 97 * n)), max_tokens=8) for n in range(12)]
+SHORT: dict[str, Any] = {
+    "kv_lease_duration": 2,
+    "handshake_timeout": 2,
+    "confirm_timeout": 2,
+    "read_timeout": 5,
+    "receive_timeout": 10,
+}
+PROMPTS = [
+    Prompt(
+        tuple(10 + (7 * n * n + 13 * n * i + i * i) % 480 for i in range(80 + 97 * n)), max_tokens=8
+    )
+    for n in range(12)
+]
 CLIENTS = 8
 ENOUGH = 16
 """Transfers that show that two engines work together."""
@@ -42,7 +64,9 @@ Hurt = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 @dataclass
 class Stage:
-    """P, D and the router in front of them; either may be replaced by another incarnation of it, at the same address."""
+    """P, D and the router in front of them; either may be replaced by another incarnation of it, at
+    the same address.
+    """
 
     cluster: GpuCluster
     transport: str
@@ -60,18 +84,24 @@ class Stage:
         self.right = asyncio.run(ask_all(self.plain, PROMPTS))
 
     def start_p(self, port: int = 0) -> Starting:
-        return self.cluster.serve_on_gpu("prefill", self.transport, "pull", *CACHE, port=port, engine_id="p", **SHORT)
+        return self.cluster.serve_on_gpu(
+            "prefill", self.transport, "pull", *CACHE, port=port, engine_id="p", **SHORT
+        )
 
     def start_d(self, port: int = 0) -> Starting:
         late = "delay:polls=1000"
-        return self.cluster.serve_on_gpu("decode", self.transport, "pull", *CACHE, faults=late, port=port, engine_id="d", **SHORT)
+        return self.cluster.serve_on_gpu(
+            "decode", self.transport, "pull", *CACHE, faults=late, port=port, engine_id="d", **SHORT
+        )
 
     async def restart(self, starting: Starting) -> Engine:
         """Without standing in the way of the traffic."""
         return await asyncio.to_thread(starting.ready)
 
     async def endure(self, hurt: Hurt) -> None:
-        """Traffic before, during and after; then every block of both is free, and the device has as much in use as before."""
+        """Traffic before, during and after; then every block of both is free, and the device has as
+        much in use as before.
+        """
         outcomes: list[tuple[int, Answer]] = []
         stop = asyncio.Event()
         async with new_session() as session:
@@ -80,7 +110,12 @@ class Stage:
                 while not stop.is_set():
                     number = next(numbers)
                     # Another salt each time: nothing is found in a cache, all of it moves.
-                    answer = await ask(session, self.router, PROMPTS[number % len(PROMPTS)], cache_salt=f"{self.transport} {number}")
+                    answer = await ask(
+                        session,
+                        self.router,
+                        PROMPTS[number % len(PROMPTS)],
+                        cache_salt=f"{self.transport} {number}",
+                    )
                     outcomes.append((number, answer))
                     if not answer.is_ok:
                         await asyncio.sleep(0.2)
@@ -96,15 +131,26 @@ class Stage:
                 ended = await asyncio.gather(*clients, return_exceptions=True)
             assert not any(isinstance(each, BaseException) for each in ended), ended
             for number, answer in outcomes:
-                assert answer == self.right[number % len(PROMPTS)] if answer.is_ok else answer.status in (502, 503, 504), answer
+                assert (
+                    answer == self.right[number % len(PROMPTS)]
+                    if answer.is_ok
+                    else answer.status in (502, 503, 504)
+                ), answer
             await assert_quiescent(session, self.p, self.d)
-            if self.transport == "cuda_ipc":  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
-                await until("the memory of the dead is given back", partial(has_no_more, before + SLACK_BYTES))
+            if (
+                self.transport == "cuda_ipc"
+            ):  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
+                await until(
+                    "the memory of the dead is given back",
+                    partial(has_no_more, before + SLACK_BYTES),
+                )
 
     async def assert_serves(self, session: aiohttp.ClientSession, survivor: Engine) -> None:
         """Prompts of its own, in the meantime."""
         for number in range(4):
-            answer = await ask(session, survivor, PROMPTS[number], cache_salt=f"alone {next(self.salts)}")
+            answer = await ask(
+                session, survivor, PROMPTS[number], cache_salt=f"alone {next(self.salts)}"
+            )
             assert answer == self.right[number]
 
     async def _until_moved(self, session: aiohttp.ClientSession) -> None:
@@ -114,7 +160,9 @@ class Stage:
         async def has_moved() -> bool:
             now = await metrics(session, self.d)
             name = f"kvferry:transfer_bytes_total/{self.transport}"
-            return now.get(FINISHED, 0) >= before.get(FINISHED, 0) + ENOUGH and now.get(name, 0) > before.get(name, 0)
+            return now.get(FINISHED, 0) >= before.get(FINISHED, 0) + ENOUGH and now.get(
+                name, 0
+            ) > before.get(name, 0)
 
         await until("KV comes over", has_moved, RESTART_S)
 
@@ -142,7 +190,10 @@ def plains(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[di
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def stage(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, plains: dict[str, Starting]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    plains: dict[str, Starting],
 ) -> Iterator[Stage]:
     with GpuCluster(tmp_path_factory.mktemp("stage"), model) as cluster:
         yield Stage(cluster, request.param, plains[request.param].ready())

@@ -1,4 +1,6 @@
-"""The transports that carry device memory keep the promises of every transport. The far side is a process of its own on the same GPU."""
+"""The transports that carry device memory keep the promises of every transport. The far side is a
+process of its own on the same GPU.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +14,10 @@ from kvferry.testing.transport_conformance import CASES, Case, SpawnedFarSide, T
 from kvferry.testing.transport_pairs import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
 from kvferry.transports.base import Segments
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
 
 MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_nixl_side}
 
@@ -24,7 +29,9 @@ def source(request: pytest.FixtureRequest) -> Iterator[TransportPairSource]:
     made.close()
 
 
-def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(source: TransportPairSource) -> None:
+def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(
+    source: TransportPairSource,
+) -> None:
     """Of so many, some transports look at each when its turn comes."""
     offsets = np.arange(LARGE_BLOCKS * LARGE_BLOCK_BYTES // 64, dtype=np.int64)[:10_000] * 64
     for wrong in (-64, LARGE_BLOCKS * LARGE_BLOCK_BYTES - 63):
@@ -35,13 +42,17 @@ def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(s
                 sides = [offsets.copy(), offsets.copy()]
                 sides[side][-1] = wrong
                 try:
-                    handle = pair.near.transport.read(pair.peer, [Segments(LARGE_REGION, LARGE_REGION, 64, *sides)])
+                    handle = pair.near.transport.read(
+                        pair.peer, [Segments(LARGE_REGION, LARGE_REGION, 64, *sides)]
+                    )
                     assert not pair.wait(handle)[handle].ok
                 except KVFerryError:
                     pass
                 at = pair.place(LARGE_REGION, 0)
                 assert np.array_equal(pair.near.memory[:at], before[:at])
-                assert np.array_equal(pair.near.memory[at + 10_000 * 64 :], before[at + 10_000 * 64 :])
+                assert np.array_equal(
+                    pair.near.memory[at + 10_000 * 64 :], before[at + 10_000 * 64 :]
+                )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,4 +1,5 @@
-"""P and D on one GPU: the tokens are a single engine's, whatever carried the KV and however each keeps its blocks; a control must differ.
+"""P and D on one GPU: the tokens are a single engine's, whatever carried the KV and however each
+keeps its blocks; a control must differ.
 
 All engines are started together, once: starting one takes many seconds, most of them imports.
 """
@@ -13,7 +14,16 @@ import aiohttp
 import pytest
 import torch
 from tests.e2e.conftest import random_prompts
-from tests.e2e.harness import Answer, Engine, Prompt, Starting, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import (
+    Answer,
+    Engine,
+    Prompt,
+    Starting,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+)
 from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster, Shape
 
 pytestmark = [
@@ -24,7 +34,10 @@ pytestmark = [
 
 GREEDY = random_prompts(200, seed=1)
 FEW = random_prompts(40, seed=4, longest=600)
-SPOILT = [Prompt(prompt.token_ids + tuple(range(100, 120))) for prompt in random_prompts(8, seed=3, longest=200)[2:]]
+SPOILT = [
+    Prompt(prompt.token_ids + tuple(range(100, 120)))
+    for prompt in random_prompts(8, seed=3, longest=200)[2:]
+]
 MODES = ("pull", "push")
 SMALL_HND, LARGE_NHD = Shape(16, "HND"), Shape(32, "NHD")
 CONCURRENCY = 48
@@ -57,7 +70,10 @@ class Fleet:
         if dtype not in self._expected:
             plain = self.engine(f"plain {dtype}")
             asked = {"greedy": GREEDY, "few": FEW}
-            self._expected[dtype] = {name: asyncio.run(ask_all(plain, prompts, CONCURRENCY)) for name, prompts in asked.items()}
+            self._expected[dtype] = {
+                name: asyncio.run(ask_all(plain, prompts, CONCURRENCY))
+                for name, prompts in asked.items()
+            }
         return self._expected[dtype]
 
 
@@ -71,8 +87,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
                 # In push P writes into D's blocks where D lets it; else D reads them.
                 writing: dict[str, Any] = {"push_write": "always"} if mode == "push" else {}
                 settings = {**PATIENT, **writing}
-                starting[f"small {of}"] = cluster.serve_on_gpu("small", transport, mode, shape=SMALL_HND, **settings)
-                starting[f"large {of}"] = cluster.serve_on_gpu("large", transport, mode, shape=LARGE_NHD, **settings)
+                starting[f"small {of}"] = cluster.serve_on_gpu(
+                    "small", transport, mode, shape=SMALL_HND, **settings
+                )
+                starting[f"large {of}"] = cluster.serve_on_gpu(
+                    "large", transport, mode, shape=LARGE_NHD, **settings
+                )
                 starting[f"spoilt {of}"] = cluster.serve_on_gpu(
                     "spoilt", transport, mode, shape=SMALL_HND, faults="corrupt:every=1", **PATIENT
                 )
@@ -85,7 +105,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
 @pytest.mark.parametrize(("prefill", "decode"), [("small", "large"), ("large", "small")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_greedy_tokens_of_200_prompts_equal_a_single_engines(fleet: Fleet, transport: str, mode: str, prefill: str, decode: str) -> None:
+def test_greedy_tokens_of_200_prompts_equal_a_single_engines(
+    fleet: Fleet, transport: str, mode: str, prefill: str, decode: str
+) -> None:
     """Blocks of 16 tokens in layout HND on one side, of 32 in NHD on the other."""
     p, d, router = fleet.pair(f"{prefill} {transport} {mode}", f"{decode} {transport} {mode}")
     expected = fleet.expected(DTYPES[transport])["greedy"]
@@ -95,18 +117,27 @@ def test_greedy_tokens_of_200_prompts_equal_a_single_engines(fleet: Fleet, trans
             before = await moved(session, transport, p, d)
             # Nothing that these engines have computed or received in the other direction is used.
             answers = await ask_all(router, GREEDY, CONCURRENCY, cache_salt=prefill)
-            assert [answer.status for answer in answers] == [200] * len(GREEDY), next(a.body for a in answers if not a.is_ok)
+            assert [answer.status for answer in answers] == [200] * len(GREEDY), next(
+                a.body for a in answers if not a.is_ok
+            )
             assert answers == expected
-            moved_bytes, finished, failed = (now - then for now, then in zip(await moved(session, transport, p, d), before, strict=True))
+            moved_bytes, finished, failed = (
+                now - then
+                for now, then in zip(await moved(session, transport, p, d), before, strict=True)
+            )
             assert (moved_bytes > 0, finished > 100, failed) == (True, True, 0)
-            assert await all_moved(session, p, d) == await moved_by(session, transport, p, d), "another transport has carried some"
+            assert await all_moved(session, p, d) == await moved_by(session, transport, p, d), (
+                "another transport has carried some"
+            )
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(fleet: Fleet, transport: str) -> None:
+def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(
+    fleet: Fleet, transport: str
+) -> None:
     p, d, router = fleet.pair(f"small {transport} pull", f"two ranks {transport}")
     expected = fleet.expected(DTYPES[transport])["few"]
 
@@ -122,7 +153,9 @@ def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(fle
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_corrupted_block_in_transit_changes_the_tokens(fleet: Fleet, transport: str, mode: str) -> None:
+def test_one_corrupted_block_in_transit_changes_the_tokens(
+    fleet: Fleet, transport: str, mode: str
+) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
     p, d, router = fleet.pair(f"small {transport} {mode}", f"spoilt {transport} {mode}")
 
@@ -138,15 +171,29 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(fleet: Fleet, transpo
     asyncio.run(check())
 
 
-async def moved(session: aiohttp.ClientSession, transport: str, p: Engine, d: Engine) -> tuple[float, float, float]:
-    """Bytes by the transport, whoever moved them; transfers that ended well for D, and those that did not."""
+async def moved(
+    session: aiohttp.ClientSession, transport: str, p: Engine, d: Engine
+) -> tuple[float, float, float]:
+    """Bytes by the transport, whoever moved them; transfers that ended well for D, and those that
+    did not.
+    """
     ended = await metrics(session, d)
     return await moved_by(session, transport, p, d), ended.get(FINISHED, 0), ended.get(FAILED, 0)
 
 
 async def moved_by(session: aiohttp.ClientSession, transport: str, *engines: Engine) -> float:
-    return sum([(await metrics(session, engine)).get(f"kvferry:transfer_bytes_total/{transport}", 0) for engine in engines])
+    return sum(
+        [
+            (await metrics(session, engine)).get(f"kvferry:transfer_bytes_total/{transport}", 0)
+            for engine in engines
+        ]
+    )
 
 
 async def all_moved(session: aiohttp.ClientSession, *engines: Engine) -> float:
-    return sum([(await metrics(session, engine)).get("kvferry:transfer_bytes_total", 0) for engine in engines])
+    return sum(
+        [
+            (await metrics(session, engine)).get("kvferry:transfer_bytes_total", 0)
+            for engine in engines
+        ]
+    )

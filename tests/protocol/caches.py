@@ -1,4 +1,6 @@
-"""Caches in plain memory for planning tests: any rank, block size, order of heads and tokens, layers apart or together."""
+"""Caches in plain memory for planning tests: any rank, block size, order of heads and tokens,
+layers apart or together.
+"""
 
 from dataclasses import dataclass, field
 
@@ -56,29 +58,56 @@ class Cache:
             for layers in [names] if form.has_shared_blocks else [(name,) for name in names]:
                 regions.append(self._region(group, layers, len(heads)))
         self.geometry = Geometry(
-            self.rank, form.tp_size, form.block_size, form.num_blocks, form.layout, len(heads), 8, tuple(regions), self.model.heads
+            self.rank,
+            form.tp_size,
+            form.block_size,
+            form.num_blocks,
+            form.layout,
+            len(heads),
+            8,
+            tuple(regions),
+            self.model.heads,
         )
-        self.memory = [np.zeros((form.num_blocks, region.stride_bytes), np.uint8) for region in regions]
+        self.memory = [
+            np.zeros((form.num_blocks, region.stride_bytes), np.uint8) for region in regions
+        ]
 
     def _region(self, group: int, layers: tuple[str, ...], heads: int) -> Region:
         form, size = self.form, self.model.item_bytes
         by_head, by_token = (AxisKind.HEAD, heads), (AxisKind.TOKEN, form.block_size // form.parts)
         order = (by_head, by_token) if form.layout is KVLayout.HND else (by_token, by_head)
-        axes = dense_axes([(AxisKind.LAYER, len(layers)), (AxisKind.TOKEN, form.parts), *order], size)
+        axes = dense_axes(
+            [(AxisKind.LAYER, len(layers)), (AxisKind.TOKEN, form.parts), *order], size
+        )
         block_bytes = len(layers) * form.block_size * heads * size
         shared = layers if form.has_shared_blocks else ()
         stride = block_bytes + form.gap
-        return Region(layers[0], 4096, block_bytes, stride, form.num_blocks, form.memory, 0, group, axes, shared)
+        return Region(
+            layers[0],
+            4096,
+            block_bytes,
+            stride,
+            form.num_blocks,
+            form.memory,
+            0,
+            group,
+            axes,
+            shared,
+        )
 
     def views(self) -> dict[str, Bytes]:
-        """By layer: [blocks, heads, tokens, item], whatever the order in memory; writes go through."""
+        """By layer: [blocks, heads, tokens, item], whatever the order in memory; writes go
+        through.
+        """
         views = {}
         form, heads, size = self.form, self.geometry.num_kv_heads, self.model.item_bytes
         for region, memory in zip(self.geometry.regions, self.memory, strict=True):
             tokens = form.block_size // form.parts
             order = (heads, tokens) if form.layout is KVLayout.HND else (tokens, heads)
             shape = (form.num_blocks, len(region.layer_names), form.parts, *order, size)
-            whole = np.lib.stride_tricks.as_strided(memory, shape, (region.stride_bytes, *_dense_strides(shape[1:])))
+            whole = np.lib.stride_tricks.as_strided(
+                memory, shape, (region.stride_bytes, *_dense_strides(shape[1:]))
+            )
             by_head = whole if form.layout is KVLayout.HND else whole.swapaxes(3, 4)
             for index, name in enumerate(region.layer_names):
                 views[name] = by_head[:, index].swapaxes(1, 2)
@@ -87,7 +116,10 @@ class Cache:
     def tokens(self, layer: str, blocks: list[int]) -> Bytes:
         """A copy, [heads, tokens, item], of the tokens in these blocks; zeros for holes."""
         view = self.views()[layer]
-        parts = [_flat(view[block]) if block != HOLE else np.zeros_like(_flat(view[0])) for block in blocks]
+        parts = [
+            _flat(view[block]) if block != HOLE else np.zeros_like(_flat(view[0]))
+            for block in blocks
+        ]
         return np.concatenate(parts, axis=1)
 
     def fill(self, layer: str, blocks: list[int], content: Bytes) -> None:
@@ -102,21 +134,37 @@ class Cache:
 
 
 def read(
-    into: Cache, sources: list[Cache], ours: list[list[int]], theirs: list[list[int]], tokens: range, needed: list[int]
+    into: Cache,
+    sources: list[Cache],
+    ours: list[list[int]],
+    theirs: list[list[int]],
+    tokens: range,
+    needed: list[int],
 ) -> list[Bytes]:
-    """Do what the plans say, and return how often each byte of each region was written by a read."""
+    """Do what the plans say, and return how often each byte of each region was written by a
+    read.
+    """
     counts = [np.zeros_like(memory) for memory in into.memory]
     ours_is = into.geometry
-    planned = rank_mappings(ours_is.tp_rank, ours_is.tp_size, sources[0].form.tp_size, into.model.heads)
+    planned = rank_mappings(
+        ours_is.tp_rank, ours_is.tp_size, sources[0].form.tp_size, into.model.heads
+    )
     for rank_mapping in planned:
         source = sources[rank_mapping.rank]
-        for segments in plan_read(ours_is, source.geometry, rank_mapping.heads, ours, theirs, tokens, needed):
-            here, there = into.memory[segments.local_region].reshape(-1), source.memory[segments.remote_region].reshape(-1)
+        for segments in plan_read(
+            ours_is, source.geometry, rank_mapping.heads, ours, theirs, tokens, needed
+        ):
+            here, there = (
+                into.memory[segments.local_region].reshape(-1),
+                source.memory[segments.remote_region].reshape(-1),
+            )
             for to, at in zip(segments.local_offsets, segments.remote_offsets, strict=True):
                 assert 0 <= at <= at + segments.segment_bytes <= there.size
                 here[to : to + segments.segment_bytes] = there[at : at + segments.segment_bytes]
                 counts[segments.local_region].reshape(-1)[to : to + segments.segment_bytes] += 1
-    for placement in plan_permutations(ours_is, [sources[rank_mapping.rank].geometry for rank_mapping in planned], ours, tokens):
+    for placement in plan_permutations(
+        ours_is, [sources[rank_mapping.rank].geometry for rank_mapping in planned], ours, tokens
+    ):
         put_in_order(into.memory[placement.region], placement)
     return counts
 
@@ -129,7 +177,9 @@ def put_in_order(memory: Bytes, placement: BlockPermutation) -> None:
         for index in np.ndindex(*placement.shape):
             source = int(np.dot(index, placement.arrived))
             target = int(offset + np.dot(index, placement.wanted))
-            flat[target : target + placement.item_bytes] = arrived[source : source + placement.item_bytes]
+            flat[target : target + placement.item_bytes] = arrived[
+                source : source + placement.item_bytes
+            ]
 
 
 def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,4 +195,6 @@ def no_writers() -> PushWriter:
     """Of a producer nobody lends blocks to."""
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
-    return PushWriter(WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerTable(settings, []))
+    return PushWriter(
+        WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerTable(settings, [])
+    )

@@ -29,7 +29,16 @@ from kvferry.protocol.messages import (
 )
 
 LAYOUT = RankLayout(
-    0, 1, 16, 8, "HND", 2, 64, "tcp://127.0.0.1:1", [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)], [OfferInfo("shm", "h", b"x")]
+    0,
+    1,
+    16,
+    8,
+    "HND",
+    2,
+    64,
+    "tcp://127.0.0.1:1",
+    [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)],
+    [OfferInfo("shm", "h", b"x")],
 )
 
 text = st.text(max_size=20)
@@ -55,7 +64,14 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 
 def test_a_handshake_reply_carries_its_layout_sealed() -> None:
-    reply = HandshakeReply(1, 1, "p", "e", {"dtype": "float32", "layers": 4, "quantised": False}, msgspec.Raw(codec.encode_layout(LAYOUT)))
+    reply = HandshakeReply(
+        1,
+        1,
+        "p",
+        "e",
+        {"dtype": "float32", "layers": 4, "quantised": False},
+        msgspec.Raw(codec.encode_layout(LAYOUT)),
+    )
     back = codec.decode(codec.encode(reply))
     assert isinstance(back, HandshakeReply)
     assert codec.decode_layout(bytes(back.layout)) == LAYOUT
@@ -71,7 +87,9 @@ def test_garbage_is_a_remote_error(data: bytes) -> None:
 
 
 @given(messages, st.data())
-def test_a_damaged_message_is_a_message_or_a_remote_error(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_a_message_or_a_remote_error(
+    message: Message, data: st.DataObject
+) -> None:
     frame = bytearray(codec.encode(message))
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(RemoteProtocolError):

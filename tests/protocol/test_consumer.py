@@ -7,9 +7,24 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.events import Event, HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
+from kvferry.events import (
+    Event,
+    HandshakeFailed,
+    TransferAbandoned,
+    TransferFailed,
+    TransferFinished,
+)
 from kvferry.protocol import messages as codec
-from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, PlaceBlocks, Send, StartRead, StopRead
+from kvferry.protocol.actions import (
+    Action,
+    CloseConnection,
+    ClosePeer,
+    OpenPeer,
+    PlaceBlocks,
+    Send,
+    StartRead,
+    StopRead,
+)
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
@@ -49,9 +64,25 @@ def make_consumer(
     fenced: frozenset[str] = frozenset(),
     group: int = 0,
 ) -> Consumer:
-    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8, group=group),), 1)
-    peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
-    settings = ConsumerSettings(EngineId("d"), peers, 30, confirm_timeout_s=5, receive_timeout_s=100, offer_timeout_s=offer_timeout_s)
+    geometry = Geometry(
+        0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8, group=group),), 1
+    )
+    peers = PeerSettings(
+        FACTORS,
+        geometry,
+        (OfferInfo("memory", "", b"us"),),
+        (),
+        handshake_timeout_s=5,
+        idle_ttl_s=idle_ttl_s,
+    )
+    settings = ConsumerSettings(
+        EngineId("d"),
+        peers,
+        30,
+        confirm_timeout_s=5,
+        receive_timeout_s=100,
+        offer_timeout_s=offer_timeout_s,
+    )
     return Consumer(replace(settings, writable_transports=writable_transports, fenced=fenced))
 
 
@@ -74,11 +105,22 @@ def reply(nonce: int, **changes: object) -> HandshakeReply:
         "offers": [OfferInfo("memory", "", b"them")],
         "total_kv_heads": 1,
     } | changes
-    return HandshakeReply(nonce, WIRE_VERSION, "p", "e1", dict(FACTORS), msgspec.Raw(codec.encode_layout(RankLayout(**layout))))  # type: ignore[arg-type]
+    return HandshakeReply(
+        nonce,
+        WIRE_VERSION,
+        "p",
+        "e1",
+        dict(FACTORS),
+        msgspec.Raw(codec.encode_layout(RankLayout(**layout))),  # type: ignore[arg-type]
+    )
 
 
 def sent(actions: list[Action], kind: type) -> list[object]:
-    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+    return [
+        action.message
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, kind)
+    ]
 
 
 def of(actions: list[Action], kind: type) -> list[object]:
@@ -122,7 +164,9 @@ def test_the_whole_way_from_arrival_to_confirmation() -> None:
     [read] = of(consumer.take_actions(), StartRead)
     assert isinstance(read, StartRead)
     assert (read.peer, read.transport) == (PEER, "memory")
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [([6 * 64], [4 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [
+        ([6 * 64], [4 * 64])
+    ]
     consumer.read_ended(R1, PEER, None, now=2)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0", 1)]
     assert consumer.take_events() == []
@@ -266,7 +310,9 @@ def test_no_common_transport_fails_the_request_with_both_lists() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.receive(SIDE, reply(1, offers=[OfferInfo("nixl", "", b"")]), now=1)
-    assert failures(consumer) == ["no data transport reaches the producer: ours are memory, theirs nixl"]
+    assert failures(consumer) == [
+        "no data transport reaches the producer: ours are memory, theirs nixl"
+    ]
 
 
 def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> None:
@@ -352,7 +398,11 @@ def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
     consumer.advance(now=5)
     beats = sent(consumer.take_actions(), Heartbeat)
     assert [len(beat.leases) for beat in beats if isinstance(beat, Heartbeat)] == [1000, 1000, 500]
-    assert all(len(codec.encode(beat)) < codec.MAX_MESSAGE_BYTES for beat in beats if isinstance(beat, Heartbeat))
+    assert all(
+        len(codec.encode(beat)) < codec.MAX_MESSAGE_BYTES
+        for beat in beats
+        if isinstance(beat, Heartbeat)
+    )
 
 
 def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
@@ -386,7 +436,11 @@ def test_one_that_leaves_during_the_handshake_does_not_end_the_lease_of_its_sibl
     consumer.track(R2, ticket(), "T1", now=0)
     consumer.abort(R1, now=0)
     messages = [action.message for action in connect(consumer) if isinstance(action, Send)]
-    assert messages == [Attach("T1", "d/r2/0", "memory"), Attach("T1", "d/r1/0", "memory"), Detach("e1", "a", "d/r1/0")]
+    assert messages == [
+        Attach("T1", "d/r2/0", "memory"),
+        Attach("T1", "d/r1/0", "memory"),
+        Detach("e1", "a", "d/r1/0"),
+    ]
 
 
 def test_blocks_for_a_request_never_announced_fail_it() -> None:
@@ -415,7 +469,9 @@ def test_idle_peers_are_forgotten() -> None:
 
 
 class ConsumerMachine(RuleBasedStateMachine):
-    """Random engines, peers and faults: nothing raises, every request with blocks ends exactly once, nothing is left behind."""
+    """Random engines, peers and faults: nothing raises, every request with blocks ends exactly
+    once, nothing is left behind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +490,9 @@ class ConsumerMachine(RuleBasedStateMachine):
     @rule()
     def track(self) -> None:
         self.count += 1
-        self.consumer.track(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+        self.consumer.track(
+            RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now
+        )
 
     @rule(request=requests)
     def start(self, request: RequestId) -> None:
@@ -456,7 +514,9 @@ class ConsumerMachine(RuleBasedStateMachine):
     def answer_handshake(self, is_good: bool) -> None:
         if self.asked:
             nonce = self.asked.pop()
-            self.consumer.receive(SIDE, self.good_reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now)
+            self.consumer.receive(
+                SIDE, self.good_reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now
+            )
 
     @rule(is_good=st.booleans())
     def open_transport(self, is_good: bool) -> None:
@@ -475,12 +535,18 @@ class ConsumerMachine(RuleBasedStateMachine):
     @rule(request=requests, is_good=st.booleans())
     def answer_confirm(self, request: RequestId, is_good: bool) -> None:
         lease = f"a{request[1:]}"
-        message = Confirmed(lease, f"d/{request}/0") if is_good else Refused(lease, f"d/{request}/0", "over")
+        message = (
+            Confirmed(lease, f"d/{request}/0")
+            if is_good
+            else Refused(lease, f"d/{request}/0", "over")
+        )
         self.consumer.receive(CONTROL, message, self.now)
 
     @rule(gone=st.lists(requests, max_size=3), beat=st.integers(1, 5))
     def answer_heartbeat(self, gone: list[RequestId], beat: int) -> None:
-        self.consumer.receive(CONTROL, HeartbeatReply("e1", beat, [f"a{request[1:]}" for request in gone]), self.now)
+        self.consumer.receive(
+            CONTROL, HeartbeatReply("e1", beat, [f"a{request[1:]}" for request in gone]), self.now
+        )
 
     @rule(address=st.sampled_from([SIDE, CONTROL]))
     def disconnect(self, address: str) -> None:
@@ -553,6 +619,8 @@ def test_a_read_that_begins_long_after_its_reader_came_is_announced() -> None:
     actions = consumer.take_actions()
     assert sent(actions, Heartbeat) == [Heartbeat("e1", READ_BEGINS, ["b"])]
     kinds = [type(action) for action in actions]
-    assert kinds.index(Send) < kinds.index(StartRead), "P hears of it before the first byte is asked for"
+    assert kinds.index(Send) < kinds.index(StartRead), (
+        "P hears of it before the first byte is asked for"
+    )
     consumer.receive(CONTROL, HeartbeatReply("e1", READ_BEGINS, []), now=3)
     assert failures(consumer) == []

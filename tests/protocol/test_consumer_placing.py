@@ -1,4 +1,6 @@
-"""Blocks that arrived in the producer's order are put into ours after they were confirmed, and handed back only when that is over."""
+"""Blocks that arrived in the producer's order are put into ours after they were confirmed, and
+handed back only when that is over.
+"""
 
 import numpy as np
 import pytest
@@ -74,7 +76,9 @@ def test_an_aborted_request_gives_its_blocks_back_when_nothing_writes_into_them_
     assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     consumer.placed(R1, None, now=5)
     assert consumer.take_events() == [TransferFailed(R1, "the request was aborted")]
-    assert sent(consumer.take_actions(), Detach) == [], "the producer has forgotten this reader with its confirmation"
+    assert sent(consumer.take_actions(), Detach) == [], (
+        "the producer has forgotten this reader with its confirmation"
+    )
 
 
 @pytest.mark.usefixtures("_other_order")
@@ -98,7 +102,9 @@ def test_a_placement_that_fails_is_the_reason_whatever_happened_before() -> None
 
 
 @pytest.mark.usefixtures("_other_order")
-def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_producer_that_came_back() -> None:
+def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_producer_that_came_back() -> (
+    None
+):
     consumer = placing(make_consumer())
     consumer.take_actions()
     consumer.advance(now=10)
@@ -107,10 +113,16 @@ def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_produ
     consumer.track(R2, ticket("b", 2), "T2", now=10)
     consumer.abort(R1, now=10)
     consumer.placed(R1, None, now=10)
-    assert [message.ticket for message in sent(connect(consumer, now=10), Attach) if isinstance(message, Attach)] == ["T2"]
+    assert [
+        message.ticket
+        for message in sent(connect(consumer, now=10), Attach)
+        if isinstance(message, Attach)
+    ] == ["T2"]
 
 
-def test_ranks_that_disagree_about_their_order_fail_the_request_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_disagree_about_their_order_fail_the_request_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def disagree(*_: object) -> list[BlockPermutation]:
         raise RemoteProtocolError("the ranks disagree")
 

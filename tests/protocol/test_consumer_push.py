@@ -1,10 +1,24 @@
-"""A consumer whose ticket comes later: it registers, waits for the offer, and from then on it is a reader like any other."""
+"""A consumer whose ticket comes later: it registers, waits for the offer, and from then on it is a
+reader like any other.
+"""
 
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, reply, sent, ticket
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    R2,
+    connect,
+    failures,
+    make_consumer,
+    of,
+    reply,
+    sent,
+    ticket,
+)
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
@@ -35,12 +49,23 @@ REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0
 CANCEL = PushCancel("e1", READER, "r1", "d", "h1", "PT")
 
 
-def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0) -> None:
+def expect(
+    consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0
+) -> None:
     push_info = PushInfo("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(request, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, push_info, now)
+    consumer.expect(
+        request,
+        EngineIncarnation(PEER.engine, PEER.epoch),
+        Address("p-host", 5600),
+        1,
+        push_info,
+        now,
+    )
 
 
-def offer(consumer: Consumer, offered: Ticket, text: str, now: float, reader: str = READER, ready: int = 8) -> None:
+def offer(
+    consumer: Consumer, offered: Ticket, text: str, now: float, reader: str = READER, ready: int = 8
+) -> None:
     consumer.offered(CONTROL, reader, offered, text, ready, now)
 
 
@@ -59,11 +84,16 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     assert sent(actions, Attach) == [Attach("T1", READER, "memory")]
     [read] = of(actions, StartRead)
     assert isinstance(read, StartRead)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [([6 * 64], [4 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [
+        ([6 * 64], [4 * 64])
+    ]
     consumer.read_ended(R1, PEER, None, now=3)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), TransferFinished(R1)]
+    assert consumer.take_events() == [
+        PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0),
+        TransferFinished(R1),
+    ]
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
@@ -97,7 +127,9 @@ def test_heartbeats_renew_the_registration_and_then_the_lease_by_its_own_name() 
     assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=11)
     consumer.start(R1, [[5, 6]], range(0, 8), now=12)
-    assert of(consumer.take_actions(), StartRead), "that the registration is gone says nothing of the lease"
+    assert of(consumer.take_actions(), StartRead), (
+        "that the registration is gone says nothing of the lease"
+    )
 
 
 def test_a_producer_that_stops_answering_while_we_wait_fails_the_request() -> None:
@@ -186,14 +218,20 @@ def answer_heartbeats(consumer: Consumer, until: int) -> None:
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
 
 
-@pytest.mark.parametrize(("prompt", "end", "shared"), [([*range(7), 99], 8, 4), ([99, *range(1, 8)], 8, 0), (list(range(12)), 12, 8)])
+@pytest.mark.parametrize(
+    ("prompt", "end", "shared"),
+    [([*range(7), 99], 8, 4), ([99, *range(1, 8)], 8, 0), (list(range(12)), 12, 8)],
+)
 def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, shared: int) -> None:
     consumer = make_consumer()
     expect(consumer, tokens=fingerprint(prompt, 4, ""))
     connect(consumer)
     consumer.start(R1, [[5, 6, 7]], range(0, end), now=0)
     offer(consumer, ticket(), "T1", now=1)
-    assert failures(consumer) == [f"the prefill was of another prompt: {shared} tokens are known to be the same, {end} are needed"]
+    assert failures(consumer) == [
+        f"the prefill was of another prompt: {shared} tokens are known to be the same, {end} are "
+        "needed"
+    ]
     assert of(consumer.take_actions(), StartRead) == []
 
 
@@ -208,7 +246,7 @@ def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
     assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
 
 
-# -- behind a router that signs nothing --------------------------------------------------------------------------------
+# -- behind a router that signs nothing --
 
 UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 
@@ -216,7 +254,14 @@ UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
     """Of a producer that is known by its address only."""
     push_info = PushInfo("", fingerprint(range(8), 4, ""), OWN, "")
-    consumer.expect(request, EngineIncarnation(PEER.engine, UNKNOWN_EPOCH), Address("p-host", 5600), 1, push_info, now)
+    consumer.expect(
+        request,
+        EngineIncarnation(PEER.engine, UNKNOWN_EPOCH),
+        Address("p-host", 5600),
+        1,
+        push_info,
+        now,
+    )
 
 
 def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
@@ -228,7 +273,9 @@ def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
     expect_from(consumer, R2, now=3)
     [second] = sent(consumer.take_actions(), PushRegistration)
     assert isinstance(second, PushRegistration)
-    assert (second.epoch, second.request_id, consumer.num_peers) == ("e1", "r2", 1), "nobody shakes hands twice"
+    assert (second.epoch, second.request_id, consumer.num_peers) == ("e1", "r2", 1), (
+        "nobody shakes hands twice"
+    )
 
 
 def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_well() -> None:
@@ -247,7 +294,9 @@ def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_we
     assert consumer.num_peers == 1
 
 
-def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that() -> None:
+def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that() -> (
+    None
+):
     consumer = make_consumer()
     expect_from(consumer)
     consumer.settle(R1, now=0)
@@ -256,12 +305,16 @@ def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_
 
 
 @pytest.mark.parametrize("changes", [{"engine": "q"}, {"epoch": ""}])
-def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again_at_once(changes: dict[str, str]) -> None:
+def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again_at_once(
+    changes: dict[str, str],
+) -> None:
     consumer = make_consumer()
     expect_from(consumer)
     [asked] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(asked, HandshakeRequest)
-    consumer.receive("tcp://p-host:5600", msgspec.structs.replace(reply(asked.nonce), **changes), now=0)
+    consumer.receive(
+        "tcp://p-host:5600", msgspec.structs.replace(reply(asked.nonce), **changes), now=0
+    )
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     assert "answers at this address, the router has named engine p" in failures(consumer)[0]
     consumer.take_actions()
@@ -271,7 +324,9 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
 
 
 class PushMachine(RuleBasedStateMachine):
-    """Whatever comes in whatever order: every request with blocks ends exactly once, and never while a read may write into them."""
+    """Whatever comes in whatever order: every request with blocks ends exactly once, and never
+    while a read may write into them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +352,11 @@ class PushMachine(RuleBasedStateMachine):
             self.with_blocks.add(request)
             self.consumer.start(request, [[5, 6]], range(0, 8), self.now)
 
-    @rule(request=st.sampled_from([R1, R2]), serial=st.integers(1, 3), ready=st.sampled_from([0, 4, 8]))
+    @rule(
+        request=st.sampled_from([R1, R2]),
+        serial=st.integers(1, 3),
+        ready=st.sampled_from([0, 4, 8]),
+    )
     def offers(self, request: RequestId, serial: int, ready: int) -> None:
         offer(self.consumer, ticket("a", serial), "T", self.now, f"d/{request}/0", ready)
 
@@ -344,7 +403,9 @@ class PushMachine(RuleBasedStateMachine):
             assert not isinstance(action, StopRead) or action.request in self.open_reads
         for event in self.consumer.take_events():
             if isinstance(event, TransferFinished | TransferFailed):
-                assert event.request in self.with_blocks - self.ended, "ended twice, or without blocks"
+                assert event.request in self.with_blocks - self.ended, (
+                    "ended twice, or without blocks"
+                )
                 assert event.request not in self.open_reads, "its blocks may still be written"
                 self.ended.add(event.request)
             elif isinstance(event, TransferAbandoned):

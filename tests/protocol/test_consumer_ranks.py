@@ -1,4 +1,6 @@
-"""A consumer that goes to several ranks of a producer: it believes a read only when all of them have confirmed, and leaves none waiting."""
+"""A consumer that goes to several ranks of a producer: it believes a read only when all of them
+have confirmed, and leaves none waiting.
+"""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -39,12 +41,35 @@ def make_consumer(tp_rank: int = 0, tp_size: int = 1, idle_ttl_s: float = 3600) 
     heads = max(1, HEADS // tp_size)
     region = Region("l0", 4096, 64 * heads, 64 * heads, 8, axes=axes(heads))
     geometry = Geometry(tp_rank, tp_size, 4, 8, KVLayout.HND, heads, 8, (region,), HEADS)
-    peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
-    return Consumer(ConsumerSettings(EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100))
+    peers = PeerSettings(
+        FACTORS,
+        geometry,
+        (OfferInfo("memory", "", b"us"),),
+        (),
+        handshake_timeout_s=5,
+        idle_ttl_s=idle_ttl_s,
+    )
+    return Consumer(
+        ConsumerSettings(
+            EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100
+        )
+    )
 
 
 def ticket(tp_size: int, request: str = "a", serial: int = 1) -> Ticket:
-    return Ticket("p", "e1", request, serial, "p-host", 5600, tp_size, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 30.0)
+    return Ticket(
+        "p",
+        "e1",
+        request,
+        serial,
+        "p-host",
+        5600,
+        tp_size,
+        4,
+        [[(3, 2)]],
+        fingerprint(range(8), 4, ""),
+        30.0,
+    )
 
 
 def control(rank: int) -> str:
@@ -90,7 +115,11 @@ def reading(tp_size: int) -> Consumer:
 
 
 def addresses(actions: list[Action], kind: type) -> list[str]:
-    return [action.address for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+    return [
+        action.address
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, kind)
+    ]
 
 
 def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
@@ -99,7 +128,11 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
     assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory")] * 2
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
-    found = {(r.peer.tp_rank, p.segment_bytes, *p.local_offsets, *p.remote_offsets) for r in reads for p in r.segments}
+    found = {
+        (r.peer.tp_rank, p.segment_bytes, *p.local_offsets, *p.remote_offsets)
+        for r in reads
+        for p in r.segments
+    }
     assert found == {(0, 64, 640, 768, 192, 256), (1, 64, 704, 832, 192, 256)}
     consumer.read_ended(R1, peer(1), None, now=2)
     assert addresses(consumer.take_actions(), Confirm) == []
@@ -116,7 +149,12 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
 def test_a_rank_that_has_nothing_for_us_is_visited_and_not_read() -> None:
     consumer = reading(4)
     reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
-    assert [(read.peer.tp_rank, bool(read.segments)) for read in reads] == [(0, True), (1, False), (2, True), (3, False)]
+    assert [(read.peer.tp_rank, bool(read.segments)) for read in reads] == [
+        (0, True),
+        (1, False),
+        (2, True),
+        (3, False),
+    ]
 
 
 def test_several_of_us_at_one_rank_name_each_other() -> None:
@@ -178,7 +216,9 @@ def test_every_rank_has_to_answer_heartbeats() -> None:
     assert failures(consumer) == ["the producer no longer answers heartbeats"]
 
 
-def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_names_its_companions() -> None:
+def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_names_its_companions() -> (
+    None
+):
     consumer = make_consumer(0, 2)
     consumer.track(R1, ticket(1), "T1", now=0)
     consumer.abort(R1, now=0)
@@ -188,8 +228,10 @@ def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_nam
 
 
 class RanksMachine(RuleBasedStateMachine):
-    """Random faults of single ranks: nothing raises, each request with blocks ends once, never while a read is under way, and finishes
-    only if every rank has confirmed it after its own bytes had arrived."""
+    """Random faults of single ranks: nothing raises, each request with blocks ends once, never
+    while a read is under way, and finishes only if every rank has confirmed it after its own bytes
+    had arrived.
+    """
 
     SIZE = 2
 
@@ -212,7 +254,12 @@ class RanksMachine(RuleBasedStateMachine):
     @rule()
     def track(self) -> None:
         self.count += 1
-        self.consumer.track(RequestId(f"r{self.count}"), ticket(self.SIZE, f"a{self.count}", self.count), "T", self.now)
+        self.consumer.track(
+            RequestId(f"r{self.count}"),
+            ticket(self.SIZE, f"a{self.count}", self.count),
+            "T",
+            self.now,
+        )
 
     @rule(request=requests)
     def start(self, request: RequestId) -> None:
@@ -231,7 +278,9 @@ class RanksMachine(RuleBasedStateMachine):
     def answer_handshake(self, is_good: bool) -> None:
         if self.asked:
             request = self.asked.pop(0)
-            message = answer(request, self.SIZE) if is_good else HandshakeRefused(request.nonce, "no")
+            message = (
+                answer(request, self.SIZE) if is_good else HandshakeRefused(request.nonce, "no")
+            )
             self.consumer.receive(SIDE, message, self.now)
 
     @rule(is_good=st.sampled_from([True, True, True, False]))
@@ -284,11 +333,19 @@ class RanksMachine(RuleBasedStateMachine):
         lease, reader = f"a{request[1:]}", f"d/{request}/0"
         if is_good and (request, rank) in self.confirms:
             self.confirmed.add((request, rank))
-        self.consumer.receive(control(rank), Confirmed(lease, reader) if is_good else Refused(lease, reader, "over"), self.now)
+        self.consumer.receive(
+            control(rank),
+            Confirmed(lease, reader) if is_good else Refused(lease, reader, "over"),
+            self.now,
+        )
 
     @rule(gone=st.lists(requests, max_size=2), rank=ranks, beat=st.integers(1, 5))
     def answer_heartbeat(self, gone: list[RequestId], rank: int, beat: int) -> None:
-        self.consumer.receive(control(rank), HeartbeatReply("e1", beat, [f"a{request[1:]}" for request in gone]), self.now)
+        self.consumer.receive(
+            control(rank),
+            HeartbeatReply("e1", beat, [f"a{request[1:]}" for request in gone]),
+            self.now,
+        )
 
     @rule(rank=ranks)
     def disconnect(self, rank: int) -> None:
@@ -308,7 +365,9 @@ class RanksMachine(RuleBasedStateMachine):
                 case Send(message=HandshakeRequest() as request):
                     self.asked.append(request)
                 case Send(address=address, message=Confirm(lease=lease)):
-                    self.confirms.add((RequestId(f"r{lease[1:]}"), int(address.removeprefix(CONTROL))))
+                    self.confirms.add(
+                        (RequestId(f"r{lease[1:]}"), int(address.removeprefix(CONTROL)))
+                    )
                 case OpenPeer(peer=PeerId(tp_rank=rank)):
                     self.opening.append(rank)
         for event in self.consumer.take_events():

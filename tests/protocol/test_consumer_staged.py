@@ -1,12 +1,24 @@
-"""A consumer of a producer whose readers read a copy reads only what it was told is there; a consumer with a host buffer's engine gets what
-it read.
+"""A consumer of a producer whose readers read a copy reads only what it was told is there; a
+consumer with a host buffer's engine gets what it read.
 """
 
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachine, failures, make_consumer, of, reply, sent, ticket
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    SIDE,
+    ConsumerMachine,
+    failures,
+    make_consumer,
+    of,
+    reply,
+    sent,
+    ticket,
+)
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import PlaceBlocks, StartRead
@@ -113,9 +125,18 @@ def test_one_that_refuses_or_is_lost_fails_the_request_as_ever() -> None:
 
 def make_staged() -> Consumer:
     """Two groups."""
-    regions = tuple(Region(f"l{group}", 4096 * (group + 1), 64, 64, 8, group=group) for group in range(2))
+    regions = tuple(
+        Region(f"l{group}", 4096 * (group + 1), 64, 64, 8, group=group) for group in range(2)
+    )
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, regions, 1)
-    peers = PeerSettings({"dtype": "float32"}, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=3600)
+    peers = PeerSettings(
+        {"dtype": "float32"},
+        geometry,
+        (OfferInfo("memory", "", b"us"),),
+        (),
+        handshake_timeout_s=5,
+        idle_ttl_s=3600,
+    )
     return Consumer(ConsumerSettings(EngineId("d"), peers, 30, 5, 100, uses_host_buffer=True))
 
 
@@ -140,7 +161,9 @@ def test_a_staged_engine_whose_copy_fails_gets_nothing() -> None:
 
 def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
     consumer = make_staged()
-    consumer.track(R1, msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1", now=0)
+    consumer.track(
+        R1, msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1", now=0
+    )
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     regions = [RegionInfo(f"l{group}", 0, 64, 64, 16, "DRAM", 0, group) for group in range(2)]

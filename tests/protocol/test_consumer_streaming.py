@@ -1,8 +1,20 @@
-"""A prompt whose KV comes block by block while it is computed, and what becomes of it when the producer has to start again."""
+"""A prompt whose KV comes block by block while it is computed, and what becomes of it when the
+producer has to start again.
+"""
 
 import numpy as np
 import pytest
-from tests.protocol.test_consumer import CONTROL, PEER, R1, connect, failures, make_consumer, of, sent, ticket
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    connect,
+    failures,
+    make_consumer,
+    of,
+    sent,
+    ticket,
+)
 from tests.protocol.test_consumer_push import READER, expect, registered
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFinished
@@ -48,7 +60,9 @@ def waiting() -> Consumer:
 
 def blocks_read(consumer: Consumer) -> list[tuple[list[int], list[int]]]:
     """Of each read that began: our blocks and theirs."""
-    reads = [action for action in of(consumer.take_actions(), StartRead) if isinstance(action, StartRead)]
+    reads = [
+        action for action in of(consumer.take_actions(), StartRead) if isinstance(action, StartRead)
+    ]
     return [
         (
             [int(at) // 64 for segments in read.segments for at in segments.local_offsets],
@@ -77,7 +91,10 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64), TransferFinished(R1)]
+    assert consumer.take_events() == [
+        PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64),
+        TransferFinished(R1),
+    ]
 
 
 def test_late_blocks_catch_up_in_one_read() -> None:
@@ -128,7 +145,9 @@ def test_a_withdrawn_prefill_is_read_anew_from_the_start(is_reading: bool) -> No
     actions = consumer.take_actions()
     if is_reading:
         assert of(actions, StopRead) == [StopRead(R1, PEER)]
-        assert sent(actions, PushRegistration) == [], "not before nothing writes into the blocks any more"
+        assert sent(actions, PushRegistration) == [], (
+            "not before nothing writes into the blocks any more"
+        )
         offer(consumer, 4, now=2, serial=1)
         ended(consumer, "cancelled", now=3)
         actions = consumer.take_actions()
@@ -170,7 +189,9 @@ def test_a_withdrawal_of_another_offer_changes_nothing() -> None:
 
 @pytest.mark.parametrize("is_reading", [True, False])
 def test_an_answer_that_crossed_the_withdrawal_changes_nothing(is_reading: bool) -> None:
-    """The producer had taken the offer back when it heard that we attach, or that we have read it."""
+    """The producer had taken the offer back when it heard that we attach, or that we have read
+    it.
+    """
     consumer = waiting()
     offer(consumer, 8)
     if not is_reading:
@@ -181,7 +202,9 @@ def test_an_answer_that_crossed_the_withdrawal_changes_nothing(is_reading: bool)
         ended(consumer, "cancelled", now=2)
     consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 1), now=3)
     offer(consumer, 16, now=4, serial=2)
-    consumer.receive(CONTROL, Refused("a", READER, "the lease ended before the read was confirmed", 1), now=5)
+    consumer.receive(
+        CONTROL, Refused("a", READER, "the lease ended before the read was confirmed", 1), now=5
+    )
     ended(consumer, now=6)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 2)]
     consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 2), now=7)
@@ -199,9 +222,13 @@ def test_a_prefill_that_failed_after_it_was_withdrawn_fails_us_for_its_own_reaso
 
 def test_a_shorter_prompt_than_ours_is_not_waited_for() -> None:
     consumer = waiting()
-    short = Ticket("p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 1)]], fingerprint(range(3), 4, ""), 30.0)
+    short = Ticket(
+        "p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 1)]], fingerprint(range(3), 4, ""), 30.0
+    )
     consumer.offered(CONTROL, READER, short, "T1", 3, 0)
-    assert failures(consumer) == ["the prefill was of another prompt: 0 tokens are known to be the same, 16 are needed"]
+    assert failures(consumer) == [
+        "the prefill was of another prompt: 0 tokens are known to be the same, 16 are needed"
+    ]
 
 
 def test_an_abort_while_what_was_withdrawn_is_still_being_read_waits_for_its_end() -> None:
@@ -298,10 +325,14 @@ def test_what_is_left_when_the_prefill_is_over_is_what_has_not_landed() -> None:
     consumer = waiting()
     offer(consumer, 12)
     offer(consumer, 16)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)]
+    assert consumer.take_events() == [
+        PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)
+    ]
     consumer = make_consumer()
     expect(consumer, tokens=WHOLE)
     connect(consumer)
     offer(consumer, 16)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)], "also when the blocks come last"
+    assert consumer.take_events() == [
+        PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)
+    ], "also when the blocks come last"

@@ -1,4 +1,6 @@
-"""Copies that share a block are under way one after the other, in the order they were asked for; all others side by side."""
+"""Copies that share a block are under way one after the other, in the order they were asked for;
+all others side by side.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,12 @@ def test_one_that_is_not_wanted_any_more_gives_its_place_away() -> None:
     assert (turns.has_any({3}), turns.has_any({4}), turns.has_any(())) == (False, True, False)
 
 
-@given(st.lists(st.tuples(st.frozensets(st.integers(0, 5), max_size=4), st.booleans(), st.integers(0, 30)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.frozensets(st.integers(0, 5), max_size=4), st.booleans(), st.integers(0, 30)),
+        max_size=30,
+    )
+)
 def test_whatever_is_asked_for_no_two_write_the_same_block_at_once_and_all_have_their_turn(
     story: list[tuple[frozenset[int], bool, int]],
 ) -> None:
@@ -49,7 +56,11 @@ def test_whatever_is_asked_for_no_two_write_the_same_block_at_once_and_all_have_
             leave(sorted(wanted)[which % len(wanted)])
         assert begun == {copy for copy in wanted if turns.is_running(copy)}
         assert all(not wanted[a] & wanted[b] for a in begun for b in begun if a < b)
-        assert all(wanted[copy] & wanted[earlier] for copy in wanted.keys() - begun for earlier in [_blocker(wanted, copy)])
+        assert all(
+            wanted[copy] & wanted[earlier]
+            for copy in wanted.keys() - begun
+            for earlier in [_blocker(wanted, copy)]
+        )
     while wanted:
         assert begun, "somebody is always first"
         leave(min(begun))

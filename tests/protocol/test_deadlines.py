@@ -1,4 +1,6 @@
-"""The earliest deadline is found without looking at the others, and nothing is remembered for long."""
+"""The earliest deadline is found without looking at the others, and nothing is remembered for
+long.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,13 @@ from tests.operations import count_instructions
 from kvferry.protocol.heartbeats import Deadlines
 
 KEYS = st.sampled_from("abcde")
-CHANGES = st.lists(st.one_of(st.tuples(KEYS, st.integers(0, 9)), st.tuples(KEYS, st.none()), st.tuples(st.none(), st.integers(0, 9))))
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(KEYS, st.integers(0, 9)),
+        st.tuples(KEYS, st.none()),
+        st.tuples(st.none(), st.integers(0, 9)),
+    )
+)
 
 
 @given(CHANGES)
@@ -66,4 +74,6 @@ def test_asking_costs_the_same_for_ten_and_for_ten_thousand() -> None:
 
     assert count_instructions(lambda: ask(few)) == count_instructions(lambda: ask(lots))
     idle = count_instructions(lambda: ask(lots))
-    assert count_instructions(lambda: lots.take_due(5000)) > 100 * idle, "work that is there is counted"
+    assert count_instructions(lambda: lots.take_due(5000)) > 100 * idle, (
+        "work that is there is counted"
+    )

@@ -5,13 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.fingerprints import DIGEST_BYTES, MAX_POINTS, Fingerprint, common_prefix, fingerprint, shared_prefix
+from kvferry.protocol.fingerprints import (
+    DIGEST_BYTES,
+    MAX_POINTS,
+    Fingerprint,
+    common_prefix,
+    fingerprint,
+    shared_prefix,
+)
 
 tokens = st.lists(st.integers(0, 3), max_size=200)
 
 
 def shared_length(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 @given(tokens, st.integers(1, 20))
@@ -20,7 +29,9 @@ def test_a_sequence_shares_all_of_itself(ids: list[int], granularity: int) -> No
 
 
 @given(tokens, tokens, st.integers(1, 20))
-def test_no_token_beyond_the_true_common_prefix_is_claimed(theirs: list[int], ours: list[int], granularity: int) -> None:
+def test_no_token_beyond_the_true_common_prefix_is_claimed(
+    theirs: list[int], ours: list[int], granularity: int
+) -> None:
     claimed = common_prefix(fingerprint(theirs, granularity, ""), ours, "")
     true = shared_length(theirs, ours)
     assert claimed <= true
@@ -28,7 +39,9 @@ def test_no_token_beyond_the_true_common_prefix_is_claimed(theirs: list[int], ou
 
 
 @given(tokens, tokens, st.integers(1, 20))
-def test_a_longer_prompt_shares_everything_they_have(theirs: list[int], more: list[int], granularity: int) -> None:
+def test_a_longer_prompt_shares_everything_they_have(
+    theirs: list[int], more: list[int], granularity: int
+) -> None:
     assert common_prefix(fingerprint(theirs, granularity, ""), theirs + more, "") == len(theirs)
 
 
@@ -47,7 +60,12 @@ def test_a_long_sequence_has_a_bounded_fingerprint() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [Fingerprint(0, 4, b""), Fingerprint(4, -1, b""), Fingerprint(4, 4, b""), Fingerprint(1, 5000, bytes(5000 * DIGEST_BYTES))],
+    [
+        Fingerprint(0, 4, b""),
+        Fingerprint(4, -1, b""),
+        Fingerprint(4, 4, b""),
+        Fingerprint(1, 5000, bytes(5000 * DIGEST_BYTES)),
+    ],
 )
 def test_fields_that_do_not_fit_together_are_refused(bad: Fingerprint) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -68,5 +86,7 @@ def test_fields_that_do_not_fit_together_are_refused(bad: Fingerprint) -> None:
         (fingerprint(range(13), 4, ""), fingerprint(range(14), 6, ""), 12),
     ],
 )
-def test_two_fingerprints_bound_what_their_sequences_share(one: Fingerprint, other: Fingerprint, shared: int) -> None:
+def test_two_fingerprints_bound_what_their_sequences_share(
+    one: Fingerprint, other: Fingerprint, shared: int
+) -> None:
     assert shared_prefix(one, other) == shared_prefix(other, one) == shared

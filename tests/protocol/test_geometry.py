@@ -17,13 +17,18 @@ def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry
 
 def opaque(geometry: Geometry) -> Geometry:
     """The same, of which nobody knows what lies where in a block."""
-    return replace(geometry, regions=tuple(replace(region, axes=None) for region in geometry.regions))
+    return replace(
+        geometry, regions=tuple(replace(region, axes=None) for region in geometry.regions)
+    )
 
 
 def packed(form: Form) -> Geometry:
     """A kernel has packed the tokens of each head in its own way."""
     made = make(form)
-    regions = tuple(replace(r, axes=tuple(axis for axis in r.axes or () if axis.kind is AxisKind.HEAD)) for r in made.regions)
+    regions = tuple(
+        replace(r, axes=tuple(axis for axis in r.axes or () if axis.kind is AxisKind.HEAD))
+        for r in made.regions
+    )
     return replace(made, regions=regions)
 
 
@@ -47,8 +52,16 @@ def make_layout(**changes: object) -> RankLayout:
 @pytest.mark.parametrize("block_size", [1, 2, 8, 64])
 @pytest.mark.parametrize("layout", list(KVLayout))
 @pytest.mark.parametrize("has_shared_blocks", [False, True])
-def test_block_size_layout_and_shared_blocks_may_differ(block_size: int, layout: KVLayout, has_shared_blocks: bool) -> None:
-    other = Form(block_size=block_size, layout=layout, has_shared_blocks=has_shared_blocks, num_blocks=99, gap=8)
+def test_block_size_layout_and_shared_blocks_may_differ(
+    block_size: int, layout: KVLayout, has_shared_blocks: bool
+) -> None:
+    other = Form(
+        block_size=block_size,
+        layout=layout,
+        has_shared_blocks=has_shared_blocks,
+        num_blocks=99,
+        gap=8,
+    )
     check_geometry("p", make(), make(other))
     check_geometry("p", make(other), make())
 
@@ -98,7 +111,9 @@ def test_blocks_whose_tokens_are_packed_can_be_cut_by_heads_but_not_by_tokens() 
         check_geometry("p", packed(Form()), make())
 
 
-def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_blocks_that_fill_its_own() -> None:
+def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_blocks_that_fill_its_own() -> (
+    None
+):
     ours = replace(make(), needs_whole_blocks=True)
     check_geometry("p", ours, make(Form(block_size=8)))
     check_geometry("p", make(), make(Form(block_size=2)))
@@ -108,7 +123,12 @@ def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_bloc
 
 def test_device_memory_meets_every_layout_and_block_size_too() -> None:
     far = make(Form(memory=MemoryKind.VRAM))
-    for form in (Form(), Form(layout=KVLayout.NHD), Form(block_size=2), Form(block_size=8, layout=KVLayout.NHD)):
+    for form in (
+        Form(),
+        Form(layout=KVLayout.NHD),
+        Form(block_size=2),
+        Form(block_size=8, layout=KVLayout.NHD),
+    ):
         check_geometry("p", far, make(form))
         check_geometry("p", make(form), far)
 
@@ -123,10 +143,14 @@ def test_engines_that_do_not_understand_different_layers_do_not_meet() -> None:
         check_geometry("p", ours, theirs)
 
 
-@pytest.mark.parametrize("form", [Form(), Form(layout=KVLayout.NHD, has_shared_blocks=True, gap=4), Form(parts=2)])
+@pytest.mark.parametrize(
+    "form", [Form(), Form(layout=KVLayout.NHD, has_shared_blocks=True, gap=4), Form(parts=2)]
+)
 def test_a_layout_from_the_wire_becomes_the_geometry_it_was_made_from(form: Form) -> None:
     ours = make(form)
-    layout = make_layout(layout=str(form.layout), regions=[region_info(region) for region in ours.regions])
+    layout = make_layout(
+        layout=str(form.layout), regions=[region_info(region) for region in ours.regions]
+    )
     assert geometry_from_layout(layout) == ours
 
 

@@ -7,8 +7,22 @@ from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol import messages as codec
-from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candidate_transports, check_reply
-from kvferry.protocol.messages import WIRE_VERSION, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.handshake import (
+    MAX_OFFERS,
+    ServedEngine,
+    answer,
+    candidate_transports,
+    check_reply,
+)
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    HandshakeRefused,
+    HandshakeReply,
+    HandshakeRequest,
+    OfferInfo,
+    RankLayout,
+    RegionInfo,
+)
 from kvferry.types import EngineId, Epoch
 
 FACTORS: dict[str, str | int | bool] = {"dtype": "float32", "num_layers": 4, "model": "abc"}
@@ -17,7 +31,18 @@ ENGINE, EPOCH = EngineId("p"), Epoch("e1")
 
 def make_layout(rank: int = 0, offers: int = 1) -> RankLayout:
     transports = [OfferInfo(f"transport{i}", "", b"") for i in range(offers)]
-    return RankLayout(rank, 2, 16, 8, "HND", 2, 64, "tcp://h:1", [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)], transports)
+    return RankLayout(
+        rank,
+        2,
+        16,
+        8,
+        "HND",
+        2,
+        64,
+        "tcp://h:1",
+        [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)],
+        transports,
+    )
 
 
 def serve(**layouts: RankLayout) -> ServedEngine:
@@ -47,12 +72,16 @@ def test_whatever_is_asked_gets_an_answer(version: int, rank: int) -> None:
 
 
 def test_a_refusal_says_which_ranks_there_are() -> None:
-    assert answer(serve(r0=make_layout()), HandshakeRequest(1, WIRE_VERSION, 7)) == HandshakeRefused(1, "there is no rank 7, only [0]")
+    assert answer(
+        serve(r0=make_layout()), HandshakeRequest(1, WIRE_VERSION, 7)
+    ) == HandshakeRefused(1, "there is no rank 7, only [0]")
 
 
 def test_different_factors_are_named_with_both_values_before_the_layout_is_looked_at() -> None:
     reply = msgspec.structs.replace(ask(serve(r0=make_layout())), layout=msgspec.Raw(b"\xc1"))
-    with pytest.raises(IncompatiblePeer, match="num_layers: ours 5, theirs 4; rope: ours 'yarn', theirs None") as caught:
+    with pytest.raises(
+        IncompatiblePeer, match="num_layers: ours 5, theirs 4; rope: ours 'yarn', theirs None"
+    ) as caught:
         check_reply(reply, FACTORS | {"num_layers": 5, "rope": "yarn"}, ENGINE, EPOCH, 0)
     assert caught.value.differences == {"num_layers": (5, 4), "rope": ("yarn", None)}
 
@@ -61,7 +90,10 @@ def test_factors_are_not_compared_when_the_operator_says_so() -> None:
     assert check_reply(ask(serve(r0=make_layout())), None, ENGINE, EPOCH, 0) == make_layout()
 
 
-@pytest.mark.parametrize(("engine", "epoch", "says"), [("q", "e1", "engine p answers at this address"), ("p", "e0", "has restarted")])
+@pytest.mark.parametrize(
+    ("engine", "epoch", "says"),
+    [("q", "e1", "engine p answers at this address"), ("p", "e0", "has restarted")],
+)
 def test_another_engine_or_life_is_refused(engine: str, epoch: str, says: str) -> None:
     with pytest.raises(RemoteProtocolError, match=says):
         check_reply(ask(serve(r0=make_layout())), FACTORS, EngineId(engine), Epoch(epoch), 0)
@@ -72,7 +104,9 @@ def test_malformed_answers_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="wire version"):
         check_reply(msgspec.structs.replace(good, wire_version=9), FACTORS, ENGINE, EPOCH, 0)
     with pytest.raises(RemoteProtocolError, match="cannot be read"):
-        check_reply(msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0)
+        check_reply(
+            msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0
+        )
     with pytest.raises(RemoteProtocolError, match="asked for rank 1"):
         check_reply(good, FACTORS, ENGINE, EPOCH, 1)
     with pytest.raises(RemoteProtocolError, match="transports offered"):
@@ -88,14 +122,23 @@ def chosen(ours: list[OfferInfo], theirs: list[OfferInfo], *pinned: str) -> list
 
 
 def test_transports_are_tried_in_our_order_as_far_as_they_reach() -> None:
-    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host1")) == ["shm", "nixl"]
-    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host2")) == ["nixl"]
+    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host1")) == [
+        "shm",
+        "nixl",
+    ]
+    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host2")) == [
+        "nixl"
+    ]
     assert chosen(offers("shm"), offers("nixl")) == []
 
 
 def test_what_is_near_comes_before_what_is_not() -> None:
     def sides(host: str) -> list[OfferInfo]:
-        return [OfferInfo("shm", host, b""), OfferInfo("nixl", "", b"", near=host), OfferInfo("tcp", "", b"")]
+        return [
+            OfferInfo("shm", host, b""),
+            OfferInfo("nixl", "", b"", near=host),
+            OfferInfo("tcp", "", b""),
+        ]
 
     assert chosen(sides("a"), sides("a")) == ["shm", "nixl", "tcp"]
     assert chosen(sides("a"), sides("b")) == ["tcp", "nixl"]

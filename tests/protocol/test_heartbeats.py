@@ -54,7 +54,9 @@ def test_a_peer_that_stays_silent_is_lost_and_one_that_answers_is_not() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 10)), min_size=1))
-def test_no_tracked_lease_goes_longer_than_its_interval_without_a_beat(tracked: list[tuple[int, float]]) -> None:
+def test_no_tracked_lease_goes_longer_than_its_interval_without_a_beat(
+    tracked: list[tuple[int, float]],
+) -> None:
     beats: HeartbeatSchedule[int] = HeartbeatSchedule()
     wanted = {}
     for number, (peer, interval_s) in enumerate(tracked):
@@ -64,4 +66,6 @@ def test_no_tracked_lease_goes_longer_than_its_interval_without_a_beat(tracked: 
     assert wake is not None
     assert wake <= min(interval_s for _, interval_s in wanted.values())
     for beat in beats.due(10):
-        assert {int(lease) for lease in beat.leases} == {n for n, (peer, _) in wanted.items() if peer == beat.peer}
+        assert {int(lease) for lease in beat.leases} == {
+            n for n, (peer, _) in wanted.items() if peer == beat.peer
+        }

@@ -1,4 +1,6 @@
-"""Leases on blocks that are kept for whoever might come: their own time, and let go when their owner needs the blocks."""
+"""Leases on blocks that are kept for whoever might come: their own time, and let go when their
+owner needs the blocks.
+"""
 
 import pytest
 from tests.protocol.caches import no_writers
@@ -120,7 +122,14 @@ def test_who_comes_too_late_is_refused() -> None:
 
 @pytest.mark.parametrize("error", [None, "no memory"])
 def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> None:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=True)
+    settings = ProducerSettings(
+        EngineId("p"),
+        Epoch("e1"),
+        lease_ttl_s=30,
+        lease_extension_s=20,
+        grant_wait_s=5,
+        uses_host_buffer=True,
+    )
     producer = Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
     producer.retain(A, 1, now=0, ttl_s=480, blocks=((3,),))
     [copy] = producer.take_actions()
@@ -128,4 +137,6 @@ def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> 
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
     assert producer.take_replies() == []
     producer.copied_to_host_buffer(copy.copy, error, now=2)
-    assert [type(reply.message) for reply in producer.take_replies()] == [Ready if error is None else Refused]
+    assert [type(reply.message) for reply in producer.take_replies()] == [
+        Ready if error is None else Refused
+    ]

@@ -1,4 +1,6 @@
-"""Leases as stories without a clock, and a state machine that compares the table with a plain model."""
+"""Leases as stories without a clock, and a state machine that compares the table with a plain
+model.
+"""
 
 import pytest
 from hypothesis import strategies as st
@@ -198,13 +200,18 @@ def test_a_revoked_lease_is_over_for_all_its_readers() -> None:
     leases.grant(A, 1, now=0)
     leases.attach(A, "x", now=0, transport="nixl")
     assert leases.revoke(A) == EndedLease(A, LeaseEnd.RELEASED)
-    assert (len(leases), leases.num_readers("nixl"), leases.ticket_status(A, 1)) == (0, 0, TicketStatus.GONE)
+    assert (len(leases), leases.num_readers("nixl"), leases.ticket_status(A, 1)) == (
+        0,
+        0,
+        TicketStatus.GONE,
+    )
     assert not leases.confirm(A, "x", now=0)
 
 
 class PartyMachine(RuleBasedStateMachine):
-    """Parties of ranks that each come once and leave once, in any order: the lease ends with the last step of the last member of every
-    party that has shown itself, and not before."""
+    """Parties of ranks that each come once and leave once, in any order: the lease ends with the
+    last step of the last member of every party that has shown itself, and not before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +222,9 @@ class PartyMachine(RuleBasedStateMachine):
         self.is_abandoned = False
         self.has_ended = False
 
-    members = st.sampled_from([(party, member) for party, size in PARTIES.items() for member in range(size)])
+    members = st.sampled_from(
+        [(party, member) for party, size in PARTIES.items() for member in range(size)]
+    )
 
     @rule(member=members)
     def attach(self, member: tuple[str, int]) -> None:
@@ -223,7 +232,9 @@ class PartyMachine(RuleBasedStateMachine):
             return
         party, own = member
         sibling_ranks = [f"{party}{other}" for other in range(PARTIES[party]) if other != own]
-        assert self.table.attach(A, f"{party}{own}", 0, sibling_ranks=sibling_ranks) != self.has_ended
+        assert (
+            self.table.attach(A, f"{party}{own}", 0, sibling_ranks=sibling_ranks) != self.has_ended
+        )
         if not self.has_ended:
             self.came.add(member)
 
@@ -280,7 +291,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def renew(self, request: RequestId) -> None:
-        assert self.table.renew_all([request], self.now) == ([] if request in self.deadlines else [request])
+        assert self.table.renew_all([request], self.now) == (
+            [] if request in self.deadlines else [request]
+        )
         self.extend(request)
 
     @rule(request=consumes(requests))
@@ -288,7 +301,9 @@ class LeaseMachine(RuleBasedStateMachine):
         for reader in "xyz":
             self.table.detach(request, reader)
         assert self.table.abandon(request) == (request in self.deadlines)
-        assert (self.table.take_if_ended(request) is not None) == (self.deadlines.pop(request, None) is not None)
+        assert (self.table.take_if_ended(request) is not None) == (
+            self.deadlines.pop(request, None) is not None
+        )
 
     @rule(seconds=st.floats(0, 25))
     def wait(self, seconds: float) -> None:
@@ -341,8 +356,12 @@ def test_expiry_costs_the_same_for_ten_leases_and_for_ten_thousand_while_none_is
         leases.renew_all([RequestId(str(number)) for number in range(10_000)], now=25)
         assert leases.expire(now=31) == []
     assert (len(few), len(many)) == (10, 10_000)
-    assert count_instructions(lambda: turn(few, 40)) == count_instructions(lambda: turn(many, 40)), "all are due anew together, later"
-    assert count_instructions(lambda: turn(many, 46)) > 1000 * count_instructions(lambda: turn(many, 47)), "work that is there is counted"
+    assert count_instructions(lambda: turn(few, 40)) == count_instructions(
+        lambda: turn(many, 40)
+    ), "all are due anew together, later"
+    assert count_instructions(lambda: turn(many, 46)) > 1000 * count_instructions(
+        lambda: turn(many, 47)
+    ), "work that is there is counted"
 
 
 def test_an_open_lease_neither_ends_nor_runs_out_before_it_is_closed() -> None:
@@ -375,7 +394,10 @@ def test_a_revoked_lease_may_be_opened_anew_and_its_old_readers_are_not_confirme
     leases.revoke(A)
     leases.open(A, 2)
     assert not leases.confirm(A, "r", now=1)
-    assert (leases.ticket_status(A, 1), leases.ticket_status(A, 2)) == (TicketStatus.GONE, TicketStatus.HELD)
+    assert (leases.ticket_status(A, 1), leases.ticket_status(A, 2)) == (
+        TicketStatus.GONE,
+        TicketStatus.HELD,
+    )
 
 
 def test_a_lease_waits_for_those_it_was_offered_to() -> None:

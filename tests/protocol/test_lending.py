@@ -1,8 +1,23 @@
-"""A consumer that lends its blocks: the producer writes, and the blocks are used or given back only when it certainly cannot any more."""
+"""A consumer that lends its blocks: the producer writes, and the blocks are used or given back only
+when it certainly cannot any more.
+"""
 
 import msgspec
 import pytest
-from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, SIDE, connect, failures, make_consumer, of, reply, sent, ticket
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    R2,
+    SIDE,
+    connect,
+    failures,
+    make_consumer,
+    of,
+    reply,
+    sent,
+    ticket,
+)
 from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
@@ -32,7 +47,9 @@ REVOKE = Revoke("e1", READER, 1)
 
 def lender(is_fenced: bool = True) -> Consumer:
     """Registered and connected, with blocks 5 and 6 lent under number 1."""
-    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ()))
+    consumer = make_consumer(
+        writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ())
+    )
     expect(consumer)
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
@@ -40,7 +57,9 @@ def lender(is_fenced: bool = True) -> Consumer:
 
 
 def written(consumer: Consumer, now: float = 2) -> None:
-    consumer.receive(CONTROL, Written(READER, 1, 8, is_last=True, left_tokens=4, early_bytes=64), now)
+    consumer.receive(
+        CONTROL, Written(READER, 1, 8, is_last=True, left_tokens=4, early_bytes=64), now
+    )
 
 
 def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back() -> None:
@@ -61,14 +80,18 @@ def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back()
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
-def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> None:
+def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> (
+    None
+):
     consumer = lender(is_fenced=False)
     written(consumer)
     assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64), TransferFinished(R1)]
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
-def test_an_aborted_request_keeps_its_blocks_until_nothing_can_be_written_into_them(is_fenced: bool) -> None:
+def test_an_aborted_request_keeps_its_blocks_until_nothing_can_be_written_into_them(
+    is_fenced: bool,
+) -> None:
     consumer = lender(is_fenced)
     consumer.take_actions()
     consumer.abort(R1, now=2)
@@ -127,7 +150,9 @@ def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
-def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it(is_fenced: bool) -> None:
+def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it(
+    is_fenced: bool,
+) -> None:
     consumer = lender(is_fenced)
     consumer.take_actions()
     consumer.receive(CONTROL, Revoked(READER, 1), now=2)
@@ -137,15 +162,28 @@ def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it
     assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
 
 
-def test_a_request_whose_blocks_fill_more_than_a_message_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_blocks_fill_more_than_a_message_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvferry.protocol.receiving.MAX_GRANTED_BLOCKS", 1)
     consumer = lender()
     assert of(consumer.take_actions(), GrantWrites) == []
 
 
 def test_as_many_blocks_as_are_lent_at_most_fit_into_a_message() -> None:
-    lease = WriteGrantInfo(1, "memory", 0, [[(1 << 31) - 1] * MAX_GRANTED_BLOCKS], 0, 4, [], fingerprint(range(8), 4, ""))
-    message = PushRegistration("e1", READER, "r1", "d", "host", 1, 1, 30.0, "h1", "T" * 1024 * 1024, "e2", lease)
+    lease = WriteGrantInfo(
+        1,
+        "memory",
+        0,
+        [[(1 << 31) - 1] * MAX_GRANTED_BLOCKS],
+        0,
+        4,
+        [],
+        fingerprint(range(8), 4, ""),
+    )
+    message = PushRegistration(
+        "e1", READER, "r1", "d", "host", 1, 1, 30.0, "h1", "T" * 1024 * 1024, "e2", lease
+    )
     assert codec.decode(codec.encode(message)) == message
 
 
@@ -171,7 +209,9 @@ def test_an_offer_that_crosses_the_loan_is_not_read() -> None:
 
 
 def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> None:
-    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    consumer = make_consumer(
+        writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"})
+    )
     expect(consumer)
     connect(consumer)
     offer(consumer, ticket(), "T1", now=1)
@@ -182,7 +222,9 @@ def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> No
 
 
 @pytest.mark.parametrize("trouble", ["lost", "refused", "deadline", "gone"])
-def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(trouble: str) -> None:
+def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(
+    trouble: str,
+) -> None:
     consumer = lender()
     consumer.take_actions()
     match trouble:
@@ -243,7 +285,9 @@ def test_a_producer_that_dies_after_its_last_word_does_no_harm() -> None:
 
 
 def test_a_staged_producer_is_not_lent_anything() -> None:
-    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    consumer = make_consumer(
+        writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"})
+    )
     expect(consumer)
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
@@ -253,7 +297,9 @@ def test_a_staged_producer_is_not_lent_anything() -> None:
     assert of(consumer.take_actions(), GrantWrites) == []
 
 
-def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> None:
+def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> (
+    None
+):
     consumer = make_consumer(writable_transports=frozenset({"memory"}))
     assert not consumer.may_be_written("memory")
     consumer = lender()

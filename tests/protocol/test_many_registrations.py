@@ -1,4 +1,6 @@
-"""A hundred thousand registrations, half of them orphans: what is remembered of them does not grow."""
+"""A hundred thousand registrations, half of them orphans: what is remembered of them does not
+grow.
+"""
 
 import gc
 import sys
@@ -11,7 +13,14 @@ from tests.protocol.test_consumer_push import OWN
 
 from kvferry.protocol.actions import StartRead
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Heartbeat, HeartbeatReply, PushRegistration
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Heartbeat,
+    HeartbeatReply,
+    PushRegistration,
+)
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.protocol.transfer import PushInfo
@@ -37,8 +46,9 @@ def registration(number: int, reader: str) -> PushRegistration:
 
 
 class Growth:
-    """What is held, looked at twenty times in so many registrations: objects in the whole process, and bytes of what hangs on `state`.
-    The first look finds what is remembered at any moment."""
+    """What is held, looked at twenty times in so many registrations: objects in the whole process,
+    and bytes of what hangs on `state`. The first look finds what is remembered at any moment.
+    """
 
     def __init__(self, state: object, count: int) -> None:
         self._state = state
@@ -79,14 +89,20 @@ def total_bytes(state: object) -> int:
 
 
 def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() -> None:
-    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers())
+    producer = Producer(
+        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers()
+    )
     growth = Growth(producer, COUNT)
     _serve(producer, growth)
     assert growth.objects < 0.1
     assert growth.bytes < FEW_BYTES
     producer.advance(COUNT / PER_SECOND + 100)
     producer.advance(COUNT / PER_SECOND + 200)
-    assert (producer.num_registrations, producer.num_leases, producer.next_deadline()) == (0, 0, None)
+    assert (producer.num_registrations, producer.num_leases, producer.next_deadline()) == (
+        0,
+        0,
+        None,
+    )
 
 
 def _serve(producer: Producer, growth: Growth) -> None:
@@ -99,7 +115,9 @@ def _serve(producer: Producer, growth: Growth) -> None:
             is_lonely = number % 4 == 1
             text = KEY.sign(ticket(number))
             producer.grant(request, number, now)
-            producer.publish(request, f"lonely {number}" if is_lonely else f"h{number}", text, 8, now)
+            producer.publish(
+                request, f"lonely {number}" if is_lonely else f"h{number}", text, 8, now
+            )
             if not is_lonely:
                 producer.receive(ROUTE, Attach(text, reader), now)
                 producer.receive(ROUTE, Confirm("e1", request, reader), now)
@@ -111,18 +129,25 @@ def _serve(producer: Producer, growth: Growth) -> None:
 
 
 class Decoder:
-    """A consumer whose producer answers every heartbeat, a hundred registrations a second; every other one is an orphan."""
+    """A consumer whose producer answers every heartbeat, a hundred registrations a second; every
+    other one is an orphan.
+    """
 
     def __init__(self) -> None:
         self.consumer = make_consumer(offer_timeout_s=20)
-        self.incarnation, self.peer = EngineIncarnation(EngineId("p"), Epoch("e1")), PeerId(EngineId("p"), Epoch("e1"), 0)
+        self.incarnation, self.peer = (
+            EngineIncarnation(EngineId("p"), Epoch("e1")),
+            PeerId(EngineId("p"), Epoch("e1"), 0),
+        )
         self.expect("first", 0)
         connect(self.consumer)
         self.consumer.settle(RequestId("first"), 0)
 
     def expect(self, name: str, now: float) -> RequestId:
         invited = PushInfo(f"handover {name}", TOKENS, OWN, f"push ticket {name}")
-        self.consumer.expect(RequestId(name), self.incarnation, Address("p-host", 5600), 1, invited, now)
+        self.consumer.expect(
+            RequestId(name), self.incarnation, Address("p-host", 5600), 1, invited, now
+        )
         return RequestId(name)
 
     def register(self, number: int, now: float) -> None:
@@ -140,8 +165,9 @@ class Decoder:
         self.consumer.receive(CONTROL, Confirmed(f"p{number}", reader), now)
 
     def pass_second(self, latest: int, now: float) -> None:
-        """Of the orphans of twenty seconds ago some leave, with blocks and without, some the producer has forgotten, some have waited
-        long enough."""
+        """Of the orphans of twenty seconds ago some leave, with blocks and without, some the
+        producer has forgotten, some have waited long enough.
+        """
         leaving = range(latest - 21 * PER_SECOND, latest - 20 * PER_SECOND)
         for number in leaving:
             if number % 8 in (2, 4):

@@ -1,4 +1,6 @@
-"""Two legs of one request find each other by handover, id, or id without its tail; never by a guess."""
+"""Two legs of one request find each other by handover, id, or id without its tail; never by a
+guess.
+"""
 
 import pytest
 from hypothesis import given
@@ -26,14 +28,22 @@ def shelf_of(**names: MatchKey) -> MatchIndex[str]:
     ],
 )
 def test_equal_ids_come_before_ids_without_their_tails(asked: MatchKey, found: list[str]) -> None:
-    match_index = shelf_of(same=MatchKey("cmpl-x-0-0123abcd"), twin=MatchKey("cmpl-x-0-99999999"), other=MatchKey("cmpl-x-1-0123abcd"))
+    match_index = shelf_of(
+        same=MatchKey("cmpl-x-0-0123abcd"),
+        twin=MatchKey("cmpl-x-0-99999999"),
+        other=MatchKey("cmpl-x-1-0123abcd"),
+    )
     assert match_index.find(asked) == found
 
 
 def test_a_handover_decides_whatever_the_ids_are() -> None:
-    match_index = shelf_of(mine=MatchKey("a", "h1"), same_id=MatchKey("b", "h2"), without=MatchKey("b"))
+    match_index = shelf_of(
+        mine=MatchKey("a", "h1"), same_id=MatchKey("b", "h2"), without=MatchKey("b")
+    )
     assert match_index.find(MatchKey("b", "h1")) == ["mine"]
-    assert match_index.find(MatchKey("b", "h3")) == [], "a request with a handover is nobody else's, whatever its id"
+    assert match_index.find(MatchKey("b", "h3")) == [], (
+        "a request with a handover is nobody else's, whatever its id"
+    )
     assert match_index.find(MatchKey("b")) == ["without"]
 
 
@@ -43,11 +53,17 @@ def test_endings_are_not_found_by_ids_without_their_tails() -> None:
     assert match_index.find(MatchKey("x-11111111")) == ["a"]
 
 
-NAMES = st.builds(MatchKey, st.sampled_from(["x", "x-00000000", "x-11111111", "y-00000000"]), st.sampled_from(["", "h1", "h2"]))
+NAMES = st.builds(
+    MatchKey,
+    st.sampled_from(["x", "x-00000000", "x-11111111", "y-00000000"]),
+    st.sampled_from(["", "h1", "h2"]),
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), NAMES)), max_size=30), NAMES)
-def test_what_is_found_is_what_a_look_at_everything_finds(steps: list[tuple[int, MatchKey | None]], asked: MatchKey) -> None:
+def test_what_is_found_is_what_a_look_at_everything_finds(
+    steps: list[tuple[int, MatchKey | None]], asked: MatchKey
+) -> None:
     match_index: MatchIndex[int] = MatchIndex()
     known: dict[int, MatchKey] = {}
     for key, name in steps:
@@ -57,8 +73,12 @@ def test_what_is_found_is_what_a_look_at_everything_finds(steps: list[tuple[int,
         else:
             match_index.add(key, name)
             known[key] = name
-    same_handover = {key for key, name in known.items() if asked.match_id and name.match_id == asked.match_id}
-    possible = {key: name for key, name in known.items() if not asked.match_id and not name.match_id}
+    same_handover = {
+        key for key, name in known.items() if asked.match_id and name.match_id == asked.match_id
+    }
+    possible = {
+        key: name for key, name in known.items() if not asked.match_id and not name.match_id
+    }
     same_id = {key for key, name in possible.items() if name.request == asked.request}
     same_base = {key for key, name in possible.items() if name.base == asked.base}
     assert set(match_index.find(asked)) == (same_handover or same_id or same_base)

@@ -5,7 +5,14 @@ import msgspec
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
 from kvferry.protocol.layout import Geometry
-from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    HandshakeReply,
+    HandshakeRequest,
+    OfferInfo,
+    RankLayout,
+    RegionInfo,
+)
 from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, KVLayout, PeerId, Region
 
@@ -18,17 +25,35 @@ class Book:
 
     def __init__(self) -> None:
         geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
-        settings = PeerSettings(None, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=TTL_S)
+        settings = PeerSettings(
+            None,
+            geometry,
+            (OfferInfo("memory", "", b"us"),),
+            (),
+            handshake_timeout_s=5,
+            idle_ttl_s=TTL_S,
+        )
         self.actions: list[Action] = []
         self.book = PeerTable(settings, self.actions)
 
     def meet(self, engine: str, epoch: str, control: str, now: float) -> PeerId:
         incarnation = EngineIncarnation(EngineId(engine), Epoch(epoch))
         assert isinstance(self.book.ensure(incarnation, Address(engine, 5600), 1, now), Peer)
-        [nonce] = [a.message.nonce for a in self.actions if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)]
+        [nonce] = [
+            a.message.nonce
+            for a in self.actions
+            if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)
+        ]
         region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
-        layout = codec.encode_layout(RankLayout(0, 1, 4, 16, "HND", 1, 8, control, [region], [offer], 1))
-        assert self.book.receive(HandshakeReply(nonce, WIRE_VERSION, engine, epoch, {}, msgspec.Raw(layout)), now) is None
+        layout = codec.encode_layout(
+            RankLayout(0, 1, 4, 16, "HND", 1, 8, control, [region], [offer], 1)
+        )
+        assert (
+            self.book.receive(
+                HandshakeReply(nonce, WIRE_VERSION, engine, epoch, {}, msgspec.Raw(layout)), now
+            )
+            is None
+        )
         [opened] = [action.peer for action in self.actions if isinstance(action, OpenPeer)]
         self.book.opened(opened, "memory")
         self.actions.clear()
@@ -43,12 +68,18 @@ class Book:
 def test_a_peer_is_found_by_its_control_address_while_it_is_known() -> None:
     book = Book()
     p, q = book.meet("p", "e1", CONTROL, now=0), book.meet("q", "e1", "tcp://q:6000", now=0)
-    assert (book.book.at(CONTROL), book.book.at("tcp://q:6000"), book.book.at("tcp://r:6000")) == (p, q, None)
+    assert (book.book.at(CONTROL), book.book.at("tcp://q:6000"), book.book.at("tcp://r:6000")) == (
+        p,
+        q,
+        None,
+    )
     book.book.lose(p.incarnation, "it fell silent", now=1)
     assert (book.book.at(CONTROL), book.book.at("tcp://q:6000")) == (None, q)
 
 
-def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is_forgotten_last() -> None:
+def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is_forgotten_last() -> (
+    None
+):
     book = Book()
     old, new = book.meet("p", "e1", CONTROL, now=0), book.meet("p", "e2", CONTROL, now=1)
     assert book.book.at(CONTROL) == new
@@ -58,7 +89,9 @@ def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is
 
 def test_only_those_that_nothing_has_used_for_the_whole_time_are_forgotten() -> None:
     book = Book()
-    idle, used, busy = (book.meet(name, "e1", f"tcp://{name}:6000", now=0) for name in ("idle", "used", "busy"))
+    idle, used, busy = (
+        book.meet(name, "e1", f"tcp://{name}:6000", now=0) for name in ("idle", "used", "busy")
+    )
     book.book.ensure(used.incarnation, Address("used", 5600), 1, now=TTL_S / 2)
     book.book.evict_idle(TTL_S - 1, {busy.incarnation})
     assert book.closed() == []

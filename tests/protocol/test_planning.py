@@ -1,4 +1,6 @@
-"""Plans cover each needed byte exactly once and no other, whatever differs between the two sides."""
+"""Plans cover each needed byte exactly once and no other, whatever differs between the two
+sides.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +24,9 @@ HND, NHD = Form(layout=KVLayout.HND), Form(layout=KVLayout.NHD)
 def forms(draw: st.DrawFn, heads: int) -> Form:
     block_size = draw(st.sampled_from([2, 4, 8]), "block size")
     return Form(
-        tp_size=draw(st.sampled_from([size for size in (1, 2, 3, 4, 6) if can_divide(heads, size)])),
+        tp_size=draw(
+            st.sampled_from([size for size in (1, 2, 3, 4, 6) if can_divide(heads, size)])
+        ),
         block_size=block_size,
         layout=draw(st.sampled_from(list(KVLayout))),
         parts=draw(st.sampled_from([parts for parts in (1, 2, 4) if parts < block_size])),
@@ -35,17 +39,30 @@ def forms(draw: st.DrawFn, heads: int) -> Form:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_each_needed_byte_is_covered_once_and_lands_in_its_place_and_no_other_is_written(data: st.DataObject) -> None:
+def test_each_needed_byte_is_covered_once_and_lands_in_its_place_and_no_other_is_written(
+    data: st.DataObject,
+) -> None:
     heads = data.draw(st.sampled_from([1, 2, 3, 4]), "heads")
-    model = Model(heads, GROUPS, data.draw(st.sampled_from([4, SMALL_SEGMENT_BYTES // 2]), "item bytes"))
+    model = Model(
+        heads, GROUPS, data.draw(st.sampled_from([4, SMALL_SEGMENT_BYTES // 2]), "item bytes")
+    )
     at_p, at_d = data.draw(forms(heads), "P"), data.draw(forms(heads), "D")
     num_tokens = data.draw(st.integers(1, 24), "tokens on P")
     end = data.draw(st.integers(1, num_tokens), "loaded up to")
-    first = data.draw(st.integers(0, (end - 1) // at_d.block_size), "blocks D has") * at_d.block_size
+    first = (
+        data.draw(st.integers(0, (end - 1) // at_d.block_size), "blocks D has") * at_d.block_size
+    )
     needed = [0, data.draw(st.integers(0, end - 1), "window begins")]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    content = {layer: rng.integers(1, 256, (heads, num_tokens, model.item_bytes), dtype=np.uint8) for group in GROUPS for layer in group}
-    theirs = [tables(rng, at_p, num_tokens, 0, taken=0), tables(rng, at_p, num_tokens, needed[1], taken=1)]
+    content = {
+        layer: rng.integers(1, 256, (heads, num_tokens, model.item_bytes), dtype=np.uint8)
+        for group in GROUPS
+        for layer in group
+    }
+    theirs = [
+        tables(rng, at_p, num_tokens, 0, taken=0),
+        tables(rng, at_p, num_tokens, needed[1], taken=1),
+    ]
     ours = [tables(rng, at_d, end, 0, taken=0), tables(rng, at_d, end, needed[1], taken=1)]
     producer = [Cache(model, at_p, rank) for rank in range(at_p.tp_size)]
     for cache in producer:
@@ -60,11 +77,18 @@ def test_each_needed_byte_is_covered_once_and_lands_in_its_place_and_no_other_is
         check(consumer, producer[0], counts, content, ours, theirs, range(first, end), needed)
 
 
-def tables(rng: np.random.Generator, form: Form, num_tokens: int, seen_from: int, taken: int) -> list[int]:
-    """A block table, with holes for blocks that end before `seen_from`. Tables of different groups take different halves of the blocks."""
+def tables(
+    rng: np.random.Generator, form: Form, num_tokens: int, seen_from: int, taken: int
+) -> list[int]:
+    """A block table, with holes for blocks that end before `seen_from`. Tables of different groups
+    take different halves of the blocks.
+    """
     half = form.num_blocks // 2
     blocks = (rng.permutation(half) + taken * half)[: -(-num_tokens // form.block_size)].tolist()
-    return [HOLE if (index + 1) * form.block_size <= seen_from else block for index, block in enumerate(blocks)]
+    return [
+        HOLE if (index + 1) * form.block_size <= seen_from else block
+        for index, block in enumerate(blocks)
+    ]
 
 
 def check(
@@ -80,24 +104,45 @@ def check(
     size = min(consumer.form.block_size, producer.form.block_size)
     heads, item = consumer.geometry.num_kv_heads, consumer.model.item_bytes
     for group, layers in enumerate(GROUPS):
-        is_moved = moved_tokens(consumer.form, producer.form, ours[group], theirs[group], tokens, needed[group], size)
+        is_moved = moved_tokens(
+            consumer.form, producer.form, ours[group], theirs[group], tokens, needed[group], size
+        )
         for layer in layers:
             got = consumer.tokens(layer, ours[group])
             for position in range(got.shape[1]):
                 is_known = is_moved[position] and position < content[layer].shape[1]
                 wanted = content[layer][consumer.geometry.heads, position] if is_known else 0
                 assert (got[:, position] == wanted).all(), (layer, position)
-            assert all(is_moved[position] for position in range(max(tokens.start, needed[group]), tokens.stop))
-        written = sum(int(count.sum()) for region, count in zip(consumer.geometry.regions, counts, strict=True) if region.group == group)
+            assert all(
+                is_moved[position]
+                for position in range(max(tokens.start, needed[group]), tokens.stop)
+            )
+        written = sum(
+            int(count.sum())
+            for region, count in zip(consumer.geometry.regions, counts, strict=True)
+            if region.group == group
+        )
         assert written == sum(is_moved) * len(layers) * heads * item
     for region, count in zip(consumer.geometry.regions, counts, strict=True):
         assert count.max() <= 1
         assert not count[:, region.block_bytes :].any()
-        assert not np.delete(count, [block for block in ours[region.group] if block != HOLE], axis=0).any()
+        assert not np.delete(
+            count, [block for block in ours[region.group] if block != HOLE], axis=0
+        ).any()
 
 
-def moved_tokens(at_d: Form, at_p: Form, ours: list[int], theirs: list[int], tokens: range, needed: int, size: int) -> list[bool]:
-    """By position, from the definition: in a block of D's from its first lacking one on, up to the grain of the last token."""
+def moved_tokens(
+    at_d: Form,
+    at_p: Form,
+    ours: list[int],
+    theirs: list[int],
+    tokens: range,
+    needed: int,
+    size: int,
+) -> list[bool]:
+    """By position, from the definition: in a block of D's from its first lacking one on, up to the
+    grain of the last token.
+    """
     last = -(-tokens.stop // size) * size
     return [
         tokens.start <= position < last
@@ -125,13 +170,19 @@ def test_nothing_missing_is_nothing_to_move() -> None:
         ([[0, 99]], [[0, 1]]),
     ],
 )
-def test_block_lists_are_checked_before_any_address_is_computed(ours: list[list[int]], theirs: list[list[int]]) -> None:
+def test_block_lists_are_checked_before_any_address_is_computed(
+    ours: list[list[int]], theirs: list[list[int]]
+) -> None:
     cache = Cache(Model(), Form(), 0).geometry
     with pytest.raises(RemoteProtocolError):
         plan_read(cache, cache, range(2), ours, theirs, range(0, 8))
 
 
-def segments(local: Form, remote: Form, model: Model = Model()) -> list[tuple[int, list[int], list[int]]]:  # noqa: B008  frozen
+def segments(
+    local: Form,
+    remote: Form,
+    model: Model = Model(),  # noqa: B008  frozen
+) -> list[tuple[int, list[int], list[int]]]:
     """Of two blocks: size and offsets, per region of ours."""
     ours, theirs = Cache(model, local, 0), Cache(model, remote, 0)
     heads = range(min(ours.geometry.num_kv_heads, theirs.geometry.num_kv_heads))
@@ -146,7 +197,9 @@ def test_equal_sides_move_whole_blocks() -> None:
 def test_layers_that_move_the_same_runs_share_their_offsets_and_no_others_do() -> None:
     model = Model(layers=GROUPS)
     ours, theirs = Cache(model, NHD, 0), Cache(model, replace(NHD, tp_size=2), 0)
-    plan = plan_read(ours.geometry, theirs.geometry, range(1), [[0, 5], [1, 2]], [[3, 1], [3, 1]], range(8))
+    plan = plan_read(
+        ours.geometry, theirs.geometry, range(1), [[0, 5], [1, 2]], [[3, 1], [3, 1]], range(8)
+    )
     assert len(plan) == 4
     for part in plan:
         group = ours.geometry.regions[part.local_region].group
@@ -173,7 +226,10 @@ def test_with_the_tokens_outside_blocks_of_unequal_size_move_as_whole_smaller_on
 @pytest.mark.parametrize("form", [HND, NHD, replace(HND, parts=2)])
 def test_regions_of_which_one_is_not_understood_move_whole_blocks_of_both(form: Form) -> None:
     ours, theirs = (Cache(Model(), form, 0).geometry for _ in range(2))
-    ours, theirs = (replace(side, regions=(side.regions[0], replace(side.regions[1], axes=None))) for side in (ours, theirs))
+    ours, theirs = (
+        replace(side, regions=(side.regions[0], replace(side.regions[1], axes=None)))
+        for side in (ours, theirs)
+    )
     check_geometry("p", ours, theirs)
     plan = plan_read(ours, theirs, ours.heads, [[0, 5]], [[3, 1]], range(8))
     assert [(p.local_region, p.total_bytes) for p in plan] == [(0, 64), (1, 64)]
@@ -184,7 +240,10 @@ def test_small_runs_are_read_in_the_producers_order_and_put_into_ours_afterwards
     ours, theirs = Cache(Model(), HND, 0), Cache(Model(), NHD, 0)
     [first, second] = plan_permutations(ours.geometry, [theirs.geometry], [[0, HOLE, 5]], range(12))
     assert (first.region, second.region, first.offsets.tolist()) == (0, 1, [0, 160])
-    assert sorted(zip(first.shape, first.arrived, first.wanted, strict=True)) == [(2, 4, 16), (4, 8, 4)]
+    assert sorted(zip(first.shape, first.arrived, first.wanted, strict=True)) == [
+        (2, 4, 16),
+        (4, 8, 4),
+    ]
 
 
 def test_long_runs_are_read_straight_into_their_place() -> None:
@@ -196,13 +255,21 @@ def test_long_runs_are_read_straight_into_their_place() -> None:
 
 def test_memory_that_cannot_be_rearranged_here_is_filled_in_its_own_order() -> None:
     far = replace(HND, memory=MemoryKind.VRAM)
-    assert plan_permutations(Cache(Model(), far, 0).geometry, [Cache(Model(), NHD, 0).geometry], [[0]], range(4)) == []
+    assert (
+        plan_permutations(
+            Cache(Model(), far, 0).geometry, [Cache(Model(), NHD, 0).geometry], [[0]], range(4)
+        )
+        == []
+    )
     assert {size for size, *_ in segments(far, NHD)} == {4}
 
 
 def test_ranks_that_arrange_their_blocks_differently_are_not_placed() -> None:
     ours = Cache(Model(heads=4), replace(HND, tp_size=1), 0).geometry
-    theirs = [Cache(Model(heads=4), replace(form, tp_size=2), rank).geometry for rank, form in enumerate((HND, NHD))]
+    theirs = [
+        Cache(Model(heads=4), replace(form, tp_size=2), rank).geometry
+        for rank, form in enumerate((HND, NHD))
+    ]
     with pytest.raises(RemoteProtocolError, match="differently"):
         plan_permutations(ours, theirs, [[0]], range(4))
 

@@ -1,4 +1,6 @@
-"""The producer answers every reader, waits for overtaken grants, and never confirms what it has freed."""
+"""The producer answers every reader, waits for overtaken grants, and never confirms what it has
+freed.
+"""
 
 import pytest
 from hypothesis import strategies as st
@@ -8,7 +10,15 @@ from tests.protocol.caches import no_writers
 from kvferry.protocol import producer as producer_module
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    Refused,
+)
 from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
@@ -19,13 +29,17 @@ A = RequestId("a")
 
 
 def make_producer() -> Producer:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5)
+    settings = ProducerSettings(
+        EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5
+    )
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
 def ticket(request: str = "a", serial: int = 1, engine: str = "p", epoch: str = "e1") -> str:
     tokens = fingerprint(range(4), 4, "")
-    return KEY.sign(Ticket(engine, epoch, request, serial, "127.0.0.1", 1, 1, 4, [[(0, 1)]], tokens, 30.0))
+    return KEY.sign(
+        Ticket(engine, epoch, request, serial, "127.0.0.1", 1, 1, 4, [[(0, 1)]], tokens, 30.0)
+    )
 
 
 def ended(producer: Producer) -> list[tuple[str, LeaseEnd]]:
@@ -68,7 +82,10 @@ def test_a_ticket_that_overtakes_its_grant_is_good() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
-    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, [])), ProducerReply(D, Confirmed("a", "d/1"))]
+    assert producer.take_replies() == [
+        ProducerReply(D, HeartbeatReply("e1", 1, [])),
+        ProducerReply(D, Confirmed("a", "d/1")),
+    ]
     assert ended(producer) == []
     producer.grant(A, 1, now=2)
     assert producer.take_replies() == []
@@ -155,7 +172,16 @@ def test_a_ticket_is_good_for_its_own_lease_only_though_an_engine_uses_a_name_ag
     assert all(isinstance(reply.message, Refused) for reply in producer.take_replies())
 
 
-@pytest.mark.parametrize("text", ["", "garbage", ticket(engine="q"), ticket(epoch="e0"), TicketKey(b"other").sign(KEY.open(ticket()))])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "garbage",
+        ticket(engine="q"),
+        ticket(epoch="e0"),
+        TicketKey(b"other").sign(KEY.open(ticket())),
+    ],
+)
 def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
@@ -170,7 +196,9 @@ def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer.grant(A, 1, now=0)
     producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
-    assert producer.take_replies() == [ProducerReply(D, Refused("a", "d/1", "the lease has ended", 1))]
+    assert producer.take_replies() == [
+        ProducerReply(D, Refused("a", "d/1", "the lease has ended", 1))
+    ]
 
 
 def test_heartbeats_name_the_leases_that_are_gone() -> None:
@@ -178,7 +206,10 @@ def test_heartbeats_name_the_leases_that_are_gone() -> None:
     producer.grant(A, 1, now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a", "b,c"]), now=25)
     producer.receive(D, Heartbeat("e0", 2, ["a"]), now=25)
-    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, ["b,c"])), ProducerReply(D, HeartbeatReply("e1", 2, ["a"]))]
+    assert producer.take_replies() == [
+        ProducerReply(D, HeartbeatReply("e1", 1, ["b,c"])),
+        ProducerReply(D, HeartbeatReply("e1", 2, ["a"])),
+    ]
     producer.advance(now=44)
     assert producer.num_leases == 1
 
@@ -203,7 +234,11 @@ def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch)
     producer.receive(D, Attach(ticket("b", 2), "d/2"), now=0)
     producer.receive(D, Attach(ticket("a", 1), "d/3"), now=0)
     producer.grant(A, 1, now=1)
-    reasons = [reply.message.reason for reply in producer.take_replies() if isinstance(reply.message, Refused)]
+    reasons = [
+        reply.message.reason
+        for reply in producer.take_replies()
+        if isinstance(reply.message, Refused)
+    ]
     assert [reason.split()[0] for reason in reasons] == ["more", "too"]
 
 
@@ -241,7 +276,9 @@ def test_a_reader_that_comes_back_before_the_grant_is_a_reader() -> None:
 
 
 class ProducerMachine(RuleBasedStateMachine):
-    """Whatever readers do, a confirmation is only given for a lease that has not been reported as ended."""
+    """Whatever readers do, a confirmation is only given for a lease that has not been reported as
+    ended.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +307,9 @@ class ProducerMachine(RuleBasedStateMachine):
     def receive(self, serial: int, reader: str, kind: type, sibling_ranks: list[str]) -> None:
         lease = f"r{serial}"
         if kind is Attach and serial <= self.issued:
-            self.producer.receive(D, Attach(ticket(lease, serial), reader, "", sibling_ranks), self.now)
+            self.producer.receive(
+                D, Attach(ticket(lease, serial), reader, "", sibling_ranks), self.now
+            )
         elif kind is Heartbeat:
             self.producer.receive(D, Heartbeat("e1", 1, [lease]), self.now)
         elif kind is not Attach:
@@ -314,7 +353,9 @@ class ProducerMachine(RuleBasedStateMachine):
 TestProducerMachine = ProducerMachine.TestCase
 
 
-def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_of_the_rhythm() -> None:
+def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_of_the_rhythm() -> (
+    None
+):
     producer = make_producer()
     producer.grant(A, 1, now=0)
     assert not producer.is_reading_likely(now=0)

@@ -1,4 +1,6 @@
-"""A producer whose readers register before there is a ticket: whom it tells, whom its lease waits for, and when it ends."""
+"""A producer whose readers register before there is a ticket: whom it tells, whom its lease waits
+for, and when it ends.
+"""
 
 import msgspec
 import pytest
@@ -27,20 +29,28 @@ from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")
 A = RequestId("a")
 ROUTE = Route(b"d")
-TICKET = KEY.sign(Ticket("p", "e1", "a", 1, "host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 30.0))
+TICKET = KEY.sign(
+    Ticket("p", "e1", "a", 1, "host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 30.0)
+)
 
 
 def make_producer() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers())
+    return Producer(
+        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers()
+    )
 
 
 def push_ticket(match_id: str = "h1", engine: str = "p", epoch: str = "e1") -> str:
     return PUSH_KEY.sign(PushTicket(match_id, engine, epoch, "p-host", 5600, 1))
 
 
-def registration(request: str = "r", rank: int = 0, epoch: str = "e1", engine: str = "d") -> PushRegistration:
+def registration(
+    request: str = "r", rank: int = 0, epoch: str = "e1", engine: str = "d"
+) -> PushRegistration:
     reader = f"{engine}/{request}/{rank}"
-    return PushRegistration(epoch, reader, request, engine, "d-host", 5600, 1, 30.0, "h1", push_ticket())
+    return PushRegistration(
+        epoch, reader, request, engine, "d-host", 5600, 1, 30.0, "h1", push_ticket()
+    )
 
 
 def cancel(request: str = "r", rank: int = 0, engine: str = "d") -> PushCancel:
@@ -89,7 +99,9 @@ def test_what_was_read_with_a_withdrawn_ticket_is_not_confirmed_by_the_next_leas
     producer = offered("r")
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0", serial=7), now=2)
-    assert said(producer) == [Refused("a", "d/r/0", "the lease ended before the read was confirmed", 7)]
+    assert said(producer) == [
+        Refused("a", "d/r/0", "the lease ended before the read was confirmed", 7)
+    ]
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0", serial=1), now=2)
     assert said(producer) == [Confirmed("a", "d/r/0")]
 
@@ -130,7 +142,9 @@ def test_heartbeats_renew_registrations_and_say_which_are_gone() -> None:
 def test_a_registration_meant_for_an_earlier_life_is_refused() -> None:
     producer = make_producer()
     producer.receive(ROUTE, registration(epoch="e0"), now=0)
-    assert said(producer) == [Refused("", "d/r/0", "the producer has restarted since the router chose it")]
+    assert said(producer) == [
+        Refused("", "d/r/0", "the producer has restarted since the router chose it")
+    ]
     assert producer.num_registrations == 0
 
 
@@ -163,7 +177,9 @@ def opened(ready: int = 4) -> Producer:
     return producer
 
 
-def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed() -> None:
+def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed() -> (
+    None
+):
     producer = opened()
     producer.publish(A, "h1", TICKET, 8, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
@@ -190,7 +206,9 @@ def test_nobody_is_confirmed_who_has_read_what_was_withdrawn() -> None:
     assert said(producer) == [PushWithdrawal("d/r/0", 1)]
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1)
     assert [type(message) for message in said(producer)] == [Refused]
-    assert producer.take_ended() == [], "the engine did not keep its blocks, so none are to be given back"
+    assert producer.take_ended() == [], (
+        "the engine did not keep its blocks, so none are to be given back"
+    )
     producer.open(A, 2, now=2)
     producer.publish(A, "h1", TICKET, 4, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 4)]
@@ -213,10 +231,14 @@ def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_reader_that_was_written_to_and_falls_silent_lets_the_lease_run_out(is_open: bool) -> None:
+def test_a_reader_that_was_written_to_and_falls_silent_lets_the_lease_run_out(
+    is_open: bool,
+) -> None:
     producer = make_producer()
     lease = WriteGrantInfo(1, "memory", 0, [[1, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
-    producer.receive(ROUTE, msgspec.structs.replace(registration(), decode_epoch="d1", write=lease), now=0)
+    producer.receive(
+        ROUTE, msgspec.structs.replace(registration(), decode_epoch="d1", write=lease), now=0
+    )
     if is_open:
         producer.open(A, 1, now=1)
         producer.publish(A, "h1", TICKET, 4, now=1)

@@ -1,11 +1,34 @@
-"""A producer's readers come in any order, from two consumers, and leave early; nobody waits for nothing, no block is kept for it."""
+"""A producer's readers come in any order, from two consumers, and leave early; nobody waits for
+nothing, no block is kept for it.
+"""
 
 import pytest
-from tests.protocol.test_producer_push import KEY, ROUTE, TICKET, A, cancel, granted, make_producer, opened, registration, said
+from tests.protocol.test_producer_push import (
+    KEY,
+    ROUTE,
+    TICKET,
+    A,
+    cancel,
+    granted,
+    make_producer,
+    opened,
+    registration,
+    said,
+)
 
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.leases import EndedLease
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, PushOffer, PushWithdrawal, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    PushOffer,
+    PushWithdrawal,
+    Refused,
+)
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import LeaseEnd
 
@@ -13,7 +36,21 @@ OTHER = registration("s", engine="d2")
 
 
 def ticket(serial: int) -> str:
-    return KEY.sign(Ticket("p", "e1", "a", serial, "host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 30.0))
+    return KEY.sign(
+        Ticket(
+            "p",
+            "e1",
+            "a",
+            serial,
+            "host",
+            5600,
+            1,
+            4,
+            [[(3, 2)]],
+            fingerprint(range(8), 4, ""),
+            30.0,
+        )
+    )
 
 
 def test_one_that_registers_anew_before_we_have_withdrawn_is_not_forgotten() -> None:
@@ -29,7 +66,9 @@ def test_one_that_registers_anew_before_we_have_withdrawn_is_not_forgotten() -> 
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None:
-    """The first refused its client in the middle, and the router has turned to another with the same push ticket."""
+    """The first refused its client in the middle, and the router has turned to another with the
+    same push ticket.
+    """
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
     if is_offered:
@@ -54,9 +93,15 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
 
 
 @pytest.mark.parametrize("is_anew", [False, True])
-@pytest.mark.parametrize("moment", ["before P begins", "before D has registered", "offered", "read"])
-def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed_anew(moment: str, is_anew: bool) -> None:
-    """Preempted, or one whose engine let go of a block that had been published: a new lease, of which D need not be asked again."""
+@pytest.mark.parametrize(
+    "moment", ["before P begins", "before D has registered", "offered", "read"]
+)
+def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed_anew(
+    moment: str, is_anew: bool
+) -> None:
+    """Preempted, or one whose engine let go of a block that had been published: a new lease, of
+    which D need not be asked again.
+    """
     producer = make_producer()
     if moment == "before P begins":
         producer.receive(ROUTE, registration(), now=0)
@@ -80,11 +125,17 @@ def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
     producer.advance(now=3)
     producer.advance(now=40)
-    assert (producer.num_leases, producer.num_registrations, producer.next_deadline()) == (0, 0, None)
+    assert (producer.num_leases, producer.num_registrations, producer.next_deadline()) == (
+        0,
+        0,
+        None,
+    )
 
 
 def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None:
-    """The negative control: the prefill is computed again, and another reader of the same request has registered meanwhile."""
+    """The negative control: the prefill is computed again, and another reader of the same request
+    has registered meanwhile.
+    """
     producer = opened()
     producer.receive(ROUTE, cancel(), now=1)
     producer.withdraw(A, 1, now=2)
@@ -97,14 +148,20 @@ def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None
 
 
 @pytest.mark.parametrize(
-    ("has_read", "reason"), [(False, "the prefill was given up before"), (True, "the prefill has been handed over already")]
+    ("has_read", "reason"),
+    [
+        (False, "the prefill was given up before"),
+        (True, "the prefill has been handed over already"),
+    ],
 )
 def test_one_that_comes_after_all_is_over_is_told_at_once(has_read: bool, reason: str) -> None:
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
     granted(producer)
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
-    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0") if has_read else Detach("e1", "a", "d/r/0"), now=1)
+    producer.receive(
+        ROUTE, Confirm("e1", "a", "d/r/0") if has_read else Detach("e1", "a", "d/r/0"), now=1
+    )
     said(producer)
     producer.receive(ROUTE, OTHER, now=2)
     assert said(producer) == [Refused("", "d2/s/0", reason)]
@@ -115,7 +172,9 @@ def test_one_that_comes_after_all_is_over_is_told_at_once(has_read: bool, reason
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_one_that_has_all_it_wants_before_the_prefill_is_through_is_offered_no_more(is_preempted: bool) -> None:
+def test_one_that_has_all_it_wants_before_the_prefill_is_through_is_offered_no_more(
+    is_preempted: bool,
+) -> None:
     producer = opened()
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1)
     assert said(producer) == [Confirmed("a", "d/r/0")]

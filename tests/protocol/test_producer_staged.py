@@ -1,4 +1,6 @@
-"""A producer whose readers read a copy: nobody reads or is confirmed before the copy is there, and no block is freed under it."""
+"""A producer whose readers read a copy: nobody reads or is confirmed before the copy is there, and
+no block is freed under it.
+"""
 
 import pytest
 from hypothesis import strategies as st
@@ -7,7 +9,16 @@ from tests.protocol.caches import no_writers
 from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make_producer, ticket
 
 from kvferry.protocol.actions import CopyToHostBuffer
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    Ready,
+    Refused,
+)
 from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
@@ -17,7 +28,14 @@ BLOCKS = ((3, 4), (7,))
 
 
 def make_staged() -> Producer:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=True)
+    settings = ProducerSettings(
+        EngineId("p"),
+        Epoch("e1"),
+        lease_ttl_s=30,
+        lease_extension_s=20,
+        grant_wait_s=5,
+        uses_host_buffer=True,
+    )
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
@@ -41,7 +59,10 @@ def test_readers_are_told_when_the_copy_is_there() -> None:
     producer.receive(E, Attach(ticket(), "e/1"), now=1)
     assert producer.take_replies() == []
     producer.copied_to_host_buffer(1, None, now=2)
-    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1")), ProducerReply(E, Ready("a", "e/1"))]
+    assert producer.take_replies() == [
+        ProducerReply(D, Ready("a", "d/1")),
+        ProducerReply(E, Ready("a", "e/1")),
+    ]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
     assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1"))]
 
@@ -119,7 +140,9 @@ def test_a_copy_that_fails_is_told_to_the_readers_and_frees_the_blocks() -> None
 
 
 class StagedMachine(ProducerMachine):
-    """The same readers; copies end when they like. No lease ends while its blocks are copied, none is confirmed before its `Ready`."""
+    """The same readers; copies end when they like. No lease ends while its blocks are copied, none
+    is confirmed before its `Ready`.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A producer with a host buffer that hands a prefill over while it computes: each segment is copied, then offered, and what was withdrawn
-counts for nobody.
+"""A producer with a host buffer that hands a prefill over while it computes: each segment is
+copied, then offered, and what was withdrawn counts for nobody.
 """
 
 import pytest
@@ -9,7 +9,16 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, A, registrat
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.leases import EndedLease
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, PushOffer, PushWithdrawal, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    PushOffer,
+    PushWithdrawal,
+    Ready,
+    Refused,
+)
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import HOLE, Ticket, runs_from_blocks
 from kvferry.types import EngineId, Epoch, LeaseEnd
@@ -20,11 +29,30 @@ READER = "d/r/0"
 def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> str:
     """Of three blocks of four tokens."""
     table = [*blocks[: ready // 4], *[HOLE] * (3 - ready // 4)]
-    return KEY.sign(Ticket("p", "e1", "a", serial, "host", 5600, 1, 4, [runs_from_blocks(table)], fingerprint(range(12), 4, ""), 30.0))
+    return KEY.sign(
+        Ticket(
+            "p",
+            "e1",
+            "a",
+            serial,
+            "host",
+            5600,
+            1,
+            4,
+            [runs_from_blocks(table)],
+            fingerprint(range(12), 4, ""),
+            30.0,
+        )
+    )
 
 
 def make_staged() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True), KEY, PUSH_KEY, no_writers())
+    return Producer(
+        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True),
+        KEY,
+        PUSH_KEY,
+        no_writers(),
+    )
 
 
 def publish(producer: Producer, ready: int, *blocks: int, serial: int = 1) -> None:
@@ -53,7 +81,9 @@ def test_each_segment_is_offered_when_it_is_copied_and_the_reader_reads_on() -> 
     assert said(producer) == [offer(4)]
     publish(producer, 8, 4)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
-    assert said(producer) == [Ready("a", READER)], "what it was offered is there, whatever is copied meanwhile"
+    assert said(producer) == [Ready("a", READER)], (
+        "what it was offered is there, whatever is copied meanwhile"
+    )
     producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [offer(8)]
     producer.close(A, 4, ((5,),))
@@ -89,7 +119,9 @@ def test_a_reader_that_another_ranks_offer_has_brought_is_told_with_its_offer() 
     producer.receive(ROUTE, Attach(ticket(4), READER), now=0)
     assert said(producer) == []
     producer.receive(ROUTE, Confirm("e1", "a", READER, 1), now=0)
-    assert [message.reason for message in said(producer) if isinstance(message, Refused)] == ["the blocks were not ready to be read"]
+    assert [message.reason for message in said(producer) if isinstance(message, Refused)] == [
+        "the blocks were not ready to be read"
+    ]
     producer.copied_to_host_buffer(1, None, now=1)
     assert said(producer) == [offer(4), Ready("a", READER)]
 
@@ -174,7 +206,9 @@ def test_the_end_of_a_lease_is_reported_when_its_last_copy_has_ended(how: str) -
         producer.abandon(A)
     assert (producer.take_ended(), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=33)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.EXPIRED if how == "expires" else LeaseEnd.RELEASED)]
+    assert producer.take_ended() == [
+        EndedLease(A, LeaseEnd.EXPIRED if how == "expires" else LeaseEnd.RELEASED)
+    ]
     assert (said(producer), producer.num_leases) == ([], 0)
 
 
@@ -184,7 +218,10 @@ def test_a_lease_that_ends_with_its_prefill_copies_nothing_more() -> None:
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
     producer.receive(ROUTE, Detach("e1", "a", READER), now=2)
     producer.close(A, 3, ((4, 5),))
-    assert (producer.take_actions(), producer.take_ended()) == ([], [EndedLease(A, LeaseEnd.RELEASED)])
+    assert (producer.take_actions(), producer.take_ended()) == (
+        [],
+        [EndedLease(A, LeaseEnd.RELEASED)],
+    )
 
 
 def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_reported() -> None:
@@ -196,7 +233,9 @@ def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_
     assert (said(producer), producer.take_ended(), producer.num_leases) == ([], [], 0)
 
 
-def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> None:
+def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> (
+    None
+):
     producer = begun("r")
     producer.copied_to_host_buffer(1, None, now=1)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=1)
@@ -229,7 +268,9 @@ def test_of_two_segments_that_cannot_be_copied_readers_hear_once() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_prefill_that_cannot_be_copied_is_reported_after_its_other_copies_whoever_leaves(leaves: bool) -> None:
+def test_a_prefill_that_cannot_be_copied_is_reported_after_its_other_copies_whoever_leaves(
+    leaves: bool,
+) -> None:
     producer = begun("r")
     publish(producer, 8, 4)
     assert producer.take_actions() == [CopyToHostBuffer(A, ((4,),), 2)]

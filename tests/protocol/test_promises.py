@@ -1,9 +1,21 @@
-"""A consumer that can do without hears whether it can have it before it has blocks, and fails nothing until then."""
+"""A consumer that can do without hears whether it can have it before it has blocks, and fails
+nothing until then.
+"""
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tests.protocol.test_consumer import CONTROL, PEER, R1, ConsumerMachine, connect, make_consumer, of, sent, ticket
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    ConsumerMachine,
+    connect,
+    make_consumer,
+    of,
+    sent,
+    ticket,
+)
 
 from kvferry.events import (
     Event,
@@ -16,7 +28,15 @@ from kvferry.events import (
 )
 from kvferry.protocol.actions import StartRead
 from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    Ready,
+    Refused,
+)
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import RequestId
 
@@ -25,7 +45,10 @@ READY = Ready("a", "d/r1/0")
 
 def kept_ticket() -> Ticket:
     issued = ticket()
-    return Ticket(**{name: getattr(issued, name) for name in issued.__struct_fields__} | {"ttl_s": 480.0, "renewal_s": 30.0})
+    return Ticket(
+        **{name: getattr(issued, name) for name in issued.__struct_fields__}
+        | {"ttl_s": 480.0, "renewal_s": 30.0}
+    )
 
 
 def asking() -> Consumer:
@@ -62,7 +85,9 @@ def test_heartbeats_go_by_what_readers_have_to_keep_to_not_by_how_long_it_is_kep
 
 
 def refused(consumer: Consumer) -> str:
-    [reason] = [event.reason for event in consumer.take_events() if isinstance(event, ReservationRefused)]
+    [reason] = [
+        event.reason for event in consumer.take_events() if isinstance(event, ReservationRefused)
+    ]
     return reason
 
 
@@ -99,7 +124,9 @@ def test_one_that_is_lost_after_its_promise_is_told_too() -> None:
     consumer.disconnected(CONTROL, now=2)
     assert refused(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=3)
-    assert [type(event) for event in consumer.take_events()] == [TransferFailed], "the engine's blocks had crossed the news"
+    assert [type(event) for event in consumer.take_events()] == [TransferFailed], (
+        "the engine's blocks had crossed the news"
+    )
 
 
 def test_a_promise_is_given_back_when_no_blocks_come() -> None:
@@ -121,7 +148,9 @@ def test_who_needs_it_no_more_says_so(consumer: object) -> None:
 
 
 class PromiseMachine(ConsumerMachine):
-    """Engines that can do without some: they hear yes, then perhaps no, or no at once, and never wait for either without end."""
+    """Engines that can do without some: they hear yes, then perhaps no, or no at once, and never
+    wait for either without end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +161,9 @@ class PromiseMachine(ConsumerMachine):
     def track_optional(self) -> None:
         self.count += 1
         self.unsure.add(RequestId(f"r{self.count}"))
-        self.consumer.track_optional(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+        self.consumer.track_optional(
+            RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now
+        )
 
     @rule(request=ConsumerMachine.requests)
     def start(self, request: RequestId) -> None:

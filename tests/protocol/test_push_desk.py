@@ -1,11 +1,19 @@
-"""Registrations and finished prefills meet in either order, once, and nothing is remembered for ever."""
+"""Registrations and finished prefills meet in either order, once, and nothing is remembered for
+ever.
+"""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol import push_matcher as push_endings
-from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
+from kvferry.protocol.messages import (
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    Refused,
+)
 from kvferry.protocol.push_matcher import MatchKey, PushMatcher
 from kvferry.types import RequestId, Route
 
@@ -13,8 +21,12 @@ LEASE_S = 30.0
 D_ID, P_ID = "cmpl-x-0-0123abcd", RequestId("cmpl-x-0-ffffffff")
 
 
-def registration(request: str = D_ID, rank: int = 0, match_id: str = "", engine: str = "d") -> PushRegistration:
-    return PushRegistration("e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, match_id)
+def registration(
+    request: str = D_ID, rank: int = 0, match_id: str = "", engine: str = "d"
+) -> PushRegistration:
+    return PushRegistration(
+        "e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, match_id
+    )
 
 
 def cancel(request: str, match_id: str = "", rank: int = 0) -> PushCancel:
@@ -165,7 +177,11 @@ def test_a_registration_lives_by_its_heartbeats() -> None:
     matcher.advance(now=49)
     assert (matcher.num_waiting, matcher.next_deadline()) == (1, 50)
     matcher.advance(now=50)
-    assert (matcher.num_waiting, matcher.renew([name], now=50), matcher.next_deadline()) == (0, set(), None)
+    assert (matcher.num_waiting, matcher.renew([name], now=50), matcher.next_deadline()) == (
+        0,
+        set(),
+        None,
+    )
     matcher.publish(P_ID, "", "T", 8)
     assert answers(matcher) == []
 
@@ -197,7 +213,9 @@ def test_there_is_more_of_a_prefill_and_whoever_was_offered_it_is_told() -> None
     matcher.register(route(0), registration(rank=0), now=0)
     matcher.publish(P_ID, "", "T", 4)
     matcher.register(route(1), registration(rank=1), now=0)
-    assert [message.ready_tokens for _, message in answers(matcher) if isinstance(message, PushOffer)] == [4, 4]
+    assert [
+        message.ready_tokens for _, message in answers(matcher) if isinstance(message, PushOffer)
+    ] == [4, 4]
     matcher.publish(P_ID, "", "T2", 8)
     assert answers(matcher) == [offer(0, ticket="T2"), offer(1, ticket="T2")]
     matcher.leave(f"d/{D_ID}/0")
@@ -231,7 +249,9 @@ HANDOVERS = st.sampled_from(["", "h1", "h2"])
 
 
 class DeskMachine(RuleBasedStateMachine):
-    """Any order of everything: no prefill goes to two requests, nobody is told what is not for him, all is forgotten in the end."""
+    """Any order of everything: no prefill goes to two requests, nobody is told what is not for him,
+    all is forgotten in the end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +322,9 @@ class DeskMachine(RuleBasedStateMachine):
         assert all(request in self.published for request, _ in self.matcher.take_left())
         for _, message in answers(self.matcher):
             reader = message.reader
-            assert reader in self.waiting or reader in self.offered, "told something without having asked"
+            assert reader in self.waiting or reader in self.offered, (
+                "told something without having asked"
+            )
             if isinstance(message, PushOffer):
                 self.take_offer(reader, message.ticket)
             elif isinstance(message, PushWithdrawal):
@@ -315,12 +337,22 @@ class DeskMachine(RuleBasedStateMachine):
     def take_offer(self, reader: str, ticket: str) -> None:
         lease, name = RequestId(ticket.split()[0]), self.names[reader]
         prefill = self.published[lease]
-        siblings = [other for other in self.names.values() if other == name or (name.match_id and other.match_id == name.match_id)]
-        assert any(prefill.base == other.base or prefill.match_id == other.match_id for other in siblings)
+        siblings = [
+            other
+            for other in self.names.values()
+            if other == name or (name.match_id and other.match_id == name.match_id)
+        ]
+        assert any(
+            prefill.base == other.base or prefill.match_id == other.match_id for other in siblings
+        )
         assert self.offered.get(reader, lease) == lease, "offered two prefills"
         self.waiting.discard(reader)
         self.offered[reader] = lease
-        takers = {self.names[other].match_id or other.rpartition("/")[0] for other, taken in self.offered.items() if taken == lease}
+        takers = {
+            self.names[other].match_id or other.rpartition("/")[0]
+            for other, taken in self.offered.items()
+            if taken == lease
+        }
         assert len(takers) == 1, "a prefill went to two requests"
 
     def teardown(self) -> None:

@@ -1,4 +1,6 @@
-"""Random lives of a producer and of a consumer, with peers that are honest and peers that are not: nobody breaks, nothing is left."""
+"""Random lives of a producer and of a consumer, with peers that are honest and peers that are not:
+nobody breaks, nothing is left.
+"""
 
 import random
 from collections.abc import Callable
@@ -55,7 +57,9 @@ class Prefill:
 
 @dataclass
 class ProducerLife:
-    """An engine that computes, preempts, aborts and keeps prefills, and consumers that say anything in any order."""
+    """An engine that computes, preempts, aborts and keeps prefills, and consumers that say anything
+    in any order.
+    """
 
     chance: random.Random
     is_honest: bool
@@ -67,18 +71,31 @@ class ProducerLife:
     def __post_init__(self) -> None:
         settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
         self.producer = Producer(
-            replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})), KEY, PUSH_KEY, no_writers()
+            replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})),
+            KEY,
+            PUSH_KEY,
+            no_writers(),
         )
 
     def publish(self, request: RequestId, ready: int) -> None:
         prefill = self.prefills[request]
-        self.producer.publish(request, prefill.match_id, KEY.sign(ticket(request, prefill.serial, ready)), ready, now=0)
+        self.producer.publish(
+            request,
+            prefill.match_id,
+            KEY.sign(ticket(request, prefill.serial, ready)),
+            ready,
+            now=0,
+        )
 
     def begin(self) -> None:
         self.serial += 1
         request = RequestId(f"q-0-{self.serial:08x}")
-        prefill = self.prefills[request] = Prefill(self.serial, self.chance.choice([*HANDOVERS, ""]), self.chance.random() < 0.6)
-        (self.producer.open if prefill.is_open else self.producer.grant)(request, prefill.serial, self.now)
+        prefill = self.prefills[request] = Prefill(
+            self.serial, self.chance.choice([*HANDOVERS, ""]), self.chance.random() < 0.6
+        )
+        (self.producer.open if prefill.is_open else self.producer.grant)(
+            request, prefill.serial, self.now
+        )
         self.publish(request, 4 if prefill.is_open else 8)
 
     def go_on(self) -> None:
@@ -111,8 +128,14 @@ class ProducerLife:
         chance, engine = self.chance, self.chance.choice(["d1", "d2"])
         match_id = chance.choice([*HANDOVERS] if self.is_honest else [*HANDOVERS, ""])
         known = list(self.prefills)
-        request = f"{match_id} {engine}" if self.is_honest else chance.choice(["q-0-00000001", "q-0-11111111", *known[-2:]])
-        reader = f"{engine}/{request}/{chance.randrange(2)}" if self.is_honest else chance.choice("abcd")
+        request = (
+            f"{match_id} {engine}"
+            if self.is_honest
+            else chance.choice(["q-0-00000001", "q-0-11111111", *known[-2:]])
+        )
+        reader = (
+            f"{engine}/{request}/{chance.randrange(2)}" if self.is_honest else chance.choice("abcd")
+        )
         shown = HANDOVERS.get(match_id if self.is_honest else chance.choice([*HANDOVERS, ""]), "")
         lease = chance.choice(known or [RequestId("z")])
         serial = self.prefills[lease].serial if lease in self.prefills else 1
@@ -132,7 +155,9 @@ class ProducerLife:
         self.producer.advance(self.now)
         self.producer.take_replies()
         for ended in self.producer.take_ended():
-            assert not self.prefills.pop(ended.request).is_open, "blocks that are being filled are not given back"
+            assert not self.prefills.pop(ended.request).is_open, (
+                "blocks that are being filled are not given back"
+            )
 
     def end(self) -> None:
         for request, prefill in self.prefills.items():
@@ -142,17 +167,25 @@ class ProducerLife:
         for wait_s in (1e4, 2e4, 3e4):
             self.now += wait_s
             self.settle()
-        assert (self.producer.num_leases, self.producer.num_registrations, self.producer.next_deadline()) == (0, 0, None)
+        assert (
+            self.producer.num_leases,
+            self.producer.num_registrations,
+            self.producer.next_deadline(),
+        ) == (0, 0, None)
         assert self.prefills == {}
 
 
 @pytest.mark.parametrize("is_honest", [True, False])
-def test_no_order_of_messages_breaks_a_producer_and_nothing_is_kept_for_ever(is_honest: bool) -> None:
+def test_no_order_of_messages_breaks_a_producer_and_nothing_is_kept_for_ever(
+    is_honest: bool,
+) -> None:
     for seed in range(NUM_LIVES):
         incarnation = ProducerLife(random.Random(seed), is_honest)
         for _ in range(NUM_STEPS):
             incarnation.now += incarnation.chance.choice([0, 0, 1, 10, 40])
-            incarnation.chance.choices([incarnation.begin, incarnation.go_on, incarnation.hear], [1, 2, 7])[0]()
+            incarnation.chance.choices(
+                [incarnation.begin, incarnation.go_on, incarnation.hear], [1, 2, 7]
+            )[0]()
             incarnation.settle()
         incarnation.end()
 
@@ -169,33 +202,65 @@ class ConsumerLife:
         self.has_blocks = False
         self.now = 0.0
         incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
-        self.consumer.expect(R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0)
+        self.consumer.expect(
+            R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0
+        )
         for request in sent(self.consumer.take_actions(), HandshakeRequest):
             assert isinstance(request, HandshakeRequest)
             answer = ranks.answer(request, 2)
-            layout = msgspec.structs.replace(msgspec.msgpack.decode(answer.layout, type=RankLayout), uses_host_buffer=self.uses_host_buffer)
-            self.consumer.receive(SIDE, msgspec.structs.replace(answer, layout=msgspec.Raw(encode_layout(layout))), now=0)
+            layout = msgspec.structs.replace(
+                msgspec.msgpack.decode(answer.layout, type=RankLayout),
+                uses_host_buffer=self.uses_host_buffer,
+            )
+            self.consumer.receive(
+                SIDE,
+                msgspec.structs.replace(answer, layout=msgspec.Raw(encode_layout(layout))),
+                now=0,
+            )
             self.consumer.peer_opened(ranks.peer(request.tp_rank), "memory", now=0)
 
     def look(self) -> None:
         actions: list[Action] = self.consumer.take_actions()
         self.reads += [action.peer for action in actions if isinstance(action, StartRead)]
-        self.over += [event for event in self.consumer.take_events() if isinstance(event, TransferFinished | TransferFailed)]
-        assert not (self.over and self.reads), "blocks were given back while something may write into them"
+        self.over += [
+            event
+            for event in self.consumer.take_events()
+            if isinstance(event, TransferFinished | TransferFailed)
+        ]
+        assert not (self.over and self.reads), (
+            "blocks were given back while something may write into them"
+        )
 
     def step(self) -> None:
         chance, consumer = self.chance, self.consumer
         self.now += chance.choice([0, 0, 1, 6])
-        address, serial, ready = ranks.control(chance.randrange(2)), chance.choice([1, 1, 2, 3]), chance.choice([4, 8])
+        address, serial, ready = (
+            ranks.control(chance.randrange(2)),
+            chance.choice([1, 1, 2, 3]),
+            chance.choice([4, 8]),
+        )
         said: list[Callable[[], None]] = [
-            lambda: consumer.offered(address, READER, ticket("a", serial, ready), "T", chance.choice([ready, 4, 8]), self.now),
-            lambda: consumer.offered(address, READER, ticket("a", serial, ready), "T", ready, self.now),
+            lambda: consumer.offered(
+                address,
+                READER,
+                ticket("a", serial, ready),
+                "T",
+                chance.choice([ready, 4, 8]),
+                self.now,
+            ),
+            lambda: consumer.offered(
+                address, READER, ticket("a", serial, ready), "T", ready, self.now
+            ),
             self.start,
             lambda: consumer.receive(address, PushWithdrawal(READER, serial), self.now),
             self.end_read,
             lambda: consumer.receive(address, Confirmed("a", READER), self.now),
-            lambda: consumer.receive(address, Ready(chance.choice(["a", READER]), READER), self.now),
-            lambda: consumer.receive(address, HeartbeatReply("e1", 1, [chance.choice(["a", READER, "z"])]), self.now),
+            lambda: consumer.receive(
+                address, Ready(chance.choice(["a", READER]), READER), self.now
+            ),
+            lambda: consumer.receive(
+                address, HeartbeatReply("e1", 1, [chance.choice(["a", READER, "z"])]), self.now
+            ),
             lambda: consumer.receive(address, Refused("a", READER, "no", serial), self.now),
             lambda: consumer.advance(self.now),
         ]
@@ -219,7 +284,9 @@ class ConsumerLife:
             self.consumer.read_ended(R1, self.reads.pop(), "cancelled", self.now)
             self.look()
         assert self.consumer.num_transfers == 0
-        assert len(self.over) == self.has_blocks, "a request with blocks ends once, any other in silence"
+        assert len(self.over) == self.has_blocks, (
+            "a request with blocks ends once, any other in silence"
+        )
 
 
 def test_no_order_of_messages_breaks_a_consumer_and_its_blocks_come_back_once() -> None:

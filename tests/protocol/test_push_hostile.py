@@ -1,4 +1,6 @@
-"""Members that are broken or lie: they get nothing that is not theirs, kill nobody, and cannot fill a producer's memory."""
+"""Members that are broken or lie: they get nothing that is not theirs, kill nobody, and cannot fill
+a producer's memory.
+"""
 
 import msgspec
 import pytest
@@ -42,7 +44,9 @@ def evil(reader: str, request: str, match_id: str = "", shown: str = "") -> Push
         ("h1", push_ticket("h1", epoch="e0")),
     ],
 )
-def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(match_id: str, shown: str) -> None:
+def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(
+    match_id: str, shown: str
+) -> None:
     producer = granted(make_producer())
     producer.receive(EVIL, evil("evil", "a", match_id, shown), now=0)
     [refused] = said(producer)
@@ -54,7 +58,12 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(ma
 
 
 def believing(*peers: str) -> Producer:
-    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)), KEY, PUSH_KEY, no_writers())
+    producer = Producer(
+        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)),
+        KEY,
+        PUSH_KEY,
+        no_writers(),
+    )
     producer.grant(A, 1, 0)
     producer.publish(A, "", TICKET, 8, now=0)
     return producer
@@ -62,15 +71,25 @@ def believing(*peers: str) -> Producer:
 
 @pytest.mark.parametrize(
     ("peers", "match_id", "shown", "count"),
-    [(["h:1"], "", "", 1), (["h:2"], "", "", 0), ([], "", "", 0), (["h:1"], "h1", push_ticket(), 0), (["h:1"], "h1", "", 0)],
+    [
+        (["h:1"], "", "", 1),
+        (["h:2"], "", "", 0),
+        ([], "", "", 0),
+        (["h:1"], "h1", push_ticket(), 0),
+        (["h:1"], "h1", "", 0),
+    ],
 )
-def test_a_request_id_is_worth_something_only_to_those_who_are_believed(peers: list[str], match_id: str, shown: str, count: int) -> None:
+def test_a_request_id_is_worth_something_only_to_those_who_are_believed(
+    peers: list[str], match_id: str, shown: str, count: int
+) -> None:
     producer = believing(*peers)
     producer.receive(ROUTE, evil("d/a/0", "a", match_id, shown), now=0)
     assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
 
 
-def test_what_was_registered_without_a_ticket_is_cancelled_without_one_and_nothing_else_is() -> None:
+def test_what_was_registered_without_a_ticket_is_cancelled_without_one_and_nothing_else_is() -> (
+    None
+):
     producer = believing("h:1")
     producer.receive(EVIL, PushCancel("e1", "other", "a", "evil"), now=0)
     assert producer.take_ended() == []
@@ -85,7 +104,11 @@ def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> No
     retry = RequestId("cmpl-x-0-33333333")
     matcher.publish(retry, "", "T", 8)
     assert matcher.take_unwanted() == [], "asked alone: its ticket goes another way"
-    matcher.register(ROUTE, PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"), now=0)
+    matcher.register(
+        ROUTE,
+        PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"),
+        now=0,
+    )
     assert matcher.take_replies() == []
     matcher.publish(RequestId("cmpl-x-0-55555555"), "h2", "mine", 8)
     assert [reply.message for reply in matcher.take_replies()] == [PushOffer("d/y/0", "mine", 8)]
@@ -106,7 +129,9 @@ def test_a_reader_that_registers_for_two_requests_breaks_nothing() -> None:
     assert [reply.message for reply in matcher.take_replies()] == [PushOffer("r", "T", 4)]
 
 
-def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(push_desk, "MAX_READERS", 50)
     producer = opened()
     said(producer)

@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from kvferry.errors import InvalidTicket
-from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, PushTicket, PushTicketKey, Seal, TicketKey
+from kvferry.protocol.tickets import (
+    MAX_TICKET_NAME_CHARS,
+    PushTicket,
+    PushTicketKey,
+    Seal,
+    TicketKey,
+)
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch
 
 KEY = PushTicketKey(b"secret")
@@ -14,10 +20,15 @@ TICKET = PushTicket("h1", "p", "e1", "p-host", 5600, 2)
 def test_a_push_ticket_says_whom_to_dial_and_by_which_name() -> None:
     opened = KEY.open(KEY.sign(TICKET))
     assert opened == TICKET
-    assert (opened.incarnation, opened.address) == (EngineIncarnation(EngineId("p"), Epoch("e1")), Address("p-host", 5600))
+    assert (opened.incarnation, opened.address) == (
+        EngineIncarnation(EngineId("p"), Epoch("e1")),
+        Address("p-host", 5600),
+    )
 
 
-@pytest.mark.parametrize("text", [None, 7, "", "no base64!", "AAAA", PushTicketKey(b"another secret").sign(TICKET)])
+@pytest.mark.parametrize(
+    "text", [None, 7, "", "no base64!", "AAAA", PushTicketKey(b"another secret").sign(TICKET)]
+)
 def test_what_was_not_signed_with_the_clusters_secret_is_refused(text: object) -> None:
     with pytest.raises(InvalidTicket):
         KEY.open(text)
@@ -40,7 +51,9 @@ def test_a_push_ticket_is_no_ticket_to_read_with_nor_the_other_way_round() -> No
         {"version": 3},
     ],
 )
-def test_fields_out_of_range_are_refused_although_they_are_signed(changes: dict[str, object]) -> None:
+def test_fields_out_of_range_are_refused_although_they_are_signed(
+    changes: dict[str, object],
+) -> None:
     with pytest.raises(InvalidTicket):
         KEY.open(KEY.sign(msgspec.structs.replace(TICKET, **changes)))
 

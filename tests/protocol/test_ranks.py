@@ -1,4 +1,6 @@
-"""Every head a rank needs is read once, from a rank that holds it; and every rank that holds a lease is visited."""
+"""Every head a rank needs is read once, from a rank that holds it; and every rank that holds a
+lease is visited.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,35 +17,55 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(sizes())
-def test_each_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_it(shape: tuple[int, int, int]) -> None:
+def test_each_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_it(
+    shape: tuple[int, int, int],
+) -> None:
     total, size, remote_size = shape
     for rank in range(size):
         planned = rank_mappings(rank, size, remote_size, total)
-        assert sorted(head for rank_mapping in planned for head in rank_mapping.heads) == list(heads_of(rank, size, total))
-        assert all(head in heads_of(rank_mapping.rank, remote_size, total) for rank_mapping in planned for head in rank_mapping.heads)
+        assert sorted(head for rank_mapping in planned for head in rank_mapping.heads) == list(
+            heads_of(rank, size, total)
+        )
+        assert all(
+            head in heads_of(rank_mapping.rank, remote_size, total)
+            for rank_mapping in planned
+            for head in rank_mapping.heads
+        )
 
 
 @given(sizes())
-def test_every_rank_of_the_producer_is_visited_and_all_visitors_know_of_each_other(shape: tuple[int, int, int]) -> None:
+def test_every_rank_of_the_producer_is_visited_and_all_visitors_know_of_each_other(
+    shape: tuple[int, int, int],
+) -> None:
     total, size, remote_size = shape
     planned = {
-        rank: {rank_mapping.rank: rank_mapping for rank_mapping in rank_mappings(rank, size, remote_size, total)} for rank in range(size)
+        rank: {
+            rank_mapping.rank: rank_mapping
+            for rank_mapping in rank_mappings(rank, size, remote_size, total)
+        }
+        for rank in range(size)
     }
     for remote in range(remote_size):
         consumer_ranks = tuple(rank for rank in range(size) if remote in planned[rank])
         assert consumer_ranks
-        assert all(planned[rank][remote].consumer_ranks == consumer_ranks for rank in consumer_ranks)
+        assert all(
+            planned[rank][remote].consumer_ranks == consumer_ranks for rank in consumer_ranks
+        )
 
 
 @given(sizes())
 def test_equal_sizes_pair_up(shape: tuple[int, int, int]) -> None:
     total, size, _ = shape
     for rank in range(size):
-        assert rank_mappings(rank, size, size, total) == (RankMapping(rank, heads_of(rank, size, total), (rank,)),)
+        assert rank_mappings(rank, size, size, total) == (
+            RankMapping(rank, heads_of(rank, size, total), (rank,)),
+        )
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
-def test_sizes_that_do_not_fit_are_left_to_the_handshake_to_refuse(total: int, size: int, remote_size: int) -> None:
+def test_sizes_that_do_not_fit_are_left_to_the_handshake_to_refuse(
+    total: int, size: int, remote_size: int
+) -> None:
     for rank in range(size):
         assert all(
             0 <= rank_mapping.rank < remote_size and rank in rank_mapping.consumer_ranks

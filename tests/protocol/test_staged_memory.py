@@ -1,6 +1,6 @@
-"""A producer with a host buffer's memory as a model, block by block: engine, mirror, readers and loads in any order. Nobody who is
-confirmed has read anything but its own prefill, no load finds in the host buffer what it has not written there, and no block comes back
-while it is copied.
+"""A producer with a host buffer's memory as a model, block by block: engine, mirror, readers and
+loads in any order. Nobody who is confirmed has read anything but its own prefill, no load finds in
+the host buffer what it has not written there, and no block comes back while it is copied.
 """
 
 import random
@@ -13,7 +13,17 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, PushOffer, PushRegistration, PushWithdrawal, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    Ready,
+    Refused,
+)
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import HOLE, Ticket, runs_from_blocks
 from kvferry.types import EngineId, Epoch, RequestId, Route
@@ -52,7 +62,10 @@ class Memory:
     def __init__(self, seed: int, *, waits_for_copies: bool = True) -> None:
         self.chance = random.Random(seed)
         self.producer = Producer(
-            ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True), KEY, PUSH_KEY, no_writers()
+            ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True),
+            KEY,
+            PUSH_KEY,
+            no_writers(),
         )
         self.waits_for_copies = waits_for_copies
         self.engine: list[Content] = [("", 0, 0)] * NUM_BLOCKS
@@ -64,10 +77,12 @@ class Memory:
         self.loads: list[tuple[int, Content, bool]] = []
         self.count = self.serial = self.num_confirmed = self.num_withdrawn = 0
 
-    # -- the engine --------------------------------------------------------------------------------------------------
+    # -- the engine --
 
     def take_block(self) -> int:
-        """The one that was given back last: it is the one that something may still be copied from."""
+        """The one that was given back last: it is the one that something may still be copied
+        from.
+        """
         return self.free.pop()
 
     def begin(self) -> None:
@@ -100,7 +115,14 @@ class Memory:
             for index, block in enumerate(prefill.blocks):
                 self.engine[block] = (prefill.name, prefill.serial, index)
         new, prefill.num_published = prefill.blocks[prefill.num_published :], len(prefill.blocks)
-        self.producer.publish(RequestId(prefill.name), prefill.name, self.ticket(prefill), 4 * len(prefill.blocks), 0, (tuple(new),))
+        self.producer.publish(
+            RequestId(prefill.name),
+            prefill.name,
+            self.ticket(prefill),
+            4 * len(prefill.blocks),
+            0,
+            (tuple(new),),
+        )
 
     def finish(self, prefill: Prefill) -> None:
         request = RequestId(prefill.name)
@@ -114,10 +136,16 @@ class Memory:
         self.producer.publish(request, prefill.name, self.ticket(prefill), 4 * PROMPT_BLOCKS, 0)
 
     def preempt(self) -> None:
-        running = [prefill for prefill in self.prefills.values() if prefill.num_published and not prefill.is_closed]
+        running = [
+            prefill
+            for prefill in self.prefills.values()
+            if prefill.num_published and not prefill.is_closed
+        ]
         if running:
             prefill = self.chance.choice(running)
-            self.num_withdrawn += any(set(left) & set(prefill.blocks) for _, left in self.copies.values())
+            self.num_withdrawn += any(
+                set(left) & set(prefill.blocks) for _, left in self.copies.values()
+            )
             self.producer.withdraw(RequestId(prefill.name), prefill.serial, 0)
             self.release(prefill)
             prefill.blocks, prefill.num_published = [], 0
@@ -126,10 +154,14 @@ class Memory:
         self.free += prefill.blocks
 
     def load(self) -> None:
-        """Bytes from a peer come to the host buffer, if nothing else is written there, and go to the engine from it."""
+        """Bytes from a peer come to the host buffer, if nothing else is written there, and go to
+        the engine from it.
+        """
         if self.loads and self.chance.random() < 0.5:
             block, content, has_come = self.loads.pop(0)
-            if not has_come and (not self.waits_for_copies or not self.producer.is_copying([block])):
+            if not has_come and (
+                not self.waits_for_copies or not self.producer.is_copying([block])
+            ):
                 self.mirror[block], has_come = content, True
             elif has_come:
                 assert self.mirror[block] == content, "what a load has brought was overwritten"
@@ -140,7 +172,7 @@ class Memory:
             self.count += 1
             self.loads.append((self.take_block(), ("load", self.count, 0), False))
 
-    # -- copies --------------------------------------------------------------------------------------------------------
+    # -- copies --
 
     def copy(self) -> None:
         if not self.copies:
@@ -152,12 +184,25 @@ class Memory:
             self.mirror[block] = self.engine[block]
         else:
             del self.copies[number]
-            self.producer.copied_to_host_buffer(number, "broken" if self.chance.random() < 0.03 else None, 0)
+            self.producer.copied_to_host_buffer(
+                number, "broken" if self.chance.random() < 0.03 else None, 0
+            )
 
-    # -- readers -------------------------------------------------------------------------------------------------------
+    # -- readers --
 
     def register(self, reader: Reader) -> None:
-        message = PushRegistration("e1", reader.name, reader.name, "d", "h", 1, 1, 30.0, reader.match_id, push_ticket(reader.match_id))
+        message = PushRegistration(
+            "e1",
+            reader.name,
+            reader.name,
+            "d",
+            "h",
+            1,
+            1,
+            30.0,
+            reader.match_id,
+            push_ticket(reader.match_id),
+        )
         self.producer.receive(Route(b"d"), message, 0)
 
     def read(self) -> None:
@@ -166,11 +211,21 @@ class Memory:
         reader = self.chance.choice(list(self.readers.values()))
         if reader.told and self.chance.random() < 0.5:
             self.hear(reader, reader.told.popleft())
-        elif reader.ticket is not None and reader.may_read and len(reader.has_read) < reader.ready // 4:
+        elif (
+            reader.ticket is not None
+            and reader.may_read
+            and len(reader.has_read) < reader.ready // 4
+        ):
             reader.has_read.append(self.mirror[reader.ticket.block_ids()[0][len(reader.has_read)]])
-        elif reader.ticket is not None and len(reader.has_read) == PROMPT_BLOCKS and not reader.is_confirming:
+        elif (
+            reader.ticket is not None
+            and len(reader.has_read) == PROMPT_BLOCKS
+            and not reader.is_confirming
+        ):
             reader.is_confirming = True
-            self.producer.receive(Route(b"d"), Confirm("e1", reader.match_id, reader.name, reader.ticket.serial), 0)
+            self.producer.receive(
+                Route(b"d"), Confirm("e1", reader.match_id, reader.name, reader.ticket.serial), 0
+            )
         elif self.chance.random() < 0.02:
             self.leave(reader)
 
@@ -186,28 +241,62 @@ class Memory:
                     self.producer.receive(Route(b"d"), Attach(text, reader.name), 0)
             case Ready():
                 reader.may_read = True
-            case PushWithdrawal(_, serial) if reader.ticket is not None and reader.ticket.serial == serial:
-                reader.ticket, reader.ready, reader.may_read, reader.has_read, reader.is_confirming = None, 0, False, [], False
+            case PushWithdrawal(_, serial) if (
+                reader.ticket is not None and reader.ticket.serial == serial
+            ):
+                (
+                    reader.ticket,
+                    reader.ready,
+                    reader.may_read,
+                    reader.has_read,
+                    reader.is_confirming,
+                ) = None, 0, False, [], False
                 self.register(reader)
             case Confirmed():
                 assert reader.ticket is not None
-                wanted = [(reader.match_id, reader.ticket.serial, index) for index in range(PROMPT_BLOCKS)]
+                wanted = [
+                    (reader.match_id, reader.ticket.serial, index) for index in range(PROMPT_BLOCKS)
+                ]
                 assert reader.has_read == wanted, "confirmed, though it has read something else"
                 self.num_confirmed += 1
                 del self.readers[reader.name]
-            case Refused(_, _, _, serial) if not serial or (reader.ticket is not None and reader.ticket.serial == serial):
+            case Refused(_, _, _, serial) if not serial or (
+                reader.ticket is not None and reader.ticket.serial == serial
+            ):
                 self.leave(reader)
 
-    # -- all of it -----------------------------------------------------------------------------------------------------
+    # -- all of it --
 
     def ticket(self, prefill: Prefill) -> str:
         table = [*prefill.blocks, *[HOLE] * (PROMPT_BLOCKS - len(prefill.blocks))]
-        return KEY.sign(Ticket("p", "e1", prefill.name, prefill.serial, "h", 1, 1, 4, [runs_from_blocks(table)], TOKENS, 30.0))
+        return KEY.sign(
+            Ticket(
+                "p",
+                "e1",
+                prefill.name,
+                prefill.serial,
+                "h",
+                1,
+                1,
+                4,
+                [runs_from_blocks(table)],
+                TOKENS,
+                30.0,
+            )
+        )
 
     def settle(self) -> None:
         for expose in self.producer.take_actions():
-            self.copies[expose.copy] = (expose, [block for group in expose.blocks for block in group])
-        copying = [block for expose, _ in self.copies.values() for group in expose.blocks for block in group]
+            self.copies[expose.copy] = (
+                expose,
+                [block for group in expose.blocks for block in group],
+            )
+        copying = [
+            block
+            for expose, _ in self.copies.values()
+            for group in expose.blocks
+            for block in group
+        ]
         assert len(copying) == len(set(copying)), "no two copies write the same block"
         for reply in self.producer.take_replies():
             if reply.message.reader in self.readers:  # type: ignore[union-attr]
@@ -215,7 +304,10 @@ class Memory:
         for ended in self.producer.take_ended():
             prefill = self.prefills.pop(ended.request)
             assert prefill.is_closed
-            assert not any(expose.request == prefill.name and set(left) & set(prefill.blocks) for expose, left in self.copies.values())
+            assert not any(
+                expose.request == prefill.name and set(left) & set(prefill.blocks)
+                for expose, left in self.copies.values()
+            )
             self.release(prefill)
 
     def live(self, num_steps: int) -> None:
@@ -240,7 +332,9 @@ class Memory:
             self.settle()
         assert (self.producer.num_leases, self.prefills) == (0, {})
         assert not self.producer.is_copying(range(NUM_BLOCKS))
-        assert sorted([*self.free, *(block for block, _, _ in self.loads)]) == list(range(NUM_BLOCKS))
+        assert sorted([*self.free, *(block for block, _, _ in self.loads)]) == list(
+            range(NUM_BLOCKS)
+        )
 
 
 def live_and_end(*, waits_for_copies: bool) -> list[Memory]:
@@ -254,7 +348,9 @@ def live_and_end(*, waits_for_copies: bool) -> list[Memory]:
 def test_whatever_comes_in_between_confirmed_bytes_are_right_and_every_block_comes_back() -> None:
     lives = live_and_end(waits_for_copies=True)
     assert sum(memory.num_confirmed for memory in lives) > 100, "many prefills are handed over"
-    assert sum(memory.num_withdrawn for memory in lives) > 50, "many are preempted while they are being copied"
+    assert sum(memory.num_withdrawn for memory in lives) > 50, (
+        "many are preempted while they are being copied"
+    )
 
 
 def test_loads_that_do_not_wait_for_copies_of_preempted_blocks_are_overwritten() -> None:

@@ -18,17 +18,35 @@ def timed(*story: tuple[E, float]) -> TransferTimes | None:
 
 
 def test_a_pull_whose_peer_was_ready_before_its_blocks() -> None:
-    story = (E.PEER_READY, 2.0), (E.BLOCKS_ALLOCATED, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
+    story = (
+        (E.PEER_READY, 2.0),
+        (E.BLOCKS_ALLOCATED, 3.0),
+        (E.BYTES_MOVED, 4.0),
+        (E.CONFIRMED, 5.0),
+        (E.PLACED, 6.0),
+    )
     assert timed(*story) == TransferTimes(1.0, 2.0, 3.0, 3.0, 4.0, 5.0)
 
 
 def test_a_pull_whose_blocks_were_there_before_its_peer() -> None:
-    story = (E.BLOCKS_ALLOCATED, 2.0), (E.PEER_READY, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
+    story = (
+        (E.BLOCKS_ALLOCATED, 2.0),
+        (E.PEER_READY, 3.0),
+        (E.BYTES_MOVED, 4.0),
+        (E.CONFIRMED, 5.0),
+        (E.PLACED, 6.0),
+    )
     assert timed(*story) == TransferTimes(1.0, 3.0, 2.0, 3.0, 4.0, 5.0)
 
 
 def test_blocks_that_a_producer_writes_into() -> None:
-    story = (E.BLOCKS_ALLOCATED, 2.0), (E.WRITES_GRANTED, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
+    story = (
+        (E.BLOCKS_ALLOCATED, 2.0),
+        (E.WRITES_GRANTED, 3.0),
+        (E.BYTES_MOVED, 4.0),
+        (E.CONFIRMED, 5.0),
+        (E.PLACED, 6.0),
+    )
     assert timed(*story) == TransferTimes(1.0, None, 2.0, 3.0, 4.0, 5.0)
 
 
@@ -45,7 +63,9 @@ def test_what_was_withdrawn_and_came_again_has_the_last_times_but_began_when_it_
 
 
 def test_trouble_leaves_what_had_been_reached() -> None:
-    assert timed((E.PEER_READY, 2.0), (E.PEER_LOST, 3.0), (E.BLOCKS_ALLOCATED, 4.0)) == TransferTimes(1.0, 2.0, 4.0)
+    assert timed(
+        (E.PEER_READY, 2.0), (E.PEER_LOST, 3.0), (E.BLOCKS_ALLOCATED, 4.0)
+    ) == TransferTimes(1.0, 2.0, 4.0)
 
 
 def test_an_unknown_pull_is_nobody_s() -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_CHARS, Ticket, TicketKey, blocks_from_runs, runs_from_blocks
+from kvferry.protocol.tickets import (
+    HOLE,
+    MAX_TICKET_CHARS,
+    Ticket,
+    TicketKey,
+    blocks_from_runs,
+    runs_from_blocks,
+)
 from kvferry.types import Address
 
 KEY = TicketKey(b"one cluster's secret, long enough")
@@ -61,10 +68,21 @@ def test_a_ticket_with_any_character_changed_does_not_open(data: st.DataObject) 
     other = data.draw(st.characters().filter(lambda c: c != text[at]))
     forged = text[:at] + other + text[at + 1 :]
     with contextlib.suppress(InvalidTicket):
-        assert KEY.open(forged) == make_ticket()  # base64 padding bits may differ without changing a byte
+        assert (
+            KEY.open(forged) == make_ticket()
+        )  # base64 padding bits may differ without changing a byte
 
 
-@given(st.one_of(st.none(), st.integers(), st.text(), st.binary(), st.lists(st.integers()), st.dictionaries(st.text(), st.text())))
+@given(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.text(),
+        st.binary(),
+        st.lists(st.integers()),
+        st.dictionaries(st.text(), st.text()),
+    )
+)
 def test_nothing_a_client_can_type_opens_or_raises_anything_else(text: object) -> None:
     with pytest.raises(InvalidTicket):
         KEY.open(text)
@@ -83,7 +101,13 @@ def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
     with pytest.raises(InvalidTicket, match="cannot be read"):
         KEY.open(sign_raw(b"\xc1"))
     with pytest.raises(InvalidTicket, match="cannot be read"):
-        KEY.open(KEY.sign(make_ticket(tokens=msgspec.structs.replace(fingerprint(range(10), 4, ""), digests=b""))))
+        KEY.open(
+            KEY.sign(
+                make_ticket(
+                    tokens=msgspec.structs.replace(fingerprint(range(10), 4, ""), digests=b"")
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize(

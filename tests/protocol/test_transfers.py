@@ -1,4 +1,6 @@
-"""Every state meets every event: a defined next state or a loud bug, and no way to leave bytes landing in freed blocks."""
+"""Every state meets every event: a defined next state or a loud bug, and no way to leave bytes
+landing in freed blocks.
+"""
 
 import itertools
 
@@ -9,7 +11,12 @@ from hypothesis import strategies as st
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.transfer import FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
 
-FAILURE_EVENTS = (TransferEvent.REFUSED, TransferEvent.PEER_LOST, TransferEvent.DEADLINE_PASSED, TransferEvent.ABORTED)
+FAILURE_EVENTS = (
+    TransferEvent.REFUSED,
+    TransferEvent.PEER_LOST,
+    TransferEvent.DEADLINE_PASSED,
+    TransferEvent.ABORTED,
+)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(TransferState, TransferEvent)))
@@ -21,8 +28,12 @@ def test_every_state_meets_every_event(state: TransferState, event: TransferEven
             next_state(state, event)
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(sorted(set(TransferState) - FINAL), FAILURE_EVENTS)))
-def test_trouble_can_come_in_any_state_that_is_not_final(state: TransferState, event: TransferEvent) -> None:
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(sorted(set(TransferState) - FINAL), FAILURE_EVENTS))
+)
+def test_trouble_can_come_in_any_state_that_is_not_final(
+    state: TransferState, event: TransferEvent
+) -> None:
     assert (state, event) in TRANSITIONS
 
 
@@ -51,7 +62,11 @@ def test_a_moving_transfer_stops_before_it_fails() -> None:
     for event in FAILURE_EVENTS:
         assert next_state(TransferState.MOVING, event) is TransferState.STOPPING
     assert next_state(TransferState.PLACING, TransferEvent.ABORTED) is TransferState.STOPPING
-    assert {event for state, event in TRANSITIONS if state is TransferState.STOPPING and TRANSITIONS[state, event] in FINAL} == {
+    assert {
+        event
+        for state, event in TRANSITIONS
+        if state is TransferState.STOPPING and TRANSITIONS[state, event] in FINAL
+    } == {
         TransferEvent.BYTES_MOVED,
         TransferEvent.MOVE_FAILED,
         TransferEvent.PLACED,

@@ -1,4 +1,6 @@
-"""Ended turns are found by their word while they are kept, and never more of them than was agreed."""
+"""Ended turns are found by their word while they are kept, and never more of them than was
+agreed.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,11 @@ from kvferry.protocol.leases import EndedTurns
 def test_a_turn_is_found_by_its_word_while_it_is_kept() -> None:
     turns = EndedTurns()
     turns.add("w", "params", until=10)
-    assert (turns.find("w", now=9), turns.find("w", now=10), turns.find("x", now=0)) == ("params", "", "")
+    assert (turns.find("w", now=9), turns.find("w", now=10), turns.find("x", now=0)) == (
+        "params",
+        "",
+        "",
+    )
     turns.forget("w")
     turns.forget("w")
     assert (turns.find("w", now=0), len(turns)) == ("", 0)
@@ -32,4 +38,6 @@ def test_the_oldest_are_forgotten_first(added: list[tuple[str, int]]) -> None:
         while len(model) > 3 or sum(model.values()) > 20:
             del model[next(iter(model))]
     assert len(turns) == len(model)
-    assert {word: len(turns.find(word, now=0)) for word in "abcdef"} == {word: model.get(word, 0) for word in "abcdef"}
+    assert {word: len(turns.find(word, now=0)) for word in "abcdef"} == {
+        word: model.get(word, 0) for word in "abcdef"
+    }

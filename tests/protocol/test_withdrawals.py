@@ -1,15 +1,33 @@
-"""What crosses a withdrawal on its way, or comes from a rank that has not heard of it, is no reason to fail a request."""
+"""What crosses a withdrawal on its way, or comes from a rank that has not heard of it, is no reason
+to fail a request.
+"""
 
 import pytest
 from tests.protocol import test_consumer_ranks as ranks
-from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, failures, make_consumer, of, reply, sent
+from tests.protocol.test_consumer import (
+    CONTROL,
+    PEER,
+    R1,
+    SIDE,
+    failures,
+    make_consumer,
+    of,
+    reply,
+    sent,
+)
 from tests.protocol.test_consumer_push import OWN, READER, expect
 from tests.protocol.test_consumer_streaming import WHOLE, ended, offer, waiting
 
 from kvferry.protocol.actions import StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.messages import HandshakeRequest, HeartbeatReply, PushRegistration, PushWithdrawal, Ready
+from kvferry.protocol.messages import (
+    HandshakeRequest,
+    HeartbeatReply,
+    PushRegistration,
+    PushWithdrawal,
+    Ready,
+)
 from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineIncarnation
 
@@ -18,7 +36,9 @@ def reading_from_two_ranks() -> Consumer:
     """A prompt of 8 tokens, offered whole by both."""
     consumer = ranks.make_consumer()
     push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0)
+    consumer.expect(
+        R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0
+    )
     ranks.connect(consumer, 2)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     for rank in (0, 1):
@@ -32,7 +52,9 @@ def test_reads_from_two_ranks_that_a_withdrawal_has_cancelled_are_begun_again() 
     consumer.receive(ranks.control(0), PushWithdrawal(READER, 1), now=1)
     assert len(of(consumer.take_actions(), StopRead)) == 2
     consumer.read_ended(R1, ranks.peer(0), "cancelled", now=1)
-    assert sent(consumer.take_actions(), PushRegistration) == [], "the other may still write into our blocks"
+    assert sent(consumer.take_actions(), PushRegistration) == [], (
+        "the other may still write into our blocks"
+    )
     consumer.read_ended(R1, ranks.peer(1), "cancelled", now=1)
     assert len(sent(consumer.take_actions(), PushRegistration)) == 2
     assert failures(consumer) == []
@@ -49,7 +71,9 @@ def test_a_read_from_one_of_two_ranks_that_fails_by_itself_fails_the_request() -
 
 
 @pytest.mark.parametrize("is_withdrawn", [True, False])
-def test_a_heartbeat_that_crossed_the_withdrawal_is_answered_by_what_we_know(is_withdrawn: bool) -> None:
+def test_a_heartbeat_that_crossed_the_withdrawal_is_answered_by_what_we_know(
+    is_withdrawn: bool,
+) -> None:
     consumer = waiting()
     offer(consumer, 4)
     if is_withdrawn:
@@ -60,7 +84,9 @@ def test_a_heartbeat_that_crossed_the_withdrawal_is_answered_by_what_we_know(is_
 
 
 @pytest.mark.parametrize("lease", ["a", READER])
-def test_a_staged_producer_that_says_ready_of_what_it_has_withdrawn_is_not_believed(lease: str) -> None:
+def test_a_staged_producer_that_says_ready_of_what_it_has_withdrawn_is_not_believed(
+    lease: str,
+) -> None:
     consumer = make_consumer()
     expect(consumer, tokens=WHOLE)
     for request in sent(consumer.take_actions(), HandshakeRequest):

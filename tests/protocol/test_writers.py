@@ -1,4 +1,6 @@
-"""A producer that was granted blocks: what it writes, what it says of it, and whatever makes it stop."""
+"""A producer that was granted blocks: what it writes, what it says of it, and whatever makes it
+stop.
+"""
 
 from typing import Any
 
@@ -11,7 +13,16 @@ from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
+from kvferry.protocol.messages import (
+    HandshakeRefused,
+    PushRegistration,
+    RegionInfo,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    WriteGrantInfo,
+    Written,
+)
 from kvferry.protocol.push_writer import Landed, PushWriter, WriterSettings
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, RequestId, Route
@@ -19,12 +30,26 @@ from kvferry.types import EngineId, RequestId, Route
 READER, ROUTE = "p/r/0", Route(b"route")
 A = RequestId("a")
 LEASE = WriteGrantInfo(7, "memory", 0, [[9, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
-REGISTRATION = PushRegistration("e0", READER, "r", "p", "p-host", 5600, 1, 30.0, "h1", "PT", "e1", LEASE)
+REGISTRATION = PushRegistration(
+    "e0", READER, "r", "p", "p-host", 5600, 1, 30.0, "h1", "PT", "e1", LEASE
+)
 BLOCK_BYTES = 64
 
 
 def ticket(serial: int = 1, tokens: int = 8, blocks: tuple[int, int] = (3, 2)) -> Ticket:
-    return Ticket("us", "e0", "a", serial, "host", 5600, 1, 4, [[blocks]], fingerprint(range(tokens), 4, ""), 30.0)
+    return Ticket(
+        "us",
+        "e0",
+        "a",
+        serial,
+        "host",
+        5600,
+        1,
+        4,
+        [[blocks]],
+        fingerprint(range(tokens), 4, ""),
+        30.0,
+    )
 
 
 class Side:
@@ -32,7 +57,9 @@ class Side:
 
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
-        self.writers = PushWriter(WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers)
+        self.writers = PushWriter(
+            WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers
+        )
         self.consumer.add_peer_user(self.writers)
 
     def register(self, **changes: Any) -> "Side":
@@ -67,17 +94,27 @@ def test_what_is_there_is_written_chunk_by_chunk_and_settled_when_all_has_landed
     side = Side().connected().offer(4)
     first = side.started()
     assert (first.peer, first.transport, first.grant_id) == (PEER, "memory", 7)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in first.segments] == [([3 * 64], [9 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in first.segments] == [
+        ([3 * 64], [9 * 64])
+    ]
     side.writers.write_ended(first.write, None, now=2)
     assert side.said() == [Written(READER, 7, 4, is_last=False)]
     side.offer(8, is_over=True, now=3)
     second = side.started()
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in second.segments] == [([4 * 64], [2 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in second.segments] == [
+        ([4 * 64], [2 * 64])
+    ]
     side.writers.write_ended(second.write, None, now=4)
     assert (side.said(), side.writers.take_landed()) == ([], [Landed(A, READER)])
     side.writers.finish(READER)
-    assert side.said() == [Written(READER, 7, 8, is_last=True, left_tokens=4, early_bytes=BLOCK_BYTES)]
-    assert (len(side.writers), side.writers.num_posted, side.writers.next_deadline()) == (0, 0, None)
+    assert side.said() == [
+        Written(READER, 7, 8, is_last=True, left_tokens=4, early_bytes=BLOCK_BYTES)
+    ]
+    assert (len(side.writers), side.writers.num_posted, side.writers.next_deadline()) == (
+        0,
+        0,
+        None,
+    )
 
 
 def test_what_comes_while_a_write_is_under_way_is_written_after_it() -> None:
@@ -97,19 +134,27 @@ def test_an_offer_that_comes_before_the_handshake_is_over_waits_for_it() -> None
 
 
 def test_only_what_was_asked_for_is_written() -> None:
-    side = Side().register(write=msgspec.structs.replace(LEASE, first_token=4)).offer(8, is_over=True)
+    side = (
+        Side().register(write=msgspec.structs.replace(LEASE, first_token=4)).offer(8, is_over=True)
+    )
     connect(side.consumer)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in side.started().segments] == [([4 * 64], [2 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in side.started().segments] == [
+        ([4 * 64], [2 * 64])
+    ]
 
 
 def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
     side = Side().register()
     side.consumer.receive(SIDE, HandshakeRefused(1, "no"), now=1)
-    assert side.said() == failed("the decode side cannot be reached: the producer refused the handshake: no")
+    assert side.said() == failed(
+        "the decode side cannot be reached: the producer refused the handshake: no"
+    )
     assert len(side.writers) == 0
     assert side.writers.incarnations() == set()
     side.register()
-    assert [type(message) for message in side.said()] == [WriteFailed], "it is known to be out of reach for a while"
+    assert [type(message) for message in side.said()] == [WriteFailed], (
+        "it is known to be out of reach for a while"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +164,10 @@ def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
         ({"local_block_ids": [[9, 99]]}, "our block list names blocks outside 0..15"),
         ({"local_block_ids": [[9]]}, "our block list of group 0 has 1 blocks, 2 are needed"),
         ({"needed_from": [0, 0]}, "the lease speaks of other groups than it has blocks for"),
-        ({"tokens": fingerprint(range(1, 9), 4, "")}, "the prefill was of another prompt: 0 tokens are known to be the same, 8 are needed"),
+        (
+            {"tokens": fingerprint(range(1, 9), 4, "")},
+            "the prefill was of another prompt: 0 tokens are known to be the same, 8 are needed",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) -> None:
@@ -148,7 +196,9 @@ def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]
         {"write": msgspec.structs.replace(LEASE, tokens=Fingerprint(1, 1 << 40, b""))},
     ],
 )
-def test_a_lease_that_makes_no_sense_is_refused_and_nobody_is_dialled(changes: dict[str, Any]) -> None:
+def test_a_lease_that_makes_no_sense_is_refused_and_nobody_is_dialled(
+    changes: dict[str, Any],
+) -> None:
     side = Side().register(**changes)
     assert side.said() == failed("this producer cannot write there")
     assert side.consumer.take_actions() == []
@@ -181,7 +231,9 @@ def test_a_preempted_prefill_is_written_anew_from_its_first_token() -> None:
     assert side.said() == []
 
 
-def test_a_write_that_a_preemption_cuts_off_is_not_followed_by_another_into_the_same_blocks() -> None:
+def test_a_write_that_a_preemption_cuts_off_is_not_followed_by_another_into_the_same_blocks() -> (
+    None
+):
     side = Side().connected().offer(4)
     write = side.started().write
     side.writers.withdraw(READER)
@@ -240,17 +292,26 @@ LEASES = st.builds(
     grant_id=st.integers(1, 1 << 62),
     transport=st.sampled_from(["memory", "", "shm"]),
     tp_rank=st.integers(0, 3),
-    local_block_ids=st.lists(st.lists(st.integers(-1, (1 << 31) - 1) | st.integers(-1, 20), max_size=4), max_size=3),
+    local_block_ids=st.lists(
+        st.lists(st.integers(-1, (1 << 31) - 1) | st.integers(-1, 20), max_size=4), max_size=3
+    ),
     first_token=st.integers(0, 1 << 40) | st.integers(0, 9),
     end_token=st.integers(0, 1 << 40) | st.integers(0, 9),
     needed_from=st.lists(st.integers(0, 1 << 40), max_size=2),
-    tokens=st.builds(Fingerprint, st.integers(-1, 9), st.integers(-1, 1 << 40) | st.integers(0, 9), st.binary(max_size=48))
+    tokens=st.builds(
+        Fingerprint,
+        st.integers(-1, 9),
+        st.integers(-1, 1 << 40) | st.integers(0, 9),
+        st.binary(max_size=48),
+    )
     | st.just(LEASE.tokens),
 )
 
 
 @given(lease=LEASES, tp_size=st.integers(-2, 5000), ready=st.sampled_from([0, 4, 8]))
-def test_no_lease_raises_anything_whatever_it_says(lease: WriteGrantInfo, tp_size: int, ready: int) -> None:
+def test_no_lease_raises_anything_whatever_it_says(
+    lease: WriteGrantInfo, tp_size: int, ready: int
+) -> None:
     side = Side().connected()
     side.register(write=lease, decode_tp_size=tp_size)
     if side.writers.has(READER):

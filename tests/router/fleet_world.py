@@ -1,7 +1,8 @@
-"""A fleet in virtual time: engines that take as long as the text they have not cached, die, come back or are slow, and clients that send.
+"""A fleet in virtual time: engines that take as long as the text they have not cached, die, come
+back or are slow, and clients that send.
 
-What is measured are counts: who was sent how much, how much text was found cached, how many legs went to the dead.
-Deterministic by its seed.
+What is measured are counts: who was sent how much, how much text was found cached, how many legs
+went to the dead. Deterministic by its seed.
 """
 
 import random
@@ -38,9 +39,18 @@ def make_instance(number: int, role: Role = Role.PREFILL) -> Instance:
     return Instance(role, Address(f"host{number}", 8000))
 
 
-def make_fleet(policy: str, size: int, role: Role = Role.PREFILL, health: HealthOptions | None = None, seed: int = 0) -> Fleet:
+def make_fleet(
+    policy: str,
+    size: int,
+    role: Role = Role.PREFILL,
+    health: HealthOptions | None = None,
+    seed: int = 0,
+) -> Fleet:
     """All have been found healthy."""
-    fleet = Fleet(FleetOptions(policies=dict.fromkeys(Role, policy), health=health or HealthOptions()), random.Random(seed).random)
+    fleet = Fleet(
+        FleetOptions(policies=dict.fromkeys(Role, policy), health=health or HealthOptions()),
+        random.Random(seed).random,
+    )
     for number in range(size):
         fleet.add(make_instance(number, role), now=0.0)
         fleet.note_probe_passed(make_instance(number, role), now=0.0)
@@ -48,7 +58,9 @@ def make_fleet(policy: str, size: int, role: Role = Role.PREFILL, health: Health
 
 
 def conversation_texts(name: str, num_turns: int, turn_bytes: int, system: str = "") -> list[bytes]:
-    """The messages of each turn as a client writes them: the last turn's, without its bracket, and two more."""
+    """The messages of each turn as a client writes them: the last turn's, without its bracket, and
+    two more.
+    """
     turns = []
     messages = f'[{{"role": "system", "content": "{system}"}}'
     for turn in range(num_turns):
@@ -61,7 +73,9 @@ def conversation_texts(name: str, num_turns: int, turn_bytes: int, system: str =
 
 @dataclass(slots=True)
 class Engine:
-    """One request at a time, like a prefill engine with a full batch. Its cache holds the texts it was given last."""
+    """One request at a time, like a prefill engine with a full batch. Its cache holds the texts it
+    was given last.
+    """
 
     bytes_per_s: float = 1e6
     base_s: float = 0.001
@@ -83,7 +97,9 @@ class Engine:
         self._cached.move_to_end(text)
         while len(self._cached) > self.max_cached:
             self._cached.popitem(last=False)
-        self._busy_until = max(now, self._busy_until) + self.base_s + (len(text) - cached) / self.bytes_per_s
+        self._busy_until = (
+            max(now, self._busy_until) + self.base_s + (len(text) - cached) / self.bytes_per_s
+        )
         return self._busy_until, cached
 
     def lose_everything(self) -> None:
@@ -136,7 +152,9 @@ class World:
                 case _Tick():
                     self._tick(event, now)
                 case (Instance() as instance, bool() as is_well):
-                    (self.fleet.note_probe_passed if is_well else self.fleet.note_probe_failed)(instance, now)
+                    (self.fleet.note_probe_passed if is_well else self.fleet.note_probe_failed)(
+                        instance, now
+                    )
 
     def _at(self, at: float, event: object) -> None:
         heappush(self._events, (at, next(self._serial), event))
@@ -162,7 +180,10 @@ class World:
             return
         done, cached = engine.serve(request.text, now)
         death = engine.dies_within(now, done)
-        self._at(death or done, _Ending(leg, request, Outcome.FAILED if death else Outcome.ANSWERED, cached))
+        self._at(
+            death or done,
+            _Ending(leg, request, Outcome.FAILED if death else Outcome.ANSWERED, cached),
+        )
 
     def _end(self, ending: "_Ending", now: float) -> None:
         self.fleet.end(ending.leg, ending.outcome, now)
@@ -227,6 +248,8 @@ def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
 
 def begin_trial(fleet: Fleet, instance: Instance, now: float) -> Leg:
     """It is given a leg, the others having been tried."""
-    others = [member.instance for member in fleet.members(instance.role) if member.instance != instance]
+    others = [
+        member.instance for member in fleet.members(instance.role) if member.instance != instance
+    ]
     assert fleet.choose(instance.role, RoutingHints(), now, others) == instance
     return fleet.begin(instance, now)

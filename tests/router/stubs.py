@@ -1,4 +1,6 @@
-"""Real small HTTP servers in the place of engines, and a router in front of them, all in one event loop."""
+"""Real small HTTP servers in the place of engines, and a router in front of them, all in one event
+loop.
+"""
 
 import asyncio
 import io
@@ -37,7 +39,9 @@ class Call:
 
 @dataclass
 class StubEngine:
-    """Answers as `behaviour` says and remembers what it was asked. Its `/metrics` advertise a mode, as engines' do."""
+    """Answers as `behaviour` says and remembers what it was asked. Its `/metrics` advertise a mode,
+    as engines' do.
+    """
 
     behaviour: Behaviour
     mode: str = "push"
@@ -45,7 +49,9 @@ class StubEngine:
     num_looks: int = 0
     """At that page."""
     is_stopped: bool = False
-    """It takes connections and says nothing to a health check, as a process that does not run any more."""
+    """It takes connections and says nothing to a health check, as a process that does not run any
+    more.
+    """
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +76,10 @@ class StubEngine:
 
     def show_mode(self) -> web.Response:
         self.num_looks += 1
-        page = f'# TYPE kvferry:transfer_mode gauge\nkvferry:transfer_mode{{model_name="m",mode="{self.mode}"}} 1.0\n'
+        page = (
+            "# TYPE kvferry:transfer_mode "
+            f'gauge\nkvferry:transfer_mode{{model_name="m",mode="{self.mode}"}} 1.0\n'
+        )
         return web.Response(text=page) if self.mode else web.Response(status=404)
 
 
@@ -104,10 +113,14 @@ class Stage:
     def d(self) -> StubEngine:
         return self.decoders[0]
 
-    async def post(self, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+    async def post(
+        self, body: object, path: str = "/v1/completions", **headers: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=named) as answer:
+        async with self.session.post(
+            self.url + path, data=io.BytesIO(data), headers=named
+        ) as answer:
             return answer.status, answer.headers, await answer.read()
 
     async def metric(self, name: str) -> float:
@@ -152,11 +165,16 @@ async def stage(
     ask: TurnQuery | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """A router before stub engines; `modes` of the decode side, if not all push; `ask`: its side channel. Everything inside must be over
-    within DEADLINE_S."""
+    """A router before stub engines; `modes` of the decode side, if not all push; `ask`: its side
+    channel. Everything inside must be over within DEADLINE_S.
+    """
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
-        prefillers = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)]
-        decoders = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(decode)]
+        prefillers = [
+            await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)
+        ]
+        decoders = [
+            await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(decode)
+        ]
         for engine, mode in zip(decoders, modes, strict=False):
             engine.mode = mode
         options = RouterOptions(
@@ -164,7 +182,9 @@ async def stage(
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),
         )
         releases = RecordedReleases()
-        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key, registrar, ask))
+        port = await stack.enter_async_context(
+            serving(changed(options, settings), releases, push_key, registrar, ask)
+        )
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
 
@@ -177,8 +197,18 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOptions:
-    """Settings of any table by their names: `idle=1.0`, `max_retries=2`. What is not named is as in `PLAIN`."""
-    for table in ("timeouts", "limits", "admission", "routing", "health", "conversations", "access"):
+    """Settings of any table by their names: `idle=1.0`, `max_retries=2`. What is not named is as in
+    `PLAIN`.
+    """
+    for table in (
+        "timeouts",
+        "limits",
+        "admission",
+        "routing",
+        "health",
+        "conversations",
+        "access",
+    ):
         current = getattr(options, table)
         known = {entry.name for entry in fields(current)}
         given = {name: value for name, value in settings.items() if name in known}
@@ -196,7 +226,13 @@ async def serving(
 ) -> AsyncIterator[int]:
     """A router; its port."""
     tls = server_tls(options)
-    app = RouterApp(options, releases, push_key=push_key, registrar=registrar, make_turn_query=None if ask is None else lambda watcher: ask)
+    app = RouterApp(
+        options,
+        releases,
+        push_key=push_key,
+        registrar=registrar,
+        make_turn_query=None if ask is None else lambda watcher: ask,
+    )
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
@@ -214,11 +250,17 @@ def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
     return behaviours if isinstance(behaviours, list) else [behaviours]
 
 
-# -- behaviours --------------------------------------------------------------------------------------------------------
+# -- behaviours --
 
 KEEP_NOTHING = {"conversation": None}
 """What D is told of a request that belongs to no conversation."""
-PARAMS = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5600, "ticket": "ticket-1", "remote_block_ids": [[1, 2, 3]]}
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "ticket": "ticket-1",
+    "remote_block_ids": [[1, 2, 3]],
+}
 
 
 async def prefills(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -239,9 +281,16 @@ async def hangs(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
 
 
 @asynccontextmanager
-async def router(prefill_port: int, decode_port: int, push_key: PushTicketKey | None = None) -> AsyncIterator[tuple[str, RecordedReleases]]:
+async def router(
+    prefill_port: int, decode_port: int, push_key: PushTicketKey | None = None
+) -> AsyncIterator[tuple[str, RecordedReleases]]:
     releases = RecordedReleases()
-    options = changed(RouterOptions((instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),)), {})
+    options = changed(
+        RouterOptions(
+            (instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),)
+        ),
+        {},
+    )
     async with serving(options, releases, push_key) as port:
         yield f"http://127.0.0.1:{port}", releases
 
@@ -253,15 +302,21 @@ async def drops_connection(request: web.Request, body: dict[str, Any]) -> web.St
     return web.Response()
 
 
-def answers(status: int, text: str, content_type: str = "application/json", **headers: str) -> Behaviour:
+def answers(
+    status: int, text: str, content_type: str = "application/json", **headers: str
+) -> Behaviour:
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return web.Response(status=status, body=text.encode(), headers={"Content-Type": content_type, **named})
+        return web.Response(
+            status=status, body=text.encode(), headers={"Content-Type": content_type, **named}
+        )
 
     return behave
 
 
-def streams(chunks: list[bytes], then: str = "end", content_type: str = "text/event-stream; charset=utf-8") -> Behaviour:
+def streams(
+    chunks: list[bytes], then: str = "end", content_type: str = "text/event-stream; charset=utf-8"
+) -> Behaviour:
     """Sends chunks one write each, then ends, hangs, or drops the connection."""
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

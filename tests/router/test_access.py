@@ -23,7 +23,12 @@ KEYS = (("one", "sk-one"), ("two", "sk-two"))
 def test_only_those_with_a_key_are_served() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=KEYS) as s:
-            for sent in ({}, {"Authorization": "Bearer sk-three"}, {"Authorization": "sk-one"}, {"Authorization": "Basic sk-one"}):
+            for sent in (
+                {},
+                {"Authorization": "Bearer sk-three"},
+                {"Authorization": "sk-one"},
+                {"Authorization": "Basic sk-one"},
+            ):
                 status, headers, body = await s.post(ONE, **sent)
                 assert (status, headers["WWW-Authenticate"], message(body)) == (
                     401,
@@ -40,8 +45,12 @@ def test_only_those_with_a_key_are_served() -> None:
 def test_a_client_without_a_key_does_not_get_to_upload_anything() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=KEYS) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1])
+            )
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+            )
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
             writer.close()
 
@@ -52,10 +61,15 @@ def test_the_routers_keys_are_not_shown_to_instances() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=KEYS) as s:
             await s.post(ONE, Authorization="Bearer sk-one")
-            assert ["Authorization" in engine.calls[0].headers for engine in (s.p, s.d)] == [False, False]
+            assert ["Authorization" in engine.calls[0].headers for engine in (s.p, s.d)] == [
+                False,
+                False,
+            ]
         async with stage(prefills, completes, api_keys=KEYS, instance_key="sk-inside") as s:
             await s.post(ONE, Authorization="Bearer sk-one")
-            assert [engine.calls[0].headers["Authorization"] for engine in (s.p, s.d)] == ["Bearer sk-inside"] * 2
+            assert [engine.calls[0].headers["Authorization"] for engine in (s.p, s.d)] == [
+                "Bearer sk-inside"
+            ] * 2
 
     uvloop.run(scene())
 
@@ -63,14 +77,21 @@ def test_the_routers_keys_are_not_shown_to_instances() -> None:
 def test_the_routers_keys_are_not_shown_to_instances_that_are_asked_for_their_models() -> None:
     async def seen(sent: str, **settings: Any) -> str | None:
         async with stage(prefills, completes, **settings) as s:
-            async with s.session.get(f"{s.url}/v1/models", headers={"Authorization": sent}) as answer:
+            async with s.session.get(
+                f"{s.url}/v1/models", headers={"Authorization": sent}
+            ) as answer:
                 assert answer.status == 200
             return s.d.calls[0].headers.get("Authorization")
 
     async def scene() -> None:
         assert await seen("Bearer sk-one", api_keys=KEYS) is None
-        assert await seen("Bearer sk-one", api_keys=KEYS, instance_key="sk-inside") == "Bearer sk-inside"
-        assert await seen("Bearer sk-engine") == "Bearer sk-engine", "without keys of ours it is the engine's"
+        assert (
+            await seen("Bearer sk-one", api_keys=KEYS, instance_key="sk-inside")
+            == "Bearer sk-inside"
+        )
+        assert await seen("Bearer sk-engine") == "Bearer sk-engine", (
+            "without keys of ours it is the engine's"
+        )
 
     uvloop.run(scene())
 
@@ -78,7 +99,10 @@ def test_the_routers_keys_are_not_shown_to_instances_that_are_asked_for_their_mo
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/metrics"])
 def test_probes_need_no_key(path: str) -> None:
     async def scene() -> None:
-        async with stage(prefills, completes, api_keys=KEYS) as s, s.session.get(s.url + path) as answer:
+        async with (
+            stage(prefills, completes, api_keys=KEYS) as s,
+            s.session.get(s.url + path) as answer,
+        ):
             assert answer.status == 200
 
     uvloop.run(scene())
@@ -88,7 +112,11 @@ def test_probes_need_no_key(path: str) -> None:
 def test_the_admins_pages_need_the_admins_key(path: str) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, admin_key="sk-admin", api_keys=KEYS) as s:
-            for sent, is_in in (({}, False), ({"Authorization": "Bearer sk-one"}, False), ({"Authorization": "Bearer sk-admin"}, True)):
+            for sent, is_in in (
+                ({}, False),
+                ({"Authorization": "Bearer sk-one"}, False),
+                ({"Authorization": "Bearer sk-admin"}, True),
+            ):
                 async with s.session.get(s.url + path, headers=sent) as answer:
                     assert (answer.status != 401) is is_in
 
@@ -104,19 +132,28 @@ def test_the_admins_pages_need_the_admins_key(path: str) -> None:
         ("127.0.0.1", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, True),
         ("10.0.0.9", {"Host": "localhost:8000"}, False),
         ("127.0.0.1", {"Host": "localhost:8000", "Origin": "http://evil.example"}, False),
-        ("127.0.0.1", {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, False),
+        (
+            "127.0.0.1",
+            {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"},
+            False,
+        ),
         ("127.0.0.1", {"Host": "rebound.example:8000"}, False),
         ("127.0.0.1", {}, False),
         ("", {"Host": "localhost"}, False),
     ],
 )
-def test_without_an_admins_key_only_this_machine_is_let_in_and_no_other_sites_page(peer: str, headers: dict[str, str], is_in: bool) -> None:
+def test_without_an_admins_key_only_this_machine_is_let_in_and_no_other_sites_page(
+    peer: str, headers: dict[str, str], is_in: bool
+) -> None:
     assert (
-        AccessPolicy.of(AccessOptions()).is_admin(Headers(values={name.lower(): value for name, value in headers.items()}), peer) is is_in
+        AccessPolicy.of(AccessOptions()).is_admin(
+            Headers(values={name.lower(): value for name, value in headers.items()}), peer
+        )
+        is is_in
     )
 
 
-# -- tenants -----------------------------------------------------------------------------------------------------------
+# -- tenants --
 
 
 def test_keys_are_read_from_lines() -> None:
@@ -137,19 +174,28 @@ def test_where_the_router_has_no_keys_clients_are_told_apart_by_their_credential
     assert len({tenant_of_header(sent) for sent in (None, "Bearer a", "Bearer b")}) == 3
 
 
-# -- browsers ----------------------------------------------------------------------------------------------------------
+# -- browsers --
 
 
 def test_pages_of_allowed_origins_may_read_answers_and_others_may_not() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, cors_origins=("https://app.example",)) as s:
-            for origin, is_allowed in (("https://app.example", True), ("https://evil.example", False)):
+            for origin, is_allowed in (
+                ("https://app.example", True),
+                ("https://evil.example", False),
+            ):
                 _, headers, _ = await s.post(ONE, Origin=origin)
                 assert (headers.get("Access-Control-Allow-Origin") == origin) is is_allowed
-                asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+                asked = {
+                    "Origin": origin,
+                    "Access-Control-Request-Method": "POST",
+                    "Access-Control-Request-Headers": "authorization",
+                }
                 async with s.session.options(f"{s.url}/v1/completions", headers=asked) as answer:
                     assert answer.status == 204
-                    assert ("POST" in answer.headers.get("Access-Control-Allow-Methods", "")) is is_allowed
+                    assert (
+                        "POST" in answer.headers.get("Access-Control-Allow-Methods", "")
+                    ) is is_allowed
             assert "Access-Control-Allow-Origin" not in (await s.post(ONE))[1]
 
     uvloop.run(scene())
@@ -167,15 +213,32 @@ def test_a_preflight_needs_no_key() -> None:
     uvloop.run(scene())
 
 
-# -- TLS ---------------------------------------------------------------------------------------------------------------
+# -- TLS --
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", *names]
-    subprocess.run([*command, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True, timeout=60)
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        *names,
+    ]
+    subprocess.run(
+        [*command, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     return folder / "cert.pem", folder / "key.pem"
 
 
@@ -188,7 +251,9 @@ def test_the_router_serves_tls(certificate: tuple[Path, Path]) -> None:
             async with s.session.post(url, json=ONE, ssl=trusting) as answer:
                 body: Any = await answer.json()
                 assert (answer.status, body["choices"]) == (200, [{"text": "hello"}])
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1])
+            )
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"200" not in await reader.read(100)
             writer.close()
@@ -205,7 +270,7 @@ def test_a_certificate_that_cannot_be_read_is_an_error_of_the_operator(tmp_path:
         uvloop.run(scene())
 
 
-# -- traces ------------------------------------------------------------------------------------------------------------
+# -- traces --
 
 
 def test_trace_context_reaches_both_legs() -> None:
@@ -215,7 +280,11 @@ def test_trace_context_reaches_both_legs() -> None:
             await s.post(ONE, traceparent=trace, tracestate="a=1", baggage="k=v")
             for engine in (s.p, s.d):
                 headers = engine.calls[0].headers
-                assert [headers[name] for name in ("traceparent", "tracestate", "baggage")] == [trace, "a=1", "k=v"]
+                assert [headers[name] for name in ("traceparent", "tracestate", "baggage")] == [
+                    trace,
+                    "a=1",
+                    "k=v",
+                ]
             assert json.loads(s.d.calls[0].raw)["prompt"] == "hello"
 
     uvloop.run(scene())
@@ -236,26 +305,38 @@ def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: in
     """Also a refusal: that is what people ask the operator about."""
 
     async def scene() -> None:
-        async with stage(prefills, completes, api_keys=KEYS, admin_key="sk-admin", cors_origins=("https://app",)) as s:
+        async with stage(
+            prefills, completes, api_keys=KEYS, admin_key="sk-admin", cors_origins=("https://app",)
+        ) as s:
             sent = {"Origin": "https://app", "Access-Control-Request-Method": "POST"}
-            for given, expected in (({"X-Request-Id": "mine-1"}, "mine-1"), ({}, None), ({"X-Request-Id": "un fit"}, None)):
+            for given, expected in (
+                ({"X-Request-Id": "mine-1"}, "mine-1"),
+                ({}, None),
+                ({"X-Request-Id": "un fit"}, None),
+            ):
                 async with s.session.request(method, s.url + path, headers=sent | given) as answer:
                     assert answer.status == status
-                    assert answer.headers["X-Request-Id"] == expected or (expected is None and len(answer.headers["X-Request-Id"]) == 32)
+                    assert answer.headers["X-Request-Id"] == expected or (
+                        expected is None and len(answer.headers["X-Request-Id"]) == 32
+                    )
 
     uvloop.run(scene())
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
 def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -> None:
-    """Without an admin key only this machine may ask. What a web server here passes on comes from elsewhere."""
+    """Without an admin key only this machine may ask. What a web server here passes on comes from
+    elsewhere.
+    """
     access_policy = AccessPolicy.of(AccessOptions())
     plain = Headers(values={"host": "127.0.0.1:8000"})
     passed_on = Headers(values={"host": "127.0.0.1:8000", name.lower(): "203.0.113.9"})
     assert access_policy.is_admin(plain, "127.0.0.1")
     assert not access_policy.is_admin(passed_on, "127.0.0.1")
     keyed = AccessPolicy.of(AccessOptions(admin_key="sk"))
-    assert keyed.is_admin(Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1")
+    assert keyed.is_admin(
+        Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1"
+    )
 
 
 @pytest.mark.parametrize("head", ["Content-Length: 67108864", "Transfer-Encoding: chunked"])
@@ -265,7 +346,9 @@ def test_what_is_open_to_everybody_takes_no_large_bodies(line: str, head: str) -
 
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=KEYS) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1])
+            )
             writer.write(f"{line} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
             assert (await reader.readline()).startswith(b"HTTP/1.1 413")
             writer.close()

@@ -1,4 +1,6 @@
-"""The fleet changes while requests flow: by an operator's hand, or because instances come and go by themselves."""
+"""The fleet changes while requests flow: by an operator's hand, or because instances come and go by
+themselves.
+"""
 
 import asyncio
 import json
@@ -17,9 +19,13 @@ from kvferry.router.fleet.registration import Registrar, Statement
 REGISTRAR = Registrar(b"a secret of the cluster")
 
 
-async def ask(s: Stage, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+async def ask(
+    s: Stage, method: str, path: str, body: object = None, **headers: str
+) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with s.session.request(method, s.url + path, data=None if body is None else data, headers=headers) as answer:
+    async with s.session.request(
+        method, s.url + path, data=None if body is None else data, headers=headers
+    ) as answer:
         return answer.status, await answer.json()
 
 
@@ -36,15 +42,19 @@ def test_an_instance_is_added_drained_and_removed_while_requests_flow() -> None:
             for _ in range(4):
                 assert (await s.post(ONE))[0] == 200
             assert (len(s.d.calls), len(new.calls)) == (3, 2)
-            assert (await ask(s, "POST", "/admin/instances/drain", named(s.d)))[1]["state"] == "draining"
+            assert (await ask(s, "POST", "/admin/instances/drain", named(s.d)))[1][
+                "state"
+            ] == "draining"
             for _ in range(3):
                 assert (await s.post(ONE))[0] == 200
             assert (len(s.d.calls), len(new.calls)) == (3, 5)
             assert (await ask(s, "DELETE", "/admin/instances", named(s.d)))[1]["state"] == "gone"
             _, shown = await ask(s, "GET", "/admin/instances")
-            assert [(entry["role"], entry["url"]) for entry in shown["instances"] if entry["role"] == "decode"] == [
-                ("decode", f"http://127.0.0.1:{new.port}")
-            ]
+            assert [
+                (entry["role"], entry["url"])
+                for entry in shown["instances"]
+                if entry["role"] == "decode"
+            ] == [("decode", f"http://127.0.0.1:{new.port}")]
 
     uvloop.run(scene())
 
@@ -104,7 +114,9 @@ def test_a_removed_instance_keeps_the_request_that_it_works_on() -> None:
         ("PUT", "/admin/instances", {}, 405),
     ],
 )
-def test_what_is_no_order_changes_nothing(method: str, path: str, body: object, status: int) -> None:
+def test_what_is_no_order_changes_nothing(
+    method: str, path: str, body: object, status: int
+) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, registrar=REGISTRAR) as s:
             _, before = await ask(s, "GET", "/admin/instances")
@@ -115,21 +127,31 @@ def test_what_is_no_order_changes_nothing(method: str, path: str, body: object, 
     uvloop.run(scene())
 
 
-# -- by themselves -----------------------------------------------------------------------------------------------------
+# -- by themselves --
 
 
 def statement(engine: StubEngine, **changes: Any) -> dict[str, str]:
-    values: dict[str, Any] = {"role": Role.DECODE, "url": f"http://127.0.0.1:{engine.port}", "ttl_s": 30.0, "made_at": time.time()}
+    values: dict[str, Any] = {
+        "role": Role.DECODE,
+        "url": f"http://127.0.0.1:{engine.port}",
+        "ttl_s": 30.0,
+        "made_at": time.time(),
+    }
     return {"statement": REGISTRAR.sign(Statement(**{**values, **changes}))}
 
 
 def test_an_instance_registers_itself_and_leaves() -> None:
     async def scene() -> None:
-        async with stage(prefills, [], registrar=REGISTRAR) as s, stub_engine(StubEngine(completes)) as new:
+        async with (
+            stage(prefills, [], registrar=REGISTRAR) as s,
+            stub_engine(StubEngine(completes)) as new,
+        ):
             assert (await s.post(ONE))[0] == 503
             assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
             assert (await s.post(ONE))[0] == 200
-            assert (await ask(s, "POST", "/admin/register", statement(new, is_leaving=True)))[0] == 200
+            assert (await ask(s, "POST", "/admin/register", statement(new, is_leaving=True)))[
+                0
+            ] == 200
             assert (await s.post(ONE))[0] == 503
             # Its next life at the same address.
             assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
@@ -140,7 +162,10 @@ def test_an_instance_registers_itself_and_leaves() -> None:
 
 def test_an_instance_that_does_not_renew_is_forgotten() -> None:
     async def scene() -> None:
-        async with stage(prefills, [], registrar=REGISTRAR) as s, stub_engine(StubEngine(completes)) as new:
+        async with (
+            stage(prefills, [], registrar=REGISTRAR) as s,
+            stub_engine(StubEngine(completes)) as new,
+        ):
             await ask(s, "POST", "/admin/register", statement(new, ttl_s=0.2))
             while (await ask(s, "GET", "/admin/instances"))[1]["instances"][1:]:
                 await asyncio.sleep(0.01)
@@ -149,7 +174,9 @@ def test_an_instance_that_does_not_renew_is_forgotten() -> None:
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize(("age_s", "ttl_s"), [(3600.0, 30.0), (-3600.0, 30.0), (0.0, -1.0), (0.0, 1e9)])
+@pytest.mark.parametrize(
+    ("age_s", "ttl_s"), [(3600.0, 30.0), (-3600.0, 30.0), (0.0, -1.0), (0.0, 1e9)]
+)
 def test_a_statement_that_is_old_or_odd_is_refused(age_s: float, ttl_s: float) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, registrar=REGISTRAR) as s:
@@ -179,7 +206,9 @@ def test_without_a_secret_nobody_registers() -> None:
 
 
 def test_metrics_forget_an_instance_also_when_its_last_leg_outlives_it() -> None:
-    """Instances that come and go by themselves have a new port each time: the page would grow for ever."""
+    """Instances that come and go by themselves have a new port each time: the page would grow for
+    ever.
+    """
 
     async def scene() -> None:
         go_on = asyncio.Event()

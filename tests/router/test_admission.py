@@ -1,4 +1,6 @@
-"""Who runs, who waits and who is sent away: stories, a state machine over the pure queue, and the shell's coroutines."""
+"""Who runs, who waits and who is sent away: stories, a state machine over the pure queue, and the
+shell's coroutines.
+"""
 
 import asyncio
 import gc
@@ -69,7 +71,9 @@ def test_a_tenant_at_its_limit_is_overtaken_by_others_only() -> None:
 def test_tenants_take_turns_and_each_is_served_in_its_order() -> None:
     queue = AdmissionQueue(AdmissionOptions(max_running=1, max_waiting=100))
     running, order = arrive(queue, "x"), []
-    waiting = {arrive(queue, tenant): f"{tenant}{number}" for tenant in "abc" for number in range(3)}
+    waiting = {
+        arrive(queue, tenant): f"{tenant}{number}" for tenant in "abc" for number in range(3)
+    }
     for _ in range(9):
         (running,) = queue.leave(running, 1.0)
         order.append(waiting[running])
@@ -110,7 +114,10 @@ def test_nobody_leaves_twice() -> None:
         queue.leave(entry, 1.0)
 
 
-@pytest.mark.parametrize("setting", [{"max_running": 0}, {"max_waiting": -1}, {"tenant_running": 0}, {"tenant_waiting": -1}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_running": 0}, {"max_waiting": -1}, {"tenant_running": 0}, {"tenant_waiting": -1}],
+)
 def test_limits_that_admit_nobody_are_refused(setting: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         AdmissionOptions(**setting)
@@ -129,14 +136,28 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.admissions_of_others: Counter[str] = Counter()
         """Since a tenant that waits and may run was last given its turn."""
 
-    @initialize(max_running=st.integers(1, 5), max_waiting=st.integers(0, 8), tenant_running=limits, tenant_waiting=limits)
-    def start(self, max_running: int, max_waiting: int, tenant_running: int | None, tenant_waiting: int | None) -> None:
+    @initialize(
+        max_running=st.integers(1, 5),
+        max_waiting=st.integers(0, 8),
+        tenant_running=limits,
+        tenant_waiting=limits,
+    )
+    def start(
+        self,
+        max_running: int,
+        max_waiting: int,
+        tenant_running: int | None,
+        tenant_waiting: int | None,
+    ) -> None:
         self.options = AdmissionOptions(max_running, max_waiting, tenant_running, tenant_waiting)
         self.queue = AdmissionQueue(self.options)
 
     @rule(tenant=st.sampled_from("abc"))
     def come(self, tenant: str) -> None:
-        waiting, num_waiting = len(self.waiting.get(tenant, ())), sum(map(len, self.waiting.values()))
+        waiting, num_waiting = (
+            len(self.waiting.get(tenant, ())),
+            sum(map(len, self.waiting.values())),
+        )
         entry = self.queue.arrive(tenant, 0.0)
         match entry:
             case AdmissionRefused(reason=RefusalReason.TENANT):
@@ -162,14 +183,21 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _check_turn(self, tenant: str) -> None:
         """While somebody waits who may run, no other tenant is served twice."""
         for other, queue in self.waiting.items():
-            may_run = self.options.tenant_running is None or self.queue.num_running_of(other) < self.options.tenant_running
-            self.admissions_of_others[other] = self.admissions_of_others[other] + 1 if queue and may_run and other != tenant else 0
+            may_run = (
+                self.options.tenant_running is None
+                or self.queue.num_running_of(other) < self.options.tenant_running
+            )
+            self.admissions_of_others[other] = (
+                self.admissions_of_others[other] + 1 if queue and may_run and other != tenant else 0
+            )
         assert max(self.admissions_of_others.values(), default=0) <= len(self.waiting)
 
     @precondition(lambda self: any(self.waiting.values()))
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from([entry for queue in self.waiting.values() for entry in queue]))
+        entry = data.draw(
+            st.sampled_from([entry for queue in self.waiting.values() for entry in queue])
+        )
         self.waiting[entry.tenant].remove(entry)
         if not self.waiting[entry.tenant]:
             self.admissions_of_others[entry.tenant] = 0  # whoever comes again stands at the end
@@ -178,10 +206,18 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def limits_hold_and_nobody_is_lost(self) -> None:
         assert self.queue.num_running == len(self.running) <= self.options.max_running
-        assert self.queue.num_waiting == sum(map(len, self.waiting.values())) <= self.options.max_waiting
+        assert (
+            self.queue.num_waiting
+            == sum(map(len, self.waiting.values()))
+            <= self.options.max_waiting
+        )
         for tenant in "abc":
-            assert self.queue.num_running_of(tenant) == sum(entry.tenant == tenant for entry in self.running)
-            assert self.queue.num_running_of(tenant) <= (self.options.tenant_running or self.options.max_running)
+            assert self.queue.num_running_of(tenant) == sum(
+                entry.tenant == tenant for entry in self.running
+            )
+            assert self.queue.num_running_of(tenant) <= (
+                self.options.tenant_running or self.options.max_running
+            )
             assert self.queue.num_waiting_of(tenant) == len(self.waiting.get(tenant, ()))
 
     @invariant()
@@ -201,7 +237,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 TestAdmissionMachine = AdmissionMachine.TestCase
 
 
-# -- the shell ---------------------------------------------------------------------------------------------------------
+# -- the shell --
 
 
 def run(story: Coroutine[Any, Any, T]) -> T:
@@ -246,7 +282,9 @@ def test_a_deadline_ends_the_waiting() -> None:
     async def story() -> None:
         admission = make_admission(max_running=1)
         first = await enter(admission)
-        assert await admission.enter("ann", timeout_s=0.001) == AdmissionRefused(RefusalReason.LATE, 1)
+        assert await admission.enter("ann", timeout_s=0.001) == AdmissionRefused(
+            RefusalReason.LATE, 1
+        )
         assert admission.queue.num_waiting == 0
         admission.leave(first)
         admission.leave(await enter(admission))
@@ -260,7 +298,8 @@ def test_a_place_that_is_free_in_the_moment_of_the_deadline_is_taken() -> None:
         first = await enter(admission)
         waiting = asyncio.create_task(admission.enter("ann", timeout_s=0.6))
         await settle()
-        # The loop is kept from looking until both are due, the leaving first; the waiter runs after both.
+        # The loop is kept from looking until both are due, the leaving first; the waiter runs after
+        # both.
         loop.call_later(0.05, admission.leave, first)
         loop.call_soon(time.sleep, 0.7)
         entry = await waiting
@@ -286,9 +325,18 @@ def test_who_is_cancelled_while_waiting_leaves_nothing_behind() -> None:
     run(story())
 
 
-@given(events=st.lists(st.tuples(st.sampled_from(["cancel", "leave"]), st.integers(0, 5)), max_size=12), num_running=st.integers(1, 3))
-def test_a_cancel_in_the_moment_of_admission_hands_the_place_on(events: list[tuple[str, int]], num_running: int) -> None:
-    """Several leave and are cancelled without the loop running in between: every place is found again."""
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["cancel", "leave"]), st.integers(0, 5)), max_size=12
+    ),
+    num_running=st.integers(1, 3),
+)
+def test_a_cancel_in_the_moment_of_admission_hands_the_place_on(
+    events: list[tuple[str, int]], num_running: int
+) -> None:
+    """Several leave and are cancelled without the loop running in between: every place is found
+    again.
+    """
 
     async def story() -> None:
         admission = make_admission(max_running=num_running)

@@ -28,7 +28,9 @@ async def raw_exchange(s: Stage, sent: bytes) -> bytes:
 
 def post(body: bytes, *headers: str) -> bytes:
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", *headers]
-    if not any(line.lower().startswith(("content-length", "transfer-encoding")) for line in headers):
+    if not any(
+        line.lower().startswith(("content-length", "transfer-encoding")) for line in headers
+    ):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -40,7 +42,11 @@ def test_health_says_how_many_instances_there_are() -> None:
                 async with s.session.get(s.url + path) as answer:
                     shown = await answer.json()
                     assert answer.status == 200
-                    assert {key: shown[key] for key in COUNTS} == {"status": "ok", "prefill_instances": 2, "decode_instances": 1}
+                    assert {key: shown[key] for key in COUNTS} == {
+                        "status": "ok",
+                        "prefill_instances": 2,
+                        "decode_instances": 1,
+                    }
 
     uvloop.run(scene())
 
@@ -53,7 +59,11 @@ def test_health_says_how_many_instances_answered_last_time_and_stays_ok() -> Non
                 async with s.session.get(f"{s.url}/health") as answer:
                     shown = await answer.json()
                     assert shown["status"] == "ok"
-                    return answer.status, [shown[f"{role}_last_{how}"] for role in ("prefill", "decode") for how in ("answered", "failed")]
+                    return answer.status, [
+                        shown[f"{role}_last_{how}"]
+                        for role in ("prefill", "decode")
+                        for how in ("answered", "failed")
+                    ]
 
             assert await health() == (200, [0, 0, 0, 0])
             assert (await s.post(ONE))[0] == 200
@@ -72,7 +82,9 @@ def test_health_says_how_many_instances_answered_last_time_and_stays_ok() -> Non
 def test_models_are_those_of_a_decode_instance() -> None:
     async def scene() -> None:
         async with stage(prefills, answers(200, '{"data":[]}')) as s:
-            async with s.session.get(f"{s.url}/v1/models", headers={"Authorization": "k"}) as answer:
+            async with s.session.get(
+                f"{s.url}/v1/models", headers={"Authorization": "k"}
+            ) as answer:
                 assert (answer.status, await answer.read()) == (200, b'{"data":[]}')
             assert s.d.calls[0].path == "/v1/models"
             assert s.d.calls[0].headers["Authorization"] == "k"
@@ -94,11 +106,19 @@ def test_models_are_asked_of_another_when_one_takes_no_requests() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 404)],
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/v1/embeddings", 404),
+    ],
 )
 def test_what_is_not_there_is_a_json_error(method: str, path: str, status: int) -> None:
     async def scene() -> None:
-        async with stage(prefills, completes) as s, s.session.request(method, s.url + path) as answer:
+        async with (
+            stage(prefills, completes) as s,
+            s.session.request(method, s.url + path) as answer,
+        ):
             assert answer.status == status
             assert json.loads(await answer.read())["error"]["code"] == status
 
@@ -112,13 +132,18 @@ def test_a_body_over_the_limit_is_a_413_and_one_at_the_limit_is_served() -> None
             assert (await s.post({"prompt": "x" * (4096 - frame)}))[0] == 200
             status, _, body = await s.post({"prompt": "x" * (4097 - frame)})
             assert status == 413
-            assert json.loads(body)["error"]["message"] == "the request body is larger than the 4096 bytes that this server takes"
+            assert (
+                json.loads(body)["error"]["message"]
+                == "the request body is larger than the 4096 bytes that this server takes"
+            )
             assert len(s.p.calls) == 1
 
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a","b"]}', b"[" * 50_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a","b"]}', b"[" * 50_000]
+)
 def test_a_bad_body_is_a_400_that_reaches_no_engine(body: bytes) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
@@ -156,7 +181,9 @@ def test_bytes_that_are_hardly_http_disturb_nobody(sent: bytes) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             answer = await raw_exchange(s, sent)
-            assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200"))
+            assert answer == b"" or answer.startswith(
+                (b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200")
+            )
             assert (await s.post(ONE))[0] == 200
 
     uvloop.run(scene())
@@ -175,7 +202,9 @@ def test_malformed_http_is_a_json_error_without_an_echo(sent: bytes, status: int
 def test_an_upload_that_stalls_is_a_408() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, idle=0.3) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1])
+            )
             writer.write(post(b"abc", "Content-Length: 100"))
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
             writer.close()
@@ -192,8 +221,16 @@ def test_any_body_at_all_gets_an_answer() -> None:
                 assert (await s.post(body))[0] in (200, 400)
             assert (await s.post(ONE))[0] == 200
 
-    value = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.text(max_size=3), max_size=3)
-    keys = st.sampled_from(["prompt", "stream", "n", "max_tokens", "kv_transfer_params", "messages"]) | st.text(max_size=5)
+    value = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text(max_size=5)
+        | st.lists(st.text(max_size=3), max_size=3)
+    )
+    keys = st.sampled_from(
+        ["prompt", "stream", "n", "max_tokens", "kv_transfer_params", "messages"]
+    ) | st.text(max_size=5)
     objects = st.dictionaries(keys, value, max_size=5).map(lambda found: json.dumps(found).encode())
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -209,6 +246,11 @@ def test_what_is_no_request_is_counted_too() -> None:
         async with stage(prefills, completes, max_body_bytes=100) as s:
             for sent, status in ((b"\x16\x03\x01", 400), (post(b"x" * 101), 413)):
                 assert (await raw_exchange(s, sent)).startswith(b"HTTP/1.1 %d" % status)
-                assert await s.metric(f'kvferry:router_requests_total{{route="malformed",status="{status}"}}') == 1
+                assert (
+                    await s.metric(
+                        f'kvferry:router_requests_total{{route="malformed",status="{status}"}}'
+                    )
+                    == 1
+                )
 
     uvloop.run(scene())

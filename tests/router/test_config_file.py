@@ -45,10 +45,20 @@ def test_a_file_says_everything() -> None:
         "https://10.0.0.3:8443",
     ]
     assert (options.host, options.port, options.access_log) == ("0.0.0.0", 8192, True)
-    assert (options.timeouts.connect, options.limits.max_body_bytes, options.admission.max_running) == (1.0, 1024, 7)
-    assert (options.routing.prefill_policy, options.routing.without_prefill) == ("round_robin", FailurePolicy.FAIL)
+    assert (
+        options.timeouts.connect,
+        options.limits.max_body_bytes,
+        options.admission.max_running,
+    ) == (1.0, 1024, 7)
+    assert (options.routing.prefill_policy, options.routing.without_prefill) == (
+        "round_robin",
+        FailurePolicy.FAIL,
+    )
     assert (options.health.probe_interval_s, options.conversations.ttl) == (1.5, 60.0)
-    assert (options.access.api_keys[0], options.access.admin_key) == (("team-a", "sk-1"), "sk-admin")
+    assert (options.access.api_keys[0], options.access.admin_key) == (
+        ("team-a", "sk-1"),
+        "sk-admin",
+    )
     assert "sk-" not in repr(options).replace(repr(options.access.api_keys), "")
 
 
@@ -61,9 +71,15 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
     ("text", "sentence"),
     [
         ("port = ", "not valid TOML"),
-        ("[health]\nill_probes = 3", "health.ill_probes in the configuration file is now called health.max_failed_probes"),
+        (
+            "[health]\nill_probes = 3",
+            "health.ill_probes in the configuration file is now called health.max_failed_probes",
+        ),
         ("prot = 1", "prot, which is no setting; did you mean port?"),
-        ("[timeouts]\nconect = 1", "timeouts.conect, which is no setting; did you mean timeouts.connect?"),
+        (
+            "[timeouts]\nconect = 1",
+            "timeouts.conect, which is no setting; did you mean timeouts.connect?",
+        ),
         ("[timeouts]\nconnect = 0", "timeouts.connect must be more than 0"),
         ('[timeouts]\nconnect = "x"', "timeouts in the configuration file"),
         ("timeouts = 3", "timeouts in the configuration file"),
@@ -97,7 +113,9 @@ def test_so_is_an_unfit_key_among_those_of_clients(key: str) -> None:
 
 def test_an_authority_that_cannot_be_loaded_is_found_at_the_start() -> None:
     async def scene() -> None:
-        options = read_config_file('[access]\ninstance_ca_file = "/nowhere/ca.pem"', FILES.__getitem__)
+        options = read_config_file(
+            '[access]\ninstance_ca_file = "/nowhere/ca.pem"', FILES.__getitem__
+        )
         with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem cannot be loaded"):
             RouterApp(options, NullReleaser())
 

@@ -1,4 +1,6 @@
-"""What D says at the end of a turn reaches P with the next one, and nobody else: no client, no other tenant."""
+"""What D says at the end of a turn reaches P with the next one, and nobody else: no client, no
+other tenant.
+"""
 
 import asyncio
 import json
@@ -10,12 +12,27 @@ import uvloop
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.stubs import PARAMS, Behaviour, Stage, completes, drops_connection, prefills, stage, streams
+from tests.router.stubs import (
+    PARAMS,
+    Behaviour,
+    Stage,
+    completes,
+    drops_connection,
+    prefills,
+    stage,
+    streams,
+)
 
 from kvferry.router.conversations.turn_params import TurnParamsFilter, take_turn_params
 from kvferry.router.fleet.instances import Instance
 
-TURN = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d", "remote_num_tokens": 40, "ttl_s": 60.0}
+TURN = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "ticket": "ticket-of-d",
+    "remote_num_tokens": 40,
+    "ttl_s": 60.0,
+}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "conversation_id": "c1"}
 CHAT = "/v1/chat/completions"
 EVENTS = [
@@ -29,7 +46,9 @@ DONE = b"data: [DONE]\n\n"
 async def ends_with_ticket(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if body.get("stream"):
         return await streams([*EVENTS, LAST, DONE])(request, body)
-    return web.json_response({"id": "d", "choices": [{"text": "hello"}], "kv_transfer_params": TURN})
+    return web.json_response(
+        {"id": "d", "choices": [{"text": "hello"}], "kv_transfer_params": TURN}
+    )
 
 
 def asked_of_p(s: Stage, number: int = -1) -> dict[str, Any]:
@@ -47,8 +66,15 @@ def test_the_next_turn_offers_p_what_d_has_kept(is_streamed: bool) -> None:
                 assert b"ticket-of-d" not in body
                 if is_streamed:
                     assert body == b"".join([*EVENTS, DONE])
-            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [None, "ticket-of-d", "ticket-of-d"]
-            assert (asked_of_p(s)["do_remote_decode"], asked_of_p(s)["do_remote_prefill"]) == (True, False)
+            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [
+                None,
+                "ticket-of-d",
+                "ticket-of-d",
+            ]
+            assert (asked_of_p(s)["do_remote_decode"], asked_of_p(s)["do_remote_prefill"]) == (
+                True,
+                False,
+            )
             words = [call.body["kv_transfer_params"]["conversation"] for call in s.d.calls]
             assert (len(set(words)), {len(word) for word in words}) == (3, {32})
             assert all("conversation_id" not in call.body for call in (*s.p.calls, *s.d.calls))
@@ -109,14 +135,20 @@ def test_what_a_d_says_late_of_an_old_turn_does_not_replace_what_it_says_of_the_
                     await asyncio.sleep(0.01)
             is_first_told.set()
             await s.post(TALK | {"stream": True}, CHAT)
-            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [None, None, "ticket-2"]
+            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [
+                None,
+                None,
+                "ticket-2",
+            ]
 
     uvloop.run(scene())
 
 
 def test_a_conversation_stays_with_the_d_that_has_it() -> None:
     async def scene() -> None:
-        async with stage(prefills, [ends_with_ticket] * 3, decode_policy="conversation_affinity") as s:
+        async with stage(
+            prefills, [ends_with_ticket] * 3, decode_policy="conversation_affinity"
+        ) as s:
             for turn in range(6):
                 await s.post(TALK | {"turn": turn}, CHAT)
             assert sorted(len(engine.calls) for engine in s.decoders) == [0, 0, 6]
@@ -141,7 +173,9 @@ def test_what_a_d_has_kept_is_forgotten_when_it_is_removed() -> None:
 def test_a_p_that_fails_over_the_last_turns_blocks_is_asked_without_them() -> None:
     async def scene() -> None:
         async def stumbles(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            behave: Behaviour = drops_connection if "ticket" in body["kv_transfer_params"] else prefills
+            behave: Behaviour = (
+                drops_connection if "ticket" in body["kv_transfer_params"] else prefills
+            )
             return await behave(request, body)
 
         async with stage([stumbles, prefills], ends_with_ticket, max_retries=2) as s:
@@ -178,7 +212,7 @@ def test_a_turn_that_its_client_left_keeps_nothing_and_hurts_nobody() -> None:
     uvloop.run(scene())
 
 
-# -- pure --------------------------------------------------------------------------------------------------------------
+# -- pure --
 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -218,8 +252,13 @@ def test_an_event_without_end_is_not_kept_for_ever() -> None:
 
 def test_a_last_event_that_says_more_keeps_the_rest() -> None:
     look = TurnParamsFilter()
-    event = b'data: {"choices":[],"usage":{"total_tokens":3},"kv_transfer_params":{"ticket":"t"}}\n\n'
-    assert json.loads(look.feed(event).removeprefix(b"data: ")) == {"choices": [], "usage": {"total_tokens": 3}}
+    event = (
+        b'data: {"choices":[],"usage":{"total_tokens":3},"kv_transfer_params":{"ticket":"t"}}\n\n'
+    )
+    assert json.loads(look.feed(event).removeprefix(b"data: ")) == {
+        "choices": [],
+        "usage": {"total_tokens": 3},
+    }
     assert look.params == b'{"ticket":"t"}'
 
 
@@ -239,6 +278,8 @@ def test_params_of_p_pass_unchanged() -> None:
         async with stage(prefills, completes) as s:
             await s.post(TALK, CHAT)
             given_to_d = s.d.calls[0].body["kv_transfer_params"]
-            assert {key: value for key, value in given_to_d.items() if key != "conversation"} == PARAMS
+            assert {
+                key: value for key, value in given_to_d.items() if key != "conversation"
+            } == PARAMS
 
     uvloop.run(scene())

@@ -32,7 +32,9 @@ def test_a_ticket_is_used_once() -> None:
 
 
 @given(one=st.tuples(st.text(), st.text()), other=st.tuples(st.text(), st.text()))
-def test_another_tenants_conversation_is_never_found(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_another_tenants_conversation_is_never_found(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
     """Also where the two names put together read alike."""
     store = Conversations()
     store.put(*one, turn(), ttl_s=60, now=0)
@@ -99,7 +101,9 @@ class Kept:
 
 
 class ConversationMachine(RuleBasedStateMachine):
-    """The model keeps everything: what the store gives is what the model has, and what it lacks was too much or too old."""
+    """The model keeps everything: what the store gives is what the model has, and what it lacks was
+    too much or too old.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +112,13 @@ class ConversationMachine(RuleBasedStateMachine):
         self.model: dict[tuple[str, str], Kept] = {}
         self.newest: tuple[str, str] | None = None
 
-    @rule(tenant=TENANTS, name=NAMES, size=st.integers(0, 2500), ttl_s=st.integers(0, 30), decoder=st.sampled_from([D1, D2]))
+    @rule(
+        tenant=TENANTS,
+        name=NAMES,
+        size=st.integers(0, 2500),
+        ttl_s=st.integers(0, 30),
+        decoder=st.sampled_from([D1, D2]),
+    )
     def put(self, tenant: str, name: str, size: int, ttl_s: int, decoder: Instance) -> None:
         added = LastTurn(bytes(size), decoder)
         self.model.pop((tenant, name), None)

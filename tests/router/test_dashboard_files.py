@@ -25,14 +25,24 @@ def test_the_page_takes_nothing_from_elsewhere_and_has_no_script_or_style_inside
         assert found is not None
         text = found.body.decode().replace("http://www.w3.org/2000/svg", "")
         assert re.findall(r"https?://|//cdn|@import|url\(", text) == []
-        assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text) == []
+        assert (
+            re.findall(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function",
+                text,
+            )
+            == []
+        )
         if path == "/dashboard":
             assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", text) == []
 
 
 def test_each_file_says_its_type_and_the_policy() -> None:
     files = DashboardFiles.load()
-    for path, kind in (("/dashboard", "text/html"), ("/dashboard/style.css", "text/css"), ("/dashboard/dashboard.js", "text/javascript")):
+    for path, kind in (
+        ("/dashboard", "text/html"),
+        ("/dashboard/style.css", "text/css"),
+        ("/dashboard/dashboard.js", "text/javascript"),
+    ):
         found = files.find(path)
         assert found is not None
         headers = dict(found.headers)

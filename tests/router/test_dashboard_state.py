@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.dashboard.request_view import RequestDetail, state_of, view_request
-from kvferry.router.dashboard.state import SHOWN_LIVE, SHOWN_RECENT, InstanceFacts, RouterFacts, build_state, encode_state
+from kvferry.router.dashboard.state import (
+    SHOWN_LIVE,
+    SHOWN_RECENT,
+    InstanceFacts,
+    RouterFacts,
+    build_state,
+    encode_state,
+)
 from kvferry.router.fleet.instance_metrics import MetricsWatcher, read_metrics
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome, Timeline
@@ -15,8 +22,15 @@ from kvferry.web.transfer_records import TransferRecord, TransferRecords, read_t
 ROUTER = RouterFacts(version="1", uptime_s=5.0, policies={"prefill": "round_robin"})
 
 
-def state(recent: RecentRequests, *instances: InstanceFacts, time_series: TimeSeries | None = None, now: float = 100.0) -> Any:
-    return json.loads(encode_state(build_state(ROUTER, instances, time_series or TimeSeries(), recent, now)))
+def state(
+    recent: RecentRequests,
+    *instances: InstanceFacts,
+    time_series: TimeSeries | None = None,
+    now: float = 100.0,
+) -> Any:
+    return json.loads(
+        encode_state(build_state(ROUTER, instances, time_series or TimeSeries(), recent, now))
+    )
 
 
 def phases(view: RequestDetail) -> list[tuple[str, float, float | None]]:
@@ -54,9 +68,19 @@ RECORD = TransferRecord(
 
 def test_the_phases_that_a_router_knows() -> None:
     view = view_request(handed_over(), (), now=110.0)
-    assert phases(view) == [("queued", 0.0, 1.0), ("prefill", 1.0, 3.0), ("decode", 3.0, 4.0), ("streaming", 4.0, 6.0)]
+    assert phases(view) == [
+        ("queued", 0.0, 1.0),
+        ("prefill", 1.0, 3.0),
+        ("decode", 3.0, 4.0),
+        ("streaming", 4.0, 6.0),
+    ]
     assert [phase.instance for phase in view.phases] == ["", "p1", "d1", "d1"]
-    assert (view.has_transfer, view.duration_s, view.state, view.status) == (False, 6.0, "answered", 200)
+    assert (view.has_transfer, view.duration_s, view.state, view.status) == (
+        False,
+        6.0,
+        "answered",
+        200,
+    )
 
 
 def test_where_d_tells_the_wait_for_it_is_shown_in_its_parts() -> None:
@@ -78,11 +102,17 @@ def test_where_d_tells_the_wait_for_it_is_shown_in_its_parts() -> None:
 
 def test_what_passed_before_d_s_engine_had_the_request_is_a_part_too() -> None:
     view = view_request(handed_over(), [msgspec.structs.replace(RECORD, age_s=6.875)], now=110.0)
-    assert phases(view)[2:5] == [("received", 3.0, 3.125), ("lease", 3.125, 3.25), ("blocks", 3.25, 3.375)]
+    assert phases(view)[2:5] == [
+        ("received", 3.0, 3.125),
+        ("lease", 3.125, 3.25),
+        ("blocks", 3.25, 3.375),
+    ]
 
 
 def test_d_s_parts_end_before_its_first_token_whatever_the_delay_of_its_words() -> None:
-    """It is asked much later than now says: its record would lie after what the client has had long ago."""
+    """It is asked much later than now says: its record would lie after what the client has had long
+    ago.
+    """
     record = msgspec.structs.replace(RECORD, age_s=6.0, first_token_s=0.875)
     view = view_request(handed_over(), [record], now=110.0)
     assert phases(view)[2] == ("received", 3.0, 3.125)
@@ -105,8 +135,16 @@ def test_each_try_is_shown_and_why_it_failed() -> None:
     timeline.mark(RequestEvent.PREFILL_ENDED, 3.0)
     timeline.mark(RequestEvent.DECODE_BEGAN, 3.0, "d1")
     view = view_request(timeline, (), now=9.0)
-    assert phases(view) == [("queued", 0.0, 1.0), ("prefill", 1.0, 2.0), ("prefill", 2.0, 3.0), ("decode", 3.0, None)]
-    assert [(phase.is_failed, phase.detail) for phase in view.phases[1:3]] == [(True, "it cannot be reached"), (False, "")]
+    assert phases(view) == [
+        ("queued", 0.0, 1.0),
+        ("prefill", 1.0, 2.0),
+        ("prefill", 2.0, 3.0),
+        ("decode", 3.0, None),
+    ]
+    assert [(phase.is_failed, phase.detail) for phase in view.phases[1:3]] == [
+        (True, "it cannot be reached"),
+        (False, ""),
+    ]
     assert (view.retries, view.state, view.duration_s) == (1, "decode", None)
 
 
@@ -118,7 +156,12 @@ def test_a_stream_that_breaks_off_says_so() -> None:
     timeline.mark(RequestEvent.DECODE_FAILED, 3.0, "d1")
     recent.end(timeline, RequestOutcome.BROKEN_OFF, 200, 3.0, "d1 broke off its answer")
     last = view_request(timeline, (), now=9.0).phases[-1]
-    assert (last.name, last.ended_s, last.is_failed, last.detail) == ("streaming", 3.0, True, "d1 broke off its answer")
+    assert (last.name, last.ended_s, last.is_failed, last.detail) == (
+        "streaming",
+        3.0,
+        True,
+        "d1 broke off its answer",
+    )
 
 
 def test_a_failed_handover_is_the_last_of_its_parts() -> None:
@@ -142,7 +185,10 @@ def test_legs_that_run_at_once_overlap() -> None:
         (RequestEvent.FIRST_TOKEN, 3.0),
     ):
         timeline.mark(mark, at)
-    assert phases(view_request(timeline, (), 4.0))[1:3] == [("prefill", 1.0, 2.0), ("decode", 1.0, 3.0)]
+    assert phases(view_request(timeline, (), 4.0))[1:3] == [
+        ("prefill", 1.0, 2.0),
+        ("decode", 1.0, 3.0),
+    ]
     assert state_of(timeline) == "streaming"
 
 
@@ -167,7 +213,9 @@ times = st.one_of(st.none(), st.floats(0, 100))
     ),
 )
 def test_whatever_was_marked_no_phase_ends_before_it_begins(
-    marks: list[tuple[RequestEvent, float]], ending: RequestOutcome | None, records: list[TransferRecord]
+    marks: list[tuple[RequestEvent, float]],
+    ending: RequestOutcome | None,
+    records: list[TransferRecord],
 ) -> None:
     recent, now = RecentRequests(), 50.0
     timeline = recent.begin("r", "/", now)
@@ -187,11 +235,25 @@ def test_the_state_names_instances_with_what_their_metrics_say() -> None:
     watcher = MetricsWatcher()
     watcher.note(read_metrics(b"vllm:num_requests_running 2\nkvferry:num_leases 3\n"), now=98.0)
     known = InstanceFacts("p1", "prefill", "healthy", in_flight=1, watcher=watcher)
-    silent = InstanceFacts("d1", "decode", "ejected", failures=5, last_error="it cannot be reached", returns_in_s=2.5)
+    silent = InstanceFacts(
+        "d1", "decode", "ejected", failures=5, last_error="it cannot be reached", returns_in_s=2.5
+    )
     shown = state(RecentRequests(), known, silent)["instances"]
-    assert [(one["name"], one["role"], one["state"]) for one in shown] == [("p1", "prefill", "healthy"), ("d1", "decode", "ejected")]
-    assert (shown[0]["running"], shown[0]["leases"], shown[0]["read_age_s"], shown[0]["pulls"]) == (2, 3, 2.0, None)
-    assert (shown[1]["running"], shown[1]["read_age_s"], shown[1]["returns_in_s"]) == (None, None, 2.5)
+    assert [(one["name"], one["role"], one["state"]) for one in shown] == [
+        ("p1", "prefill", "healthy"),
+        ("d1", "decode", "ejected"),
+    ]
+    assert (shown[0]["running"], shown[0]["leases"], shown[0]["read_age_s"], shown[0]["pulls"]) == (
+        2,
+        3,
+        2.0,
+        None,
+    )
+    assert (shown[1]["running"], shown[1]["read_age_s"], shown[1]["returns_in_s"]) == (
+        None,
+        None,
+        2.5,
+    )
 
 
 def test_the_state_is_bounded_however_much_there_is() -> None:
@@ -201,7 +263,11 @@ def test_the_state_is_bounded_however_much_there_is() -> None:
         if number % 2:
             recent.end(timeline, RequestOutcome.FAILED, 502, 1.0, f"error {number}")
     shown = state(recent)
-    assert (len(shown["live"]), shown["num_live"], len(shown["recent"])) == (SHOWN_LIVE, 1000, SHOWN_RECENT)
+    assert (len(shown["live"]), shown["num_live"], len(shown["recent"])) == (
+        SHOWN_LIVE,
+        1000,
+        SHOWN_RECENT,
+    )
     assert shown["live"][0]["id"] == "r0"
     assert shown["recent"][0]["id"] == "r1999"
     assert shown["errors"][0]["text"] == "error 1999"
@@ -224,12 +290,24 @@ def test_series_have_one_row_per_second() -> None:
 
 def test_a_router_that_has_seen_nothing_has_a_state() -> None:
     shown = state(RecentRequests())
-    assert (shown["instances"], shown["live"], shown["errors"], shown["series"]["requests"]) == ([], [], [], [])
+    assert (shown["instances"], shown["live"], shown["errors"], shown["series"]["requests"]) == (
+        [],
+        [],
+        [],
+        [],
+    )
     assert shown["headline"]["ttft_p50"] is None
     assert shown["router"]["policies"] == {"prefill": "round_robin"}
 
 
 def test_records_cross_the_wire_and_anything_else_is_none() -> None:
     assert list(read_transfer_records(msgspec.json.encode(TransferRecords([RECORD])))) == [RECORD]
-    for body in (b"", b"{}", b"null", b"<html>", b'{"transfers":[{"request_id":1}]}', b"[" * 100_000):
+    for body in (
+        b"",
+        b"{}",
+        b"null",
+        b"<html>",
+        b'{"transfers":[{"request_id":1}]}',
+        b"[" * 100_000,
+    ):
         assert read_transfer_records(body) == ()

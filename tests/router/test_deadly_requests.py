@@ -1,4 +1,6 @@
-"""A request that kills whoever gets it: it may cost as many instances as there are tries, never the fleet."""
+"""A request that kills whoever gets it: it may cost as many instances as there are tries, never the
+fleet.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +18,9 @@ GOOD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\
 
 
 class Mortal:
-    """Answers, and keeps its connections, until it is asked for what it dies of: then it listens no more."""
+    """Answers, and keeps its connections, until it is asked for what it dies of: then it listens no
+    more.
+    """
 
     def __init__(self) -> None:
         self.num_deaths = 0
@@ -49,13 +53,21 @@ class Mortal:
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_a_deadly_request_takes_no_more_instances_with_it_than_there_are_tries(is_warm: bool) -> None:
-    """A keep-alive connection is replaced once by a fresh one. That none can be made does not mean that nothing was sent."""
+def test_a_deadly_request_takes_no_more_instances_with_it_than_there_are_tries(
+    is_warm: bool,
+) -> None:
+    """A keep-alive connection is replaced once by a fresh one. That none can be made does not mean
+    that nothing was sent.
+    """
 
     async def scene() -> None:
         async with AsyncExitStack() as stack:
-            mortals = [await stack.enter_async_context(Mortal().living()) for _ in range(NUM_INSTANCES)]
-            s = await stack.enter_async_context(stage(prefills, [], max_retries=NUM_RETRIES, failures_in_a_row=100))
+            mortals = [
+                await stack.enter_async_context(Mortal().living()) for _ in range(NUM_INSTANCES)
+            ]
+            s = await stack.enter_async_context(
+                stage(prefills, [], max_retries=NUM_RETRIES, failures_in_a_row=100)
+            )
             for mortal in mortals:
                 new = {"role": "decode", "url": f"http://127.0.0.1:{mortal.port}"}
                 async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:

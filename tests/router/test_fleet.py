@@ -1,4 +1,6 @@
-"""The registry: who is a member, who may be chosen, and that load adds up, whatever happens in whatever order."""
+"""The registry: who is a member, who may be chosen, and that load adds up, whatever happens in
+whatever order.
+"""
 
 import random
 from collections import Counter
@@ -42,7 +44,11 @@ def test_adding_again_changes_nothing_but_ends_draining() -> None:
     member = get(fleet, A)
     fleet.drain(A)
     assert fleet.add(A, 1.0) is member
-    assert (member.state(1.0), member.num_running, len(fleet.members())) == (MemberState.HEALTHY, 1, 2)
+    assert (member.state(1.0), member.num_running, len(fleet.members())) == (
+        MemberState.HEALTHY,
+        1,
+        2,
+    )
     fleet.end(leg, Outcome.ANSWERED, 1.0)
 
 
@@ -79,7 +85,11 @@ def test_a_leg_may_outlive_its_member_and_says_nothing_about_the_next_at_its_add
     assert not fleet.is_current(legs[0])
     for leg in legs:
         fleet.end(leg, Outcome.FAILED, 0.0)
-    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (0, 0, MemberState.NEW)
+    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (
+        0,
+        0,
+        MemberState.NEW,
+    )
 
 
 def test_a_member_that_registered_itself_goes_unless_it_renews() -> None:
@@ -135,7 +145,12 @@ def test_what_is_not_here_is_answered_plainly() -> None:
     fleet.restarted(A, 0.0)
     fleet.note_probe_passed(A, 0.0)
     fleet.note_probe_failed(A, 0.0)
-    assert (fleet.drain(A), fleet.remove(A), fleet.is_drained(A), fleet.get(A)) == (False, False, True, None)
+    assert (fleet.drain(A), fleet.remove(A), fleet.is_drained(A), fleet.get(A)) == (
+        False,
+        False,
+        True,
+        None,
+    )
     assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) is None
 
 
@@ -154,7 +169,11 @@ def test_outcomes_are_counted_and_a_client_that_left_is_not_the_last_one() -> No
     for outcome in (Outcome.FAILED, Outcome.ABANDONED, Outcome.ABANDONED):
         fleet.end(fleet.begin(A, 0.0), outcome, 0.0, "it broke")
     record = get(fleet, A).record
-    assert (record.counts[Outcome.FAILED], record.counts[Outcome.ABANDONED], record.last_outcome) == (1, 2, Outcome.FAILED)
+    assert (
+        record.counts[Outcome.FAILED],
+        record.counts[Outcome.ABANDONED],
+        record.last_outcome,
+    ) == (1, 2, Outcome.FAILED)
     assert record.last_error == "it broke"
 
 
@@ -180,7 +199,9 @@ def test_who_begins_a_leg_may_say_what_it_weighs() -> None:
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "prefix_affinity"])
 def test_requests_that_come_at_once_are_spread_before_any_has_begun(policy: str) -> None:
     fleet = make_fleet(policy, 4)
-    chosen = Counter(fleet.choose(Role.PREFILL, RoutingHints(bytes([number]) * 600), 0.0) for number in range(16))
+    chosen = Counter(
+        fleet.choose(Role.PREFILL, RoutingHints(bytes([number]) * 600), 0.0) for number in range(16)
+    )
     assert sorted(chosen.values()) == [4, 4, 4, 4]
 
 
@@ -188,7 +209,10 @@ def test_a_look_at_who_is_next_takes_nothing() -> None:
     fleet = make_fleet("round_robin", 3)
     assert {fleet.peek(Role.PREFILL, RoutingHints(), 0.0) for _ in range(5)} == {A}
     assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) == A
-    assert (fleet.peek(Role.PREFILL, RoutingHints(), 0.0), fleet.reasons(Role.PREFILL)) == (B, {"turn": 1})
+    assert (fleet.peek(Role.PREFILL, RoutingHints(), 0.0), fleet.reasons(Role.PREFILL)) == (
+        B,
+        {"turn": 1},
+    )
     assert fleet.peek(Role.DECODE, RoutingHints(), 0.0) is None
 
 
@@ -198,7 +222,9 @@ def test_a_choice_among_many_is_little_work(policy: str) -> None:
 
     def work(size: int) -> int:
         fleet = make_fleet(policy, size)
-        return count_instructions(lambda: fleet.choose(Role.PREFILL, RoutingHints(b"x" * 2000), 0.0))
+        return count_instructions(
+            lambda: fleet.choose(Role.PREFILL, RoutingHints(b"x" * 2000), 0.0)
+        )
 
     assert work(256) - work(16) <= 240 * 40
 
@@ -216,7 +242,9 @@ HEALTH = HealthOptions(probe_interval_s=3, first_ejection_s=2, longest_ejection_
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Members come, drain, go and restart; legs begin and end in any order. The model keeps the registry and the legs."""
+    """Members come, drain, go and restart; legs begin and end in any order. The model keeps the
+    registry and the legs.
+    """
 
     @initialize(
         policies=st.tuples(st.sampled_from(list(POLICIES)), st.sampled_from(list(POLICIES))),
@@ -224,7 +252,9 @@ class FleetMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def start(self, policies: tuple[str, str], spare: frozenset[Role], seed: int) -> None:
-        self.options = FleetOptions(dict(zip(Role, policies, strict=True)), optional_roles=spare, health=HEALTH)
+        self.options = FleetOptions(
+            dict(zip(Role, policies, strict=True)), optional_roles=spare, health=HEALTH
+        )
         self.fleet = Fleet(self.options, random.Random(seed).random)
         self.now = 0.0
         self.known: dict[Instance, Known] = {}
@@ -262,30 +292,53 @@ class FleetMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         gone = self.fleet.expire(self.now)
-        assert set(gone) == {instance for instance, known in self.known.items() if known.lease_until <= self.now}
+        assert set(gone) == {
+            instance for instance, known in self.known.items() if known.lease_until <= self.now
+        }
         for instance in gone:
             del self.known[instance]
 
-    @rule(role=st.sampled_from(list(Role)), tried=st.sets(st.sampled_from(INSTANCES), max_size=3), data=st.data())
+    @rule(
+        role=st.sampled_from(list(Role)),
+        tried=st.sets(st.sampled_from(INSTANCES), max_size=3),
+        data=st.data(),
+    )
     def send(self, role: Role, tried: set[Instance], data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from([b"", b"a" * 600, b"a" * 600 + b"b" * 600, b"c" * 3000]))
         hints = RoutingHints(prompt, data.draw(st.none() | st.sampled_from(INSTANCES)))
-        states = {member.instance: member.state(self.now) for member in self.fleet.members(role) if member.instance not in tried}
+        states = {
+            member.instance: member.state(self.now)
+            for member in self.fleet.members(role)
+            if member.instance not in tried
+        }
         chosen = self.fleet.choose(role, hints, self.now, tried)
         self._check_choice(role, chosen, states)
         if chosen is not None:
             self.legs.append(self.fleet.begin(chosen, self.now, hints))
 
-    def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, MemberState]) -> None:
-        good = {instance for instance, state in states.items() if state in (MemberState.HEALTHY, MemberState.NEW)}
+    def _check_choice(
+        self, role: Role, chosen: Instance | None, states: dict[Instance, MemberState]
+    ) -> None:
+        good = {
+            instance
+            for instance, state in states.items()
+            if state in (MemberState.HEALTHY, MemberState.NEW)
+        }
         resting = {instance for instance, state in states.items() if state is MemberState.RESTING}
-        active = {instance for instance, state in states.items() if state is not MemberState.DRAINING}
+        active = {
+            instance for instance, state in states.items() if state is not MemberState.DRAINING
+        }
         if chosen is None:
             assert not good
             assert not resting
             assert not active or role in self.options.optional_roles
         elif good:
-            assert states[chosen] in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT, MemberState.HALF_OPEN)
+            assert states[chosen] in (
+                MemberState.NEW,
+                MemberState.HEALTHY,
+                MemberState.SUSPECT,
+                MemberState.HALF_OPEN,
+            )
         elif role in self.options.optional_roles:
             assert states[chosen] in (MemberState.RESTING, MemberState.HALF_OPEN)
         else:
@@ -311,7 +364,9 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(well=st.sets(st.sampled_from(INSTANCES)))
     def probe(self, well: set[Instance]) -> None:
         for instance in self.fleet.take_probes(self.now):
-            (self.fleet.note_probe_passed if instance in well else self.fleet.note_probe_failed)(instance, self.now)
+            (self.fleet.note_probe_passed if instance in well else self.fleet.note_probe_failed)(
+                instance, self.now
+            )
         deadline = self.fleet.next_deadline()
         assert deadline is None or deadline > self.now or self.fleet.expire(self.now) == []
 
@@ -319,7 +374,9 @@ class FleetMachine(RuleBasedStateMachine):
     def the_registry_is_as_was_said(self) -> None:
         assert {member.instance for member in self.fleet.members()} == set(self.known)
         for instance, known in self.known.items():
-            assert (get(self.fleet, instance).state(self.now) is MemberState.DRAINING) == known.is_draining
+            assert (
+                get(self.fleet, instance).state(self.now) is MemberState.DRAINING
+            ) == known.is_draining
 
     @invariant()
     def load_is_what_is_under_way(self) -> None:
@@ -332,16 +389,26 @@ class FleetMachine(RuleBasedStateMachine):
         for member in self.fleet.members():
             state = member.state(self.now)
             if state is not MemberState.HALF_OPEN:  # ready unless a trial is under way
-                assert (member.ready_at <= self.now) == (state in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT))
+                assert (member.ready_at <= self.now) == (
+                    state in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT)
+                )
 
     @invariant()
     def there_is_one_trial_at_a_time(self) -> None:
         for member in self.fleet.members():
-            trials = [leg for leg in self.legs if leg.member is member and leg.is_trial and leg.generation == member.breaker.generation]
+            trials = [
+                leg
+                for leg in self.legs
+                if leg.member is member
+                and leg.is_trial
+                and leg.generation == member.breaker.generation
+            ]
             assert len([leg for leg in trials if not leg.is_answered]) <= 1
 
     def teardown(self) -> None:
-        """When all has ended nothing is left, and whoever has stayed can be chosen again in time."""
+        """When all has ended nothing is left, and whoever has stayed can be chosen again in
+        time.
+        """
         if not hasattr(self, "fleet"):
             return
         for leg in self.legs:
@@ -352,8 +419,15 @@ class FleetMachine(RuleBasedStateMachine):
         later = self.now + HEALTH.longest_ejection_s
         for member in self.fleet.members():
             if not member.is_draining:
-                others = [other.instance for other in self.fleet.members(member.instance.role) if other is not member]
-                assert self.fleet.choose(member.instance.role, RoutingHints(), later, others) == member.instance
+                others = [
+                    other.instance
+                    for other in self.fleet.members(member.instance.role)
+                    if other is not member
+                ]
+                assert (
+                    self.fleet.choose(member.instance.role, RoutingHints(), later, others)
+                    == member.instance
+                )
 
 
 TestFleetMachine = FleetMachine.TestCase

@@ -1,4 +1,6 @@
-"""Policies against each other, and the breaker against deaths, in a simulated fleet. Only counts are compared."""
+"""Policies against each other, and the breaker against deaths, in a simulated fleet. Only counts
+are compared.
+"""
 
 import random
 
@@ -21,7 +23,9 @@ def simulate(policy: str, engines: list[Engine], arrivals: list[tuple[float, byt
 
 
 def chats(num: int, turns: int, every_s: float, system: str = "") -> list[tuple[float, bytes]]:
-    """Turns of every conversation come about `every_s` after one another; not in step, or round robin would find its way by itself."""
+    """Turns of every conversation come about `every_s` after one another; not in step, or round
+    robin would find its way by itself.
+    """
     pauses = random.Random(5)
     arrivals = []
     for number in range(num):
@@ -34,16 +38,23 @@ def chats(num: int, turns: int, every_s: float, system: str = "") -> list[tuple[
 
 def test_prefix_affinity_finds_more_cached_than_the_others_and_still_balances() -> None:
     arrivals = chats(num=40, turns=6, every_s=2.0)
-    worlds = {name: simulate(name, [Engine(max_cached=256) for _ in range(4)], arrivals) for name in POLICIES}
+    worlds = {
+        name: simulate(name, [Engine(max_cached=256) for _ in range(4)], arrivals)
+        for name in POLICIES
+    }
     hits = {name: world.cached_bytes for name, world in worlds.items()}
-    assert hits["prefix_affinity"] > 1.5 * max(hits["round_robin"], hits["least_load"], hits["power_of_two"])
+    assert hits["prefix_affinity"] > 1.5 * max(
+        hits["round_robin"], hits["least_load"], hits["power_of_two"]
+    )
     sent = worlds["prefix_affinity"].sent
     assert max(sent.values()) < 2 * min(sent.values())
 
 
 def test_a_system_prompt_that_all_share_does_not_draw_all_to_one_instance() -> None:
     arrivals = chats(num=60, turns=3, every_s=0.4, system="be helpful " * 400)
-    sent = simulate("prefix_affinity", [Engine(bytes_per_s=1e5, max_cached=256) for _ in range(4)], arrivals).sent
+    sent = simulate(
+        "prefix_affinity", [Engine(bytes_per_s=1e5, max_cached=256) for _ in range(4)], arrivals
+    ).sent
     assert len(sent) == 4
     assert max(sent.values()) < 0.6 * len(arrivals)
 
@@ -52,7 +63,11 @@ def test_policies_that_look_at_load_spare_a_slow_instance() -> None:
     arrivals = [(number * 0.01, f"{number}".encode() * 800) for number in range(600)]
     shares = {}
     for name in ("round_robin", "least_load", "power_of_two"):
-        world = simulate(name, [Engine(bytes_per_s=2.5e4)] + [Engine(bytes_per_s=2.5e5) for _ in range(3)], arrivals)
+        world = simulate(
+            name,
+            [Engine(bytes_per_s=2.5e4)] + [Engine(bytes_per_s=2.5e5) for _ in range(3)],
+            arrivals,
+        )
         shares[name] = world.sent[make_instance(0)] / len(arrivals)
     assert shares["round_robin"] == 0.25
     assert shares["least_load"] < 0.15
@@ -63,7 +78,10 @@ def run_with_a_death(policy: str, health: HealthOptions) -> World:
     """One of four is dead from 5 s to 25 s, at 50 requests a second."""
     engines = [Engine() for _ in range(4)]
     engines[0].dead = [(5.0, 25.0)]
-    world = World(make_fleet(policy, 4, health=health), {make_instance(number): engine for number, engine in enumerate(engines)})
+    world = World(
+        make_fleet(policy, 4, health=health),
+        {make_instance(number): engine for number, engine in enumerate(engines)},
+    )
     world.run([(number * 0.02, b"%d" % number * 300) for number in range(3000)])
     assert (world.num_answered, world.num_lost) == (3000, 0)
     return world
@@ -83,7 +101,10 @@ def test_without_probes_a_dead_instance_is_tried_now_and_then() -> None:
 
 
 def test_without_ejection_a_dead_instance_would_draw_legs_all_the_time() -> None:
-    world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, max_failed_probes=10**6))
+    world = run_with_a_death(
+        "least_load",
+        HealthOptions(failures_in_a_row=10**6, window_legs=10**6, max_failed_probes=10**6),
+    )
     assert len(world.sent_to_dead) > 200
 
 
@@ -93,12 +114,19 @@ deaths = st.lists(st.tuples(st.integers(1, 7), st.floats(0.1, 10), st.floats(0.5
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=20)
 @given(deaths=deaths)
-def test_no_request_is_lost_while_somebody_lives_and_a_death_costs_few_legs(policy: str, deaths: list[tuple[int, float, float]]) -> None:
-    """The first of eight never dies. Each death of another costs the failures that eject it, and a trial that was about to begin."""
+def test_no_request_is_lost_while_somebody_lives_and_a_death_costs_few_legs(
+    policy: str, deaths: list[tuple[int, float, float]]
+) -> None:
+    """The first of eight never dies. Each death of another costs the failures that eject it, and a
+    trial that was about to begin.
+    """
     engines = [Engine() for _ in range(8)]
     for number, start, length in deaths:
         engines[number].dead.append((start, start + length))
-    world = World(make_fleet(policy, 8), {make_instance(number): engine for number, engine in enumerate(engines)})
+    world = World(
+        make_fleet(policy, 8),
+        {make_instance(number): engine for number, engine in enumerate(engines)},
+    )
     world.run([(number * 0.05, b"%d" % number * 300) for number in range(300)])
     assert (world.num_answered, world.num_lost) == (300, 0)
     assert len(world.sent_to_dead) <= 4 * len(deaths)

@@ -1,4 +1,6 @@
-"""Whatever comes over HTTP is answered with 2xx, or with 4xx and a sentence, and the next good request is served."""
+"""Whatever comes over HTTP is answered with 2xx, or with 4xx and a sentence, and the next good
+request is served.
+"""
 
 import asyncio
 import json
@@ -33,7 +35,9 @@ from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import RouterOptions
 
-GOOD = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}'
+GOOD = (
+    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}'
+)
 MANY = settings(max_examples=150)
 
 
@@ -63,7 +67,9 @@ async def _engine(request: web.Request) -> web.StreamResponse:
     return web.json_response({"id": "x", "choices": [{"text": "ok"}], "kv_transfer_params": PARAMS})
 
 
-async def _stand(started: "Future[tuple[Standing, asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+async def _stand(
+    started: "Future[tuple[Standing, asyncio.AbstractEventLoop, asyncio.Event]]",
+) -> None:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{tail:.*}", _engine)
     over = asyncio.Event()
@@ -111,24 +117,41 @@ named = st.tuples(
     st.sampled_from(['"prefill"', '"decode"', '"both"', "5", "null"]),
     st.one_of(
         st.text(max_size=30).map(json.dumps),
-        st.sampled_from(["http://", "https://", "", "http://[", "http://[::1]:", "http://u:p@", "ftp://"]).flatmap(
-            lambda start: st.text("abc0123456789.:/?#@[]%é \\", max_size=20).map(lambda end: json.dumps(start + end))
+        st.sampled_from(
+            ["http://", "https://", "", "http://[", "http://[::1]:", "http://u:p@", "ftp://"]
+        ).flatmap(
+            lambda start: st.text("abc0123456789.:/?#@[]%é \\", max_size=20).map(
+                lambda end: json.dumps(start + end)
+            )
         ),
-        st.sampled_from(['"http://127.0.0.1:1"', '"http://localhost:65535/"', '"https://[::1]:9"', "5"]),
+        st.sampled_from(
+            ['"http://127.0.0.1:1"', '"http://localhost:65535/"', '"https://[::1]:9"', "5"]
+        ),
     ),
 ).map(lambda pair: f'{{"role":{pair[0]},"url":{pair[1]}}}'.encode())
 statements = values.map(lambda value: f'{{"statement":{value}}}'.encode("latin-1"))
 
 
 @MANY
-@given(framed(st.sampled_from(["GET", "POST", "DELETE", "PUT"]), st.sampled_from(ADMIN), st.one_of(named, named, statements, bodies)))
+@given(
+    framed(
+        st.sampled_from(["GET", "POST", "DELETE", "PUT"]),
+        st.sampled_from(ADMIN),
+        st.one_of(named, named, statements, bodies),
+    )
+)
 def test_the_admin_api_with_any_body(standing: Standing, fuzzed: Fuzzed) -> None:
     """Instances that it adds do not exist, and cost a good request nothing but another try."""
     answered(standing, fuzzed)
     ours = {(member.role.value, member.url) for member in standing.members}
-    found = {(each["role"], each["url"]) for each in json.loads(standing.admin("GET", "/admin/instances"))["instances"]}
+    found = {
+        (each["role"], each["url"])
+        for each in json.loads(standing.admin("GET", "/admin/instances"))["instances"]
+    }
     for role, url in found - ours:
-        standing.admin("DELETE", "/admin/instances", json.dumps({"role": role, "url": url}).encode())
+        standing.admin(
+            "DELETE", "/admin/instances", json.dumps({"role": role, "url": url}).encode()
+        )
     assert ours <= found
 
 
@@ -141,7 +164,14 @@ def test_bytes_that_are_no_request(standing: Standing, data: bytes) -> None:
     standing.assert_serves()
 
 
-KINDS = {b'{"prompt":"x"}': 200, b"{": 400, b"[" * 100_000: 400, b'{"prompt":NaN}': 400, b'{"conversation_id":[]}': 400, b"\xff": 400}
+KINDS = {
+    b'{"prompt":"x"}': 200,
+    b"{": 400,
+    b"[" * 100_000: 400,
+    b'{"prompt":NaN}': 400,
+    b'{"conversation_id":[]}': 400,
+    b"\xff": 400,
+}
 
 
 @pytest.mark.parametrize(("body", "status"), list(KINDS.items()), ids=lambda each: str(each)[:20])

@@ -1,4 +1,6 @@
-"""The breaker of an instance, alone and in a fleet: when it opens, for how long, and what closes it."""
+"""The breaker of an instance, alone and in a fleet: when it opens, for how long, and what closes
+it.
+"""
 
 import random
 from dataclasses import replace
@@ -8,7 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, refuse, state_of
+from tests.router.fleet_world import (
+    answer,
+    begin_trial,
+    chosen,
+    fail,
+    make_fleet,
+    make_instance,
+    refuse,
+    state_of,
+)
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.fleet import Fleet, FleetOptions, MemberState, RoutingHints
@@ -19,7 +30,7 @@ UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
 A, B, C = (make_instance(number) for number in range(3))
 
 
-# -- when it opens -----------------------------------------------------------------------------------------------------
+# -- when it opens --
 
 
 def test_failures_in_a_row_eject() -> None:
@@ -66,7 +77,11 @@ def test_what_was_long_ago_does_not_count() -> None:
     assert state_of(fleet, A, 1000.0) is MemberState.HEALTHY
 
 
-@given(ends=st.lists(st.sampled_from([Outcome.ABANDONED, Outcome.REFUSED, Outcome.ANSWERED]), max_size=40))
+@given(
+    ends=st.lists(
+        st.sampled_from([Outcome.ABANDONED, Outcome.REFUSED, Outcome.ANSWERED]), max_size=40
+    )
+)
 def test_refusals_and_clients_that_leave_never_eject(ends: list[Outcome]) -> None:
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     for outcome in ends:
@@ -83,10 +98,14 @@ def test_legs_begun_before_an_ejection_do_not_prolong_it_nor_end_it() -> None:
     for leg in legs[50:]:
         fleet.end(leg, Outcome.ANSWERED, 1.5)
     breaker = fleet.members()[0].breaker
-    assert (breaker.num_ejections, breaker.ejected_until, breaker.phase) == (1, 3.0, BreakerPhase.EJECTED)
+    assert (breaker.num_ejections, breaker.ejected_until, breaker.phase) == (
+        1,
+        3.0,
+        BreakerPhase.EJECTED,
+    )
 
 
-# -- for how long ------------------------------------------------------------------------------------------------------
+# -- for how long --
 
 
 def ejection_times(options: HealthOptions, count: int, draw: float = 0.5) -> list[float]:
@@ -106,17 +125,27 @@ def test_each_failed_trial_doubles_the_time_up_to_a_cap() -> None:
 
 
 @given(count=st.integers(1, 100), draw=st.floats(0, 1, exclude_max=True), jitter=st.floats(0, 0.9))
-def test_times_never_exceed_the_cap_and_never_vanish(count: int, draw: float, jitter: float) -> None:
+def test_times_never_exceed_the_cap_and_never_vanish(
+    count: int, draw: float, jitter: float
+) -> None:
     options = replace(UNPROBED, jitter=jitter)
     for time in ejection_times(options, count, draw):
-        assert 0.1 * options.first_ejection_s * (1 - 1e-6) <= time <= options.longest_ejection_s * (1 + 1e-6)
+        assert (
+            0.1 * options.first_ejection_s * (1 - 1e-6)
+            <= time
+            <= options.longest_ejection_s * (1 + 1e-6)
+        )
 
 
 def test_instances_that_fail_together_do_not_come_back_together() -> None:
     fleet = make_fleet("round_robin", 9, health=replace(UNPROBED, jitter=0.2))
     for number in range(8):
         fail(fleet, make_instance(number), 0.0, times=3)
-    ends = sorted(member.breaker.ejected_until for member in fleet.members() if member.breaker.phase is BreakerPhase.EJECTED)
+    ends = sorted(
+        member.breaker.ejected_until
+        for member in fleet.members()
+        if member.breaker.phase is BreakerPhase.EJECTED
+    )
     assert len(ends) == 8
     assert all(one < other for one, other in pairwise(ends))
 
@@ -135,7 +164,7 @@ def test_a_relapse_takes_longer_and_is_forgiven_in_time() -> None:
     assert lengths == [2, 4, 2]
 
 
-# -- what closes it ----------------------------------------------------------------------------------------------------
+# -- what closes it --
 
 
 def eject_and_wait(health: HealthOptions = UNPROBED) -> tuple[Fleet, float]:
@@ -179,7 +208,10 @@ def test_the_first_segment_of_a_stream_closes_and_its_end_adds_nothing() -> None
     assert (state_of(fleet, A, now), chosen(fleet, now)) == (MemberState.HEALTHY, {A, B, C})
     fleet.note_answer(trial, now)
     fleet.end(trial, Outcome.FAILED, now)
-    assert (state_of(fleet, A, now), fleet.members()[0].breaker.failures_in_a_row) == (MemberState.HEALTHY, 1)
+    assert (state_of(fleet, A, now), fleet.members()[0].breaker.failures_in_a_row) == (
+        MemberState.HEALTHY,
+        1,
+    )
 
 
 def test_a_failed_trial_ejects_for_twice_as_long() -> None:
@@ -193,7 +225,10 @@ def test_a_refused_trial_rests_and_is_repeated() -> None:
     fleet, now = eject_and_wait()
     fleet.end(begin_trial(fleet, A, now), Outcome.REFUSED, now)
     assert chosen(fleet, now) == {B, C}
-    assert (state_of(fleet, A, now), A in chosen(fleet, now + COOLDOWN_S)) == (MemberState.HALF_OPEN, True)
+    assert (state_of(fleet, A, now), A in chosen(fleet, now + COOLDOWN_S)) == (
+        MemberState.HALF_OPEN,
+        True,
+    )
 
 
 def test_an_answer_that_was_a_last_resort_closes() -> None:
@@ -231,7 +266,7 @@ def test_a_new_life_starts_with_the_shortest_time() -> None:
     assert breaker.ejected_until == 32.0
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --
 
 
 def test_an_instance_that_refused_is_passed_over_for_a_moment() -> None:
@@ -246,7 +281,10 @@ def test_an_answer_to_what_it_had_taken_before_does_not_bring_a_refusing_instanc
     fleet = make_fleet("round_robin", 3)
     earlier = fleet.begin(A, 0.0)
     refuse(fleet, A, 0.0)
-    assert (fleet.count(Role.PREFILL, Outcome.REFUSED), fleet.count(Role.PREFILL, Outcome.ANSWERED)) == (1, 0)
+    assert (
+        fleet.count(Role.PREFILL, Outcome.REFUSED),
+        fleet.count(Role.PREFILL, Outcome.ANSWERED),
+    ) == (1, 0)
     fleet.end(earlier, Outcome.ANSWERED, 0.5)
     assert chosen(fleet, 0.5) == {B, C}
 
@@ -269,12 +307,20 @@ def test_each_instance_is_tried_once_the_resting_ones_late_and_the_ejected_ones_
     assert fleet.reasons(Role.PREFILL) == {"turn": 1, "resting": 1, "last_resort": 1}
 
 
-# -- never all of a role -----------------------------------------------------------------------------------------------
+# -- never all of a role --
 
 
-@given(size=st.integers(1, 12), share=st.floats(0, 1), failing=st.lists(st.integers(0, 11), max_size=60))
-def test_the_ejected_share_is_bounded_and_somebody_always_stays(size: int, share: float, failing: list[int]) -> None:
-    options = FleetOptions(dict.fromkeys(Role, "round_robin"), max_ejected_share=share, health=UNPROBED)
+@given(
+    size=st.integers(1, 12),
+    share=st.floats(0, 1),
+    failing=st.lists(st.integers(0, 11), max_size=60),
+)
+def test_the_ejected_share_is_bounded_and_somebody_always_stays(
+    size: int, share: float, failing: list[int]
+) -> None:
+    options = FleetOptions(
+        dict.fromkeys(Role, "round_robin"), max_ejected_share=share, health=UNPROBED
+    )
     fleet = Fleet(options, random.Random(0).random)
     for number in range(size):
         fleet.add(make_instance(number), 0.0)
@@ -289,7 +335,10 @@ def test_the_last_of_a_role_is_suspect_and_counts_as_the_ejected_do() -> None:
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     for instance in (A, B):
         fail(fleet, instance, 0.0, times=3)
-    assert (state_of(fleet, A, 0.0), state_of(fleet, B, 0.0)) == (MemberState.EJECTED, MemberState.SUSPECT)
+    assert (state_of(fleet, A, 0.0), state_of(fleet, B, 0.0)) == (
+        MemberState.EJECTED,
+        MemberState.SUSPECT,
+    )
     assert chosen(fleet, 0.0) == {A, B}
     answer(fleet, B, 0.0)
     assert (state_of(fleet, B, 0.0), chosen(fleet, 0.0)) == (MemberState.HEALTHY, {B})
@@ -301,7 +350,11 @@ def test_a_resting_one_is_asked_before_a_suspect() -> None:
         fail(fleet, instance, 0.0, times=3)
     fleet.restarted(A, 0.0)
     refuse(fleet, A, 0.0)
-    assert [state_of(fleet, instance, 0.0) for instance in (A, B, C)] == [MemberState.RESTING, MemberState.EJECTED, MemberState.SUSPECT]
+    assert [state_of(fleet, instance, 0.0) for instance in (A, B, C)] == [
+        MemberState.RESTING,
+        MemberState.EJECTED,
+        MemberState.SUSPECT,
+    ]
     assert chosen(fleet, 0.0) == {A}
 
 
@@ -311,11 +364,18 @@ def test_a_suspect_is_ejected_by_its_next_failure_once_another_is_back() -> None
         fail(fleet, instance, 0.0, times=3)
     answer(fleet, A, 2.0)
     fail(fleet, B, 2.0)
-    assert (state_of(fleet, A, 2.0), state_of(fleet, B, 2.0)) == (MemberState.HEALTHY, MemberState.EJECTED)
+    assert (state_of(fleet, A, 2.0), state_of(fleet, B, 2.0)) == (
+        MemberState.HEALTHY,
+        MemberState.EJECTED,
+    )
 
 
 def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None:
-    options = FleetOptions(dict.fromkeys(Role, "round_robin"), optional_roles=frozenset({Role.PREFILL}), health=UNPROBED)
+    options = FleetOptions(
+        dict.fromkeys(Role, "round_robin"),
+        optional_roles=frozenset({Role.PREFILL}),
+        health=UNPROBED,
+    )
     fleet = Fleet(options, random.Random(0).random)
     fleet.add(A, 0.0)
     fail(fleet, A, 0.0, times=3)
@@ -325,7 +385,14 @@ def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None
 
 @pytest.mark.parametrize(
     "setting",
-    [{"failures_in_a_row": 0}, {"window_s": 0}, {"max_failed_probes": 0}, {"jitter": 1.1}, {"failure_share": -1}, {"probe_interval_s": -1}],
+    [
+        {"failures_in_a_row": 0},
+        {"window_s": 0},
+        {"max_failed_probes": 0},
+        {"jitter": 1.1},
+        {"failure_share": -1},
+        {"probe_interval_s": -1},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):

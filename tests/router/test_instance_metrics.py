@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from kvferry.connectors.stats import TransferStats
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.messages import CoreStatus, TransferSummary
-from kvferry.router.fleet.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsDelta, MetricsWatcher, read_metrics
+from kvferry.router.fleet.instance_metrics import (
+    MAX_PAGE_BYTES,
+    InstanceReading,
+    MetricsDelta,
+    MetricsWatcher,
+    read_metrics,
+)
 
 VLLM_PAGE = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -39,11 +45,22 @@ def test_the_page_of_the_embedded_engine() -> None:
     for level, value in (("num_leases", 3), ("num_held_blocks", 17), ("num_transfers", 2)):
         stats.set_level(level, "tp0", value)
     stats.count("failed_transfers", 4)
-    transports = [TransferSummary("shm", transfers=5, total_bytes=1000), TransferSummary("tcp", transfers=1, total_bytes=24)]
+    transports = [
+        TransferSummary("shm", transfers=5, total_bytes=1000),
+        TransferSummary("tcp", transfers=1, total_bytes=24),
+    ]
     status = CoreStatus(
-        nonce=1, num_running=2, num_waiting=1, num_blocks=10, num_used_blocks=4, transfers=transports, connector_stats=stats.to_dict()
+        nonce=1,
+        num_running=2,
+        num_waiting=1,
+        num_blocks=10,
+        num_used_blocks=4,
+        transfers=transports,
+        connector_stats=stats.to_dict(),
     )
-    reading = read_metrics(ApiMetrics('odd "name" \\ with } and\nmore', transfer_mode="push").render(status))
+    reading = read_metrics(
+        ApiMetrics('odd "name" \\ with } and\nmore', transfer_mode="push").render(status)
+    )
     assert (reading.load.running, reading.load.waiting, reading.load.cache_usage) == (2, 1, 0.4)
     assert (reading.kv.leases, reading.kv.held_blocks, reading.kv.pulls) == (3, 17, 2)
     assert (reading.kv.transfers, reading.kv.moved_bytes, reading.kv.failures) == (6, 1024, 4)
@@ -58,8 +75,16 @@ def test_a_value_that_no_level_can_have_is_not_shown(odd: bytes) -> None:
 
 
 def test_a_line_without_labels_or_with_a_time_stamp_is_read() -> None:
-    assert read_metrics(b"vllm:num_requests_running 3 1700000000000\nkvferry:num_leases 2").load.running == 3
-    assert read_metrics(b'kvferry:side_channel{address="10.0.0.7:5600"} 1.0').side_channel == "10.0.0.7:5600"
+    assert (
+        read_metrics(
+            b"vllm:num_requests_running 3 1700000000000\nkvferry:num_leases 2"
+        ).load.running
+        == 3
+    )
+    assert (
+        read_metrics(b'kvferry:side_channel{address="10.0.0.7:5600"} 1.0').side_channel
+        == "10.0.0.7:5600"
+    )
 
 
 def test_a_page_is_read_to_its_bound_and_not_in_half_lines() -> None:
@@ -68,18 +93,33 @@ def test_a_page_is_read_to_its_bound_and_not_in_half_lines() -> None:
     assert read_metrics(filler * (MAX_PAGE_BYTES // 1024 - 1) + line).load.running == 1
     assert read_metrics(filler * (MAX_PAGE_BYTES // 1024 + 1) + line).load.running is None
     cut = b"x" * (MAX_PAGE_BYTES - len(line) + 5) + b"\n"
-    assert read_metrics(cut + b'vllm:num_requests_running{model_name="m"} 123456789\n').load.running is None
+    assert (
+        read_metrics(cut + b'vllm:num_requests_running{model_name="m"} 123456789\n').load.running
+        is None
+    )
 
 
 def test_a_line_made_to_take_for_ever_does_not() -> None:
-    """Counted in seconds by the runner's own limit: each of these would take hours where every position is looked at anew."""
-    for labels in (b"a" * 3_000_000, b'a="' * 1_000_000, b'a="' + b"\\" * 3_000_000, b",,," * 1_000_000):
+    """Counted in seconds by the runner's own limit: each of these would take hours where every
+    position is looked at anew.
+    """
+    for labels in (
+        b"a" * 3_000_000,
+        b'a="' * 1_000_000,
+        b'a="' + b"\\" * 3_000_000,
+        b",,," * 1_000_000,
+    ):
         assert read_metrics(b"kvferry:transfer_mode{" + labels + b"} 1\n").mode == ""
 
 
 @given(
     st.lists(
-        st.one_of(st.binary(max_size=80), st.sampled_from(VLLM_PAGE.splitlines()), st.just(b"kvferry:transfer_mode{mode=")), max_size=30
+        st.one_of(
+            st.binary(max_size=80),
+            st.sampled_from(VLLM_PAGE.splitlines()),
+            st.just(b"kvferry:transfer_mode{mode="),
+        ),
+        max_size=30,
     )
 )
 def test_any_bytes_are_read_without_an_error(lines: list[bytes]) -> None:
@@ -89,7 +129,9 @@ def test_any_bytes_are_read_without_an_error(lines: list[bytes]) -> None:
 
 
 def page(tokens: int, moved: int) -> InstanceReading:
-    return read_metrics(b"vllm:generation_tokens_total %d\nkvferry:transfer_bytes_total %d\n" % (tokens, moved))
+    return read_metrics(
+        b"vllm:generation_tokens_total %d\nkvferry:transfer_bytes_total %d\n" % (tokens, moved)
+    )
 
 
 def test_growth_between_two_readings_and_its_rate() -> None:

@@ -27,7 +27,9 @@ def test_an_ipv6_host_becomes_a_url_that_can_be_dialled() -> None:
         (["a b"], [1], "'a b' port 1 is no address"),
     ],
 )
-def test_hosts_and_ports_that_make_no_address_are_refused_in_one_sentence(hosts: list[str], ports: list[int], sentence: str) -> None:
+def test_hosts_and_ports_that_make_no_address_are_refused_in_one_sentence(
+    hosts: list[str], ports: list[int], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         pair_instances(Role.PREFILL, hosts, ports)
     assert sentence in str(caught.value)
@@ -51,8 +53,24 @@ def test_an_instance_is_named_by_a_url(url: str, shown: str) -> None:
     "url",
     [
         *("http://a:0", "http://a:1#x", "http://@a:1"),
-        *("", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"),
-        *("http://a..b:1", "http://.:1", "http://a b:1", "http://a%00:1", "http://\x8c:1", f"http://{'a' * 64}:1"),
+        *(
+            "",
+            "http://",
+            "ftp://a:1",
+            "http://a:99999",
+            "http://a:1/v1",
+            "http://u@a:1",
+            "http://a:x",
+            "http://[::1",
+        ),
+        *(
+            "http://a..b:1",
+            "http://.:1",
+            "http://a b:1",
+            "http://a%00:1",
+            "http://\x8c:1",
+            f"http://{'a' * 64}:1",
+        ),
     ],
 )
 def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
@@ -60,7 +78,10 @@ def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
         parse_instance(Role.DECODE, url)
 
 
-@pytest.mark.parametrize(("table", "setting"), [(Timeouts, "connect"), (Timeouts, "idle"), (RouterLimits, "max_body_bytes")])
+@pytest.mark.parametrize(
+    ("table", "setting"),
+    [(Timeouts, "connect"), (Timeouts, "idle"), (RouterLimits, "max_body_bytes")],
+)
 def test_limits_must_be_positive(table: type[Timeouts] | type[RouterLimits], setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         table(**{setting: 0})

@@ -1,4 +1,6 @@
-"""What P's answer brings when nobody waits for it any more: a ticket is handed back, and P is told at once that it may stop."""
+"""What P's answer brings when nobody waits for it any more: a ticket is handed back, and P is told
+at once that it may stop.
+"""
 
 import asyncio
 import json
@@ -30,7 +32,9 @@ from tests.router.test_twins import KEY, PUSHED, first_then
 from kvferry.protocol.tickets import PushTicketKey
 
 TICKET = json.dumps({"id": "p", "kv_transfer_params": PARAMS}).encode()
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(TICKET)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
+    TICKET
+)
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
@@ -63,7 +67,7 @@ def test_what_the_leg_brings_reaches_a_client_that_stays() -> None:
     uvloop.run(scene())
 
 
-# -- answers that cross with the router's leaving: P writes only once it has heard of that ---------------------------------
+# -- answers that cross with the router's leaving: P writes only once it has heard of that --
 
 
 @asynccontextmanager
@@ -74,7 +78,9 @@ async def raw_stage(
     async with asyncio.timeout(DEADLINE_S), stub_engine(StubEngine(decode)) as d:
         over = asyncio.Event()
 
-        async def talk_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def talk_and_close(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             with suppress(ConnectionError):
                 await talk(reader, writer)
                 writer.close()
@@ -99,11 +105,16 @@ async def leave_raw(url: str, asked: asyncio.Event) -> None:
 async def post_raw(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     body = json.dumps(ONE).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
     return reader, writer
 
 
-def crossing(before: list[bytes], after: list[bytes], asked: asyncio.Event, heard: asyncio.Event) -> Talk:
+def crossing(
+    before: list[bytes], after: list[bytes], asked: asyncio.Event, heard: asyncio.Event
+) -> Talk:
     """Says the one, has the client leave, and says the other once the router has hung up."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,7 +132,10 @@ def crossing(before: list[bytes], after: list[bytes], asked: asyncio.Event, hear
     return talk
 
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(TICKET), TICKET)
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+    len(TICKET),
+    TICKET,
+)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,9 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r
 def test_a_ticket_that_crosses_with_the_leaving_is_handed_back(segments: list[bytes]) -> None:
     async def scene(num_before: int) -> None:
         asked, heard = asyncio.Event(), asyncio.Event()
-        async with raw_stage(crossing(segments[:num_before], segments[num_before:], asked, heard)) as (url, releases):
+        async with raw_stage(
+            crossing(segments[:num_before], segments[num_before:], asked, heard)
+        ) as (url, releases):
             await leave_raw(url, asked)
             await releases.happened.wait()
             assert releases.tickets == ["ticket-1"]
@@ -197,7 +213,9 @@ def test_beside_d_s_leg_it_is_handed_back_unless_d_has_taken_over(has_begun: boo
             writer.write(answer)
             await crossing([], [answer], asked, heard)(reader, writer)
 
-        decode = first_then(completes, streams([b"data: 1\n\n"], then="hang") if has_begun else hangs)
+        decode = first_then(
+            completes, streams([b"data: 1\n\n"], then="hang") if has_begun else hangs
+        )
         async with raw_stage(talk, decode, KEY) as (url, releases):
             reader, writer = await post_raw(url)
             await reader.readuntil(b"hello")

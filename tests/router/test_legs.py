@@ -7,17 +7,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError, RequestRefused
-from kvferry.router.serving.client_request import ClientRequest, Handover, InvalidRequest, read_client_request, read_prefill_answer
+from kvferry.router.serving.client_request import (
+    ClientRequest,
+    Handover,
+    InvalidRequest,
+    read_client_request,
+    read_prefill_answer,
+)
 from kvferry.router.serving.context import choose_request_id, error_event
 from kvferry.types import Address
 from kvferry.web.errors import error_body
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
-PARAMS = {"do_remote_prefill": True, "ticket": "t", "remote_host": "h", "remote_port": 5, "remote_block_ids": [[1]]}
+PARAMS = {
+    "do_remote_prefill": True,
+    "ticket": "t",
+    "remote_host": "h",
+    "remote_port": 5,
+    "remote_block_ids": [[1]],
+}
 
 
 def accepted(body: Any) -> ClientRequest:
@@ -65,21 +81,33 @@ def test_the_prefill_leg_asks_for_one_token_and_keeps_the_blocks() -> None:
 
 
 def test_max_completion_tokens_is_one_where_the_client_named_it_and_absent_where_not() -> None:
-    assert json.loads(accepted({"messages": [], "max_completion_tokens": 9}).prefill_body())["max_completion_tokens"] == 1
+    assert (
+        json.loads(accepted({"messages": [], "max_completion_tokens": 9}).prefill_body())[
+            "max_completion_tokens"
+        ]
+        == 1
+    )
     assert "max_completion_tokens" not in json.loads(accepted({"messages": []}).prefill_body())
 
 
 def test_the_decode_leg_is_the_clients_request_with_the_blocks_of_p() -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 100, "stream": True, "n": 3}
-    assert json.loads(accepted(body).decode_body(handover())) == body | {"kv_transfer_params": PARAMS | {"conversation": None}}
+    assert json.loads(accepted(body).decode_body(handover())) == body | {
+        "kv_transfer_params": PARAMS | {"conversation": None}
+    }
 
 
 def test_without_blocks_the_decode_leg_is_the_clients_request() -> None:
-    assert json.loads(accepted({"prompt": "a", "n": 2}).decode_body(None)) == {"prompt": "a", "n": 2}
+    assert json.loads(accepted({"prompt": "a", "n": 2}).decode_body(None)) == {
+        "prompt": "a",
+        "n": 2,
+    }
 
 
 def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
-    request = accepted({"prompt": "a", "kv_transfer_params": {"ticket": "stolen"}, "conversation_id": "c"})
+    request = accepted(
+        {"prompt": "a", "kv_transfer_params": {"ticket": "stolen"}, "conversation_id": "c"}
+    )
     assert json.loads(request.decode_body(None)) == {"prompt": "a"}
     assert b"stolen" not in request.prefill_body()
     assert b"stolen" not in request.decode_body(handover())
@@ -87,8 +115,12 @@ def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
 
 @pytest.mark.parametrize("spelt", ["kv_transfer_params", "kv_\\u0074ransfer_params"])
 @pytest.mark.parametrize("claimed", ['"stolen"', '{"ticket":"stolen"}', '["stolen"]', "null"])
-def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(spelt: str, claimed: str) -> None:
-    """vLLM puts both in one place. Where P offered no blocks it would take the client's, and fail over them with a 500."""
+def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(
+    spelt: str, claimed: str
+) -> None:
+    """vLLM puts both in one place. Where P offered no blocks it would take the client's, and fail
+    over them with a 500.
+    """
     body = f'{{"prompt":"a","vllm_xargs":{{"mine":1,"{spelt}":{claimed}}}}}'
     request = read_client_request(body.encode())
     assert isinstance(request, ClientRequest)
@@ -103,9 +135,18 @@ def test_other_extra_arguments_are_passed_on_as_the_client_wrote_them(extra: byt
     assert b'"vllm_xargs":' + extra in request.decode_body(None)
 
 
-@pytest.mark.parametrize("body", [b'{"prompt":"\xff"}', b'{"prompt":"a","x":{"\xc3":1}}', b'{"messages":[{"content":"caf\xe9"}]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"\xff"}',
+        b'{"prompt":"a","x":{"\xc3":1}}',
+        b'{"messages":[{"content":"caf\xe9"}]}',
+    ],
+)
 def test_text_in_another_encoding_is_refused_here(body: bytes) -> None:
-    """An engine may fail over it with a 500, which would be tried again elsewhere and held against every one of them."""
+    """An engine may fail over it with a 500, which would be tried again elsewhere and held against
+    every one of them.
+    """
     assert (refused(body).status, "UTF-8" in refused(body).message) == (400, True)
 
 
@@ -137,7 +178,9 @@ def test_a_request_of_countless_fields_is_refused_before_they_are_read() -> None
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "tools", "response_format", "prompt_embeds"])
+@pytest.mark.parametrize(
+    "name", ["prompt", "messages", "tools", "response_format", "prompt_embeds"]
+)
 def test_what_is_large_by_nature_may_be_large(name: str) -> None:
     body = {name: "x" * 2**21, "temperature": 0, "kv_transfer_params": "y" * 2**21}
     assert accepted(body).fields.keys() == {name, "temperature"}
@@ -156,7 +199,11 @@ def test_values_are_passed_on_as_the_client_wrote_them() -> None:
 def test_whatever_else_a_request_holds_the_decode_leg_holds_too(body: dict[str, Any]) -> None:
     request = read_client_request(json.dumps(body).encode())
     if isinstance(request, ClientRequest):
-        expected = {key: value for key, value in body.items() if key not in ("kv_transfer_params", "conversation_id")}
+        expected = {
+            key: value
+            for key, value in body.items()
+            if key not in ("kv_transfer_params", "conversation_id")
+        }
         assert json.loads(request.decode_body(None)) == expected
         assert json.loads(request.prefill_body())["max_tokens"] == 1
 
@@ -186,21 +233,30 @@ def test_any_bytes_are_a_request_or_a_refusal(body: bytes) -> None:
         (b"null", "must be a JSON object"),
     ],
 )
-def test_a_body_that_is_no_json_object_is_refused_with_the_reason(body: bytes, sentence: str) -> None:
+def test_a_body_that_is_no_json_object_is_refused_with_the_reason(
+    body: bytes, sentence: str
+) -> None:
     assert sentence in refused(body).message
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []], ["a", 1]])
 def test_several_prompts_in_one_request_are_refused(prompt: object) -> None:
-    assert "is a list of several prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
+    assert (
+        "is a list of several prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
+    )
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a"], [[1, 2]], [1, 2], [], None, 5, {"a": 1}, [None, "a"]])
+@pytest.mark.parametrize(
+    "prompt", ["a", ["a"], [[1, 2]], [1, 2], [], None, 5, {"a": 1}, [None, "a"]]
+)
 def test_one_prompt_in_any_spelling_is_left_to_the_engines(prompt: object) -> None:
     assert json.loads(accepted({"prompt": prompt}).decode_body(None)) == {"prompt": prompt}
 
 
-@pytest.mark.parametrize(("text", "is_streamed"), [(b"true", True), (b" true ", True), (b"false", False), (b'"true"', False)])
+@pytest.mark.parametrize(
+    ("text", "is_streamed"),
+    [(b"true", True), (b" true ", True), (b"false", False), (b'"true"', False)],
+)
 def test_only_true_streams(text: bytes, is_streamed: bool) -> None:
     request = read_client_request(b'{"stream":' + text + b"}")
     assert isinstance(request, ClientRequest)
@@ -213,7 +269,9 @@ def test_the_answer_of_p_names_its_ticket_and_side_channel() -> None:
     assert json.loads(bytes(found.params)) == PARAMS
 
 
-@pytest.mark.parametrize("params", [{}, {"remote_host": "h"}, {"remote_host": "", "remote_port": 5}, {"remote_port": 0}])
+@pytest.mark.parametrize(
+    "params", [{}, {"remote_host": "h"}, {"remote_host": "", "remote_port": 5}, {"remote_port": 0}]
+)
 def test_params_of_an_engine_without_tickets_are_still_passed_on(params: dict[str, Any]) -> None:
     found = handover(params)
     assert (found.ticket, found.side_channel) == (None, None)
@@ -225,7 +283,17 @@ def test_an_answer_without_params_offers_no_blocks(body: bytes) -> None:
     assert read_prefill_answer(body) is None
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"null", b'{"kv_transfer_params":7}', b'{"kv_transfer_params":{"ticket":7}}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"null",
+        b'{"kv_transfer_params":7}',
+        b'{"kv_transfer_params":{"ticket":7}}',
+    ],
+)
 def test_an_answer_that_cannot_be_read_is_the_peers_fault(body: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="cannot be read"):
         read_prefill_answer(body)

@@ -1,4 +1,6 @@
-"""Fleets in which not all push: both legs start together only where both instances do, and every request is served."""
+"""Fleets in which not all push: both legs start together only where both instances do, and every
+request is served.
+"""
 
 import asyncio
 from typing import Any
@@ -30,10 +32,15 @@ def test_each_d_of_a_mixed_fleet_gets_what_it_can_use() -> None:
         async with stage(pushes, [completes, completes], push_key=KEY, modes=["pull", "push"]) as s:
             for _ in range(7):
                 assert (await s.post(ONE))[0] == 200
-            pulls, pushing = ([call.body["kv_transfer_params"] for call in d.calls] for d in s.decoders)
+            pulls, pushing = (
+                [call.body["kv_transfer_params"] for call in d.calls] for d in s.decoders
+            )
             assert pulls == [PUSHED | KEEP_NOTHING] * 4
             assert ["push_ticket" in params for params in pushing] == [True] * 3
-            assert ["push_ticket" in call.body["kv_transfer_params"] for call in s.p.calls] == [False, True] * 3 + [False]
+            assert ["push_ticket" in call.body["kv_transfer_params"] for call in s.p.calls] == [
+                False,
+                True,
+            ] * 3 + [False]
 
     uvloop.run(scene())
 
@@ -60,7 +67,9 @@ def test_a_d_that_pulls_and_steps_in_for_one_that_refuses_waits_for_p_s_ticket()
             return await refused(request, body)
 
         slow = first_then(pushes, first_then(pushes, after(released, pushes)))
-        async with stage(slow, [first_then(completes, refuses), completes], push_key=KEY, modes=["push", "pull"]) as s:
+        async with stage(
+            slow, [first_then(completes, refuses), completes], push_key=KEY, modes=["push", "pull"]
+        ) as s:
             assert [(await s.post(ONE))[0] for _ in range(3)] == [200] * 3
             assert "push_ticket" in s.decoders[0].calls[-1].body["kv_transfer_params"]
             assert s.decoders[1].calls[-1].body["kv_transfer_params"] == PUSHED | KEEP_NOTHING
@@ -76,19 +85,27 @@ def test_p_that_push_and_refuse_cost_no_try(max_retries: int) -> None:
     async def scene() -> None:
         is_warm, computes = False, asyncio.Event()
 
-        async def refuses_when_warm(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def refuses_when_warm(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             return await (answers(503, "{}") if is_warm else pushes)(request, body)
 
-        async def computes_at_last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def computes_at_last(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             if is_warm:
                 computes.set()
             return await pushes(request, body)
 
-        async def answers_what_was_computed(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def answers_what_was_computed(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             return await (after(computes, completes) if is_warm else completes)(request, body)
 
         prefillers: list[Behaviour] = [*[refuses_when_warm] * 4, computes_at_last]
-        async with stage(prefillers, answers_what_was_computed, push_key=KEY, max_retries=max_retries) as s:
+        async with stage(
+            prefillers, answers_what_was_computed, push_key=KEY, max_retries=max_retries
+        ) as s:
             for _ in prefillers:
                 assert (await s.post(ONE))[0] == 200
             is_warm = True
@@ -108,7 +125,12 @@ def test_a_d_that_pulls_and_waits_for_p_is_not_asked_when_p_objects() -> None:
             return await answers(503, "{}")(request, body)
 
         objects = first_then(pushes, first_then(pushes, after(refused, answers(400, "{}"))))
-        async with stage(objects, [first_then(completes, refuses), completes], push_key=KEY, modes=["push", "pull"]) as s:
+        async with stage(
+            objects,
+            [first_then(completes, refuses), completes],
+            push_key=KEY,
+            modes=["push", "pull"],
+        ) as s:
             assert [(await s.post(ONE))[0] for _ in range(3)] == [200, 200, 400]
             assert len(s.decoders[1].calls) == 1
 
@@ -120,7 +142,9 @@ def test_a_d_that_fails_is_looked_at_again() -> None:
 
     async def scene() -> None:
         fails = answers(500, '{"error":{"message":"given a push ticket"}}')
-        async with stage(pushes, first_then(completes, first_then(fails, completes)), push_key=KEY) as s:
+        async with stage(
+            pushes, first_then(completes, first_then(fails, completes)), push_key=KEY
+        ) as s:
             assert (await s.post(ONE))[0] == 200
             s.d.mode = "push"
             assert (await s.post(ONE))[0] == 500
@@ -151,7 +175,10 @@ def test_a_d_restarted_with_another_connector_is_noticed_in_time() -> None:
     ("page", "is_push"),
     [
         (b'kvferry:transfer_mode{mode="push",model_name="m"} 1.0\n', True),
-        (b'# HELP x\nkvferry:transfer_mode{engine="0",model_name="m",mode="push"} 1\nother 2\n', True),
+        (
+            b'# HELP x\nkvferry:transfer_mode{engine="0",model_name="m",mode="push"} 1\nother 2\n',
+            True,
+        ),
         (b'kvferry:transfer_mode{model_name="m",mode="pull"} 1.0\n', False),
         (b'kvferry:transfer_mode{model_name="mode=\\"push\\"",mode="pull"} 1.0\n', False),
         (b'kvferry:transfer_mode{model_name="m",mode="push"} 0.0\n', False),

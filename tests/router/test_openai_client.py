@@ -1,4 +1,6 @@
-"""The `openai` package before a router and stub engines: what reaches the engines, and what the package makes of what goes wrong."""
+"""The `openai` package before a router and stub engines: what reaches the engines, and what the
+package makes of what goes wrong.
+"""
 
 import asyncio
 import json
@@ -13,24 +15,51 @@ import pytest
 import uvloop
 from aiohttp import web
 from openai import AsyncOpenAI, OpenAI
-from tests.router.stubs import Stage, answers, completes, drops_connection, hangs, prefills, stage, streams
+from tests.router.stubs import (
+    Stage,
+    answers,
+    completes,
+    drops_connection,
+    hangs,
+    prefills,
+    stage,
+    streams,
+)
 
 TOOLS: list[Any] = [
     {
         "type": "function",
-        "function": {"name": "größe", "parameters": {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "string"}}}},
+        "function": {
+            "name": "größe",
+            "parameters": {
+                "type": "object",
+                "properties": {"b": {"type": "number"}, "a": {"type": "string"}},
+            },
+        },
     }
 ]
 EVERYTHING: dict[str, Any] = {
     "model": "m",
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "how wide \u2028 is \U0001f6a2?"}]},
-        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "größe", "arguments": '{"b": 1e2}'}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "größe", "arguments": '{"b": 1e2}'},
+                }
+            ],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "12"},
     ],
     "tools": TOOLS,
     "tool_choice": {"type": "function", "function": {"name": "größe"}},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True},
+    },
     "parallel_tool_calls": False,
     "temperature": 0.1,
     "seed": 2**53 + 1,
@@ -38,14 +67,22 @@ EVERYTHING: dict[str, Any] = {
     "extra_body": {"unknown": {"z": [1.0, 1e300, None], "a": {}}, "top_k": 5},
 }
 CHAT = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
-CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [{"index": 0, "delta": {"content": "hi"}}]}
+CHUNK = {
+    "id": "c",
+    "object": "chat.completion.chunk",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "delta": {"content": "hi"}}],
+}
 OF_THE_ROUTER = {"kv_transfer_params"}
 OF_P = OF_THE_ROUTER | {"stream", "max_tokens"}
 """What the router says anew to P. The prefill leg is not streamed, and takes one token."""
 
 
 def client_of(s: Stage, **options: Any) -> OpenAI:
-    return OpenAI(base_url=f"{s.url}/v1", api_key="sk-a", **{"max_retries": 0, "timeout": 5.0, **options})
+    return OpenAI(
+        base_url=f"{s.url}/v1", api_key="sk-a", **{"max_retries": 0, "timeout": 5.0, **options}
+    )
 
 
 def with_client(s: Stage, act: Callable[[OpenAI], Any], **options: Any) -> Any:
@@ -59,28 +96,39 @@ def with_client(s: Stage, act: Callable[[OpenAI], Any], **options: Any) -> Any:
 
 
 def raw_fields(body: bytes) -> dict[str, bytes]:
-    return {key: bytes(value) for key, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
+    return {
+        key: bytes(value)
+        for key, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()
+    }
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_every_value_reaches_both_engines_as_the_bytes_that_the_package_wrote(is_streamed: bool) -> None:
+def test_every_value_reaches_both_engines_as_the_bytes_that_the_package_wrote(
+    is_streamed: bool,
+) -> None:
     chunks = [f"data: {json.dumps(CHUNK)}\n\n".encode(), b"data: [DONE]\n\n"]
 
     async def scene() -> None:
-        async with stage(prefills, streams(chunks) if is_streamed else answers(200, json.dumps(CHAT))) as s:
+        async with stage(
+            prefills, streams(chunks) if is_streamed else answers(200, json.dumps(CHAT))
+        ) as s:
             sent: list[bytes] = []
             hooks: Any = {"request": [lambda request: sent.append(request.read())]}
 
             def act(client: OpenAI) -> Any:
                 said = client.chat.completions.create(**EVERYTHING, stream=is_streamed)
-                return [chunk.choices[0].delta.content for chunk in said] if is_streamed else said.id  # type: ignore[union-attr]
+                return (
+                    [chunk.choices[0].delta.content for chunk in said] if is_streamed else said.id  # type: ignore[union-attr]
+                )
 
             http = openai.DefaultHttpxClient(event_hooks=hooks, trust_env=False)
             assert await with_client(s, act, http_client=http) == (["hi"] if is_streamed else "c")
             expected = raw_fields(sent[0])
             assert {"tools", "tool_choice", "response_format", "unknown"} <= expected.keys()
             at_d, at_p = raw_fields(s.d.calls[0].raw), raw_fields(s.p.calls[0].raw)
-            assert {key: value for key, value in at_d.items() if key not in OF_THE_ROUTER} == expected
+            assert {
+                key: value for key, value in at_d.items() if key not in OF_THE_ROUTER
+            } == expected
             assert {key: value for key, value in at_p.items() if key not in OF_P} == {
                 key: value for key, value in expected.items() if key not in OF_P
             }
@@ -99,13 +147,19 @@ def test_odd_but_valid_json_is_not_written_anew() -> None:
             status, _, _ = await s.post(ODD)
             assert status == 200
             expected = raw_fields(ODD)
-            assert {key: value for key, value in raw_fields(s.d.calls[0].raw).items() if key not in OF_THE_ROUTER} == expected
-            assert json.dumps(json.loads(ODD)["tools"]).encode() != expected["tools"], "re-serialising would have shown"
+            assert {
+                key: value
+                for key, value in raw_fields(s.d.calls[0].raw).items()
+                if key not in OF_THE_ROUTER
+            } == expected
+            assert json.dumps(json.loads(ODD)["tools"]).encode() != expected["tools"], (
+                "re-serialising would have shown"
+            )
 
     uvloop.run(scene())
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong --
 
 
 def ask(client: OpenAI) -> Any:
@@ -116,7 +170,9 @@ def ask_streamed(client: OpenAI) -> list[Any]:
     return list(client.chat.completions.create(model="m", messages=[], stream=True))
 
 
-def expect(error: type[BaseException], match: str | None = None, act: Callable[[OpenAI], Any] = ask) -> Callable[[OpenAI], Any]:
+def expect(
+    error: type[BaseException], match: str | None = None, act: Callable[[OpenAI], Any] = ask
+) -> Callable[[OpenAI], Any]:
     def run(client: OpenAI) -> Any:
         with pytest.raises(error, match=match) as caught:
             act(client)
@@ -126,7 +182,10 @@ def expect(error: type[BaseException], match: str | None = None, act: Callable[[
 
 
 def test_errors_of_instances_have_the_packages_classes() -> None:
-    said = '{"error": {"message": "no such %s", "type": "BadRequestError", "param": "tools", "code": 400}}'
+    said = (
+        '{"error": {"message": "no such %s", "type": "BadRequestError", "param": "tools", "code": '
+        "400}}"
+    )
 
     async def scene() -> None:
         async with stage(prefills, answers(400, said % "tool")) as s:
@@ -146,12 +205,19 @@ def test_a_key_that_is_not_known_is_an_authentication_error() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=(("one", "sk-a"),)) as s:
             assert (await with_client(s, ask)).choices[0].text == "hello"
-            await with_client(s, lambda client: expect(openai.AuthenticationError, "API key")(client.with_options(api_key="sk-b")))
+            await with_client(
+                s,
+                lambda client: expect(openai.AuthenticationError, "API key")(
+                    client.with_options(api_key="sk-b")
+                ),
+            )
 
     uvloop.run(scene())
 
 
-def test_too_much_at_once_is_a_rate_limit_error_and_the_package_waits_as_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_much_at_once_is_a_rate_limit_error_and_the_package_waits_as_it_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> None:
         is_free = asyncio.Event()
 
@@ -162,15 +228,23 @@ def test_too_much_at_once_is_a_rate_limit_error_and_the_package_waits_as_it_is_t
         async with stage(prefills, waits, tenant_running=1, tenant_waiting=0) as s:
             first = asyncio.create_task(with_client(s, ask))
             await s.d.entered.wait()
-            error = await with_client(s, expect(openai.RateLimitError, "as many requests under way as you may"))
+            error = await with_client(
+                s, expect(openai.RateLimitError, "as many requests under way as you may")
+            )
             assert int(error.response.headers["retry-after"]) >= 1
             with caplog.at_level(logging.INFO, "openai"):
                 second = asyncio.create_task(with_client(s, ask, max_retries=2))
-                while not any("Retrying request" in record.getMessage() for record in caplog.records):
+                while not any(
+                    "Retrying request" in record.getMessage() for record in caplog.records
+                ):
                     await asyncio.sleep(0.01)
             is_free.set()
             assert [(await each).choices[0].text for each in (first, second)] == ["hello"] * 2
-            waited = next(record.getMessage() for record in caplog.records if "Retrying request" in record.getMessage())
+            waited = next(
+                record.getMessage()
+                for record in caplog.records
+                if "Retrying request" in record.getMessage()
+            )
             assert f"in {float(error.response.headers['retry-after']):f} seconds" in waited
 
     uvloop.run(scene())
@@ -202,7 +276,9 @@ def test_a_stream_that_breaks_off_is_an_error_and_not_an_end() -> None:
     async def scene() -> None:
         async with stage(prefills, streams([first], then="drop")) as s:
             await with_client(s, expect(openai.APIError, "broke off its answer", ask_streamed))
-        async with stage(prefills, streams([b'{"id": "cut'], then="drop", content_type="application/json")) as s:
+        async with stage(
+            prefills, streams([b'{"id": "cut'], then="drop", content_type="application/json")
+        ) as s:
             await with_client(s, expect(openai.InternalServerError, "decode instance"))
 
     uvloop.run(scene())

@@ -33,15 +33,24 @@ loads = st.lists(st.integers(0, 50), min_size=1, max_size=16)
 texts = st.binary(max_size=3000)
 
 
-def make_member(number: int, load: int = 0, last_chosen: int = 0, role: Role = Role.PREFILL) -> Member:
-    return Member(make_instance(number, role), Breaker(HealthOptions(), lambda: 0.5), load=load, last_chosen=last_chosen)
+def make_member(
+    number: int, load: int = 0, last_chosen: int = 0, role: Role = Role.PREFILL
+) -> Member:
+    return Member(
+        make_instance(number, role),
+        Breaker(HealthOptions(), lambda: 0.5),
+        load=load,
+        last_chosen=last_chosen,
+    )
 
 
 def make_members(loads: Sequence[int], role: Role = Role.PREFILL) -> list[Member]:
     return [make_member(number, load, number, role) for number, load in enumerate(loads)]
 
 
-def serve(fleet: Fleet, count: int, hints: RoutingHints | None = None, role: Role = Role.PREFILL) -> list[Instance]:
+def serve(
+    fleet: Fleet, count: int, hints: RoutingHints | None = None, role: Role = Role.PREFILL
+) -> list[Instance]:
     """One leg after the other, each ended before the next begins; who was given them."""
     chosen = []
     for _ in range(count):
@@ -71,13 +80,23 @@ def test_every_policy_chooses_one_of_the_candidates_and_changes_nothing(
 @given(size=st.integers(1, 16), count=st.integers(0, 100))
 def test_round_robin_is_fair_to_one(size: int, count: int) -> None:
     counts = Counter(serve(make_fleet("round_robin", size), count))
-    assert max(counts.values(), default=0) - min((counts[make_instance(n)] for n in range(size)), default=0) <= 1
+    assert (
+        max(counts.values(), default=0)
+        - min((counts[make_instance(n)] for n in range(size)), default=0)
+        <= 1
+    )
 
 
 @given(leaves=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=12))
-def test_round_robin_stays_fair_among_those_who_stay_while_others_come_and_go(leaves: list[tuple[int, int]]) -> None:
+def test_round_robin_stays_fair_among_those_who_stay_while_others_come_and_go(
+    leaves: list[tuple[int, int]],
+) -> None:
     """An index that goes round favours whoever follows one that left."""
-    fleet, staying, counts = make_fleet("round_robin", 6), {make_instance(6), make_instance(7)}, Counter[Instance]()
+    fleet, staying, counts = (
+        make_fleet("round_robin", 6),
+        {make_instance(6), make_instance(7)},
+        Counter[Instance](),
+    )
     for instance in sorted(staying, key=str):
         fleet.add(instance, 0.0)
     for number, legs in leaves:
@@ -97,7 +116,9 @@ def test_an_index_that_goes_round_would_not_stay_fair() -> None:
             return candidates[self.index % len(candidates)], "index"
 
     def excess(policy: Policy) -> int:
-        """How many more legs one of two members gets than the other while a third comes and goes."""
+        """How many more legs one of two members gets than the other while a third comes and
+        goes.
+        """
         one, other, third = members = make_members([0, 0, 0])
         counts = Counter[Member]()
         for last_chosen in range(60):
@@ -121,19 +142,30 @@ def test_equally_loaded_members_take_turns() -> None:
     assert len(set(serve(make_fleet("least_load", 5), 5))) == 5
 
 
-def pairs_seen(policy_of: Callable[[Callable[[], float]], Policy], loads: Sequence[int]) -> list[tuple[int, int]]:
+def pairs_seen(
+    policy_of: Callable[[Callable[[], float]], Policy], loads: Sequence[int]
+) -> list[tuple[int, int]]:
     """Which member is chosen for every pair that chance can draw, as (load chosen, times)."""
     members = make_members(loads)
     num_pairs = len(loads) * (len(loads) - 1)
     draws = [(number + 0.5) / num_pairs for number in range(num_pairs)]
-    return sorted(Counter(policy_of(lambda draw=draw: draw).choose(members, RoutingHints())[0].load for draw in draws).items())  # type: ignore[misc]
+    return sorted(
+        Counter(
+            policy_of(lambda draw=draw: draw).choose(members, RoutingHints())[0].load  # type: ignore[misc]
+            for draw in draws
+        ).items()
+    )
 
 
 @given(loads=st.integers(2, 8).flatmap(lambda size: st.permutations(range(size))))
 def test_the_better_of_two_is_never_the_worse(loads: list[int]) -> None:
-    """Over all ordered pairs, the member with i worse ones is the better of 2 i pairs. The worst of all is never chosen."""
+    """Over all ordered pairs, the member with i worse ones is the better of 2 i pairs. The worst of
+    all is never chosen.
+    """
     size = len(loads)
-    assert pairs_seen(PowerOfTwo, loads) == [(load, 2 * (size - 1 - load)) for load in range(size - 1)]
+    assert pairs_seen(PowerOfTwo, loads) == [
+        (load, 2 * (size - 1 - load)) for load in range(size - 1)
+    ]
 
 
 def test_the_worse_of_two_would_be_seen() -> None:
@@ -146,13 +178,21 @@ def test_the_worse_of_two_would_be_seen() -> None:
     assert pairs_seen(WorseOfTwo, range(4)) != pairs_seen(PowerOfTwo, range(4))
 
 
-# -- marks and prefixes ------------------------------------------------------------------------------------------------
+# -- marks and prefixes --
 
 
-@given(head=st.binary(min_size=1, max_size=20_000), tail=st.binary(max_size=2000), other=st.binary(max_size=2000))
+@given(
+    head=st.binary(min_size=1, max_size=20_000),
+    tail=st.binary(max_size=2000),
+    other=st.binary(max_size=2000),
+)
 def test_what_begins_alike_has_alike_marks(head: bytes, tail: bytes, other: bytes) -> None:
     shared = len(hash_prefixes(head))
-    assert hash_prefixes(head + tail)[:shared] == hash_prefixes(head + other)[:shared] == hash_prefixes(memoryview(head))
+    assert (
+        hash_prefixes(head + tail)[:shared]
+        == hash_prefixes(head + other)[:shared]
+        == hash_prefixes(memoryview(head))
+    )
 
 
 @given(text=st.binary(min_size=512, max_size=8000), at=st.integers(0, 511))
@@ -172,14 +212,20 @@ def test_a_long_prompt_has_few_marks_and_is_looked_at_for_a_bounded_time() -> No
     assert len(hash_prefixes(bytes(64 * 1024))) < 32
     assert len(hash_prefixes(bytes(64 * 1024 * 1024))) < 64
     huge = bytes(64 * 1024 * 1024)
-    assert count_instructions(lambda: hash_prefixes(huge)) < 3 * count_instructions(lambda: hash_prefixes(huge[: 64 * 1024]))
+    assert count_instructions(lambda: hash_prefixes(huge)) < 3 * count_instructions(
+        lambda: hash_prefixes(huge[: 64 * 1024])
+    )
 
 
 @given(
     max_hashes=st.integers(2, 40),
-    given_texts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12_000), st.integers(0, 255)), max_size=30),
+    given_texts=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 12_000), st.integers(0, 255)), max_size=30
+    ),
 )
-def test_the_index_never_exceeds_its_bound(max_hashes: int, given_texts: list[tuple[int, int, int]]) -> None:
+def test_the_index_never_exceeds_its_bound(
+    max_hashes: int, given_texts: list[tuple[int, int, int]]
+) -> None:
     index, members = PrefixIndex(max_hashes), make_members([0] * 4)
     for number, size, letter in given_texts:
         index.add(hash_prefixes(bytes([letter]) * size), members[number])
@@ -207,9 +253,13 @@ def test_a_member_that_restarted_holds_nothing() -> None:
 
 
 @given(
-    size=st.integers(2, 16), head=st.binary(min_size=512, max_size=4000), tails=st.lists(st.binary(max_size=400), min_size=1, max_size=20)
+    size=st.integers(2, 16),
+    head=st.binary(min_size=512, max_size=4000),
+    tails=st.lists(st.binary(max_size=400), min_size=1, max_size=20),
 )
-def test_equal_prefixes_go_to_one_instance_while_loads_are_balanced(size: int, head: bytes, tails: list[bytes]) -> None:
+def test_equal_prefixes_go_to_one_instance_while_loads_are_balanced(
+    size: int, head: bytes, tails: list[bytes]
+) -> None:
     fleet = make_fleet("prefix_affinity", size)
     chosen = [serve(fleet, 1, RoutingHints(head + tail))[0] for tail in tails]
     assert set(chosen) == {chosen[0]}
@@ -219,9 +269,15 @@ def test_without_affinity_equal_prefixes_would_be_spread() -> None:
     assert len(set(serve(make_fleet("least_load", 4), 20, RoutingHints(bytes(2000))))) == 4
 
 
-@given(size=st.integers(2, 8), count=st.integers(1, 60), text=st.binary(min_size=600, max_size=5000))
-def test_a_popular_prefix_is_spread_when_its_holder_has_much_more_to_do(size: int, count: int, text: bytes) -> None:
-    """None of these legs ends. The most loaded may have half as much again as the least, and a few legs."""
+@given(
+    size=st.integers(2, 8), count=st.integers(1, 60), text=st.binary(min_size=600, max_size=5000)
+)
+def test_a_popular_prefix_is_spread_when_its_holder_has_much_more_to_do(
+    size: int, count: int, text: bytes
+) -> None:
+    """None of these legs ends. The most loaded may have half as much again as the least, and a few
+    legs.
+    """
     fleet, weight = make_fleet("prefix_affinity", size), leg_weight(Role.PREFILL, len(text))
     for _ in range(count):
         hints = RoutingHints(text)
@@ -234,7 +290,11 @@ def test_a_popular_prefix_is_spread_when_its_holder_has_much_more_to_do(size: in
 
 
 def test_without_the_bound_a_popular_prefix_would_stay_with_one() -> None:
-    policy, members, hints = PrefixAffinity(max_ratio=1e9, slack_legs=10**9), make_members([0, 0, 0]), RoutingHints(bytes(1000))
+    policy, members, hints = (
+        PrefixAffinity(max_ratio=1e9, slack_legs=10**9),
+        make_members([0, 0, 0]),
+        RoutingHints(bytes(1000)),
+    )
     for _ in range(30):
         chosen, _ = policy.choose(members, hints)
         policy.note_begun(chosen, hints)
@@ -251,11 +311,13 @@ def test_the_longest_beginning_counts() -> None:
     assert fleet.reasons(Role.PREFILL) == {"prefix": 1}
 
 
-# -- conversations -----------------------------------------------------------------------------------------------------
+# -- conversations --
 
 
 @given(size=st.integers(1, 8), data=st.data())
-def test_a_conversation_returns_to_its_instance_whatever_its_load(size: int, data: st.DataObject) -> None:
+def test_a_conversation_returns_to_its_instance_whatever_its_load(
+    size: int, data: st.DataObject
+) -> None:
     fleet = make_fleet("conversation_affinity", size, Role.DECODE)
     last = make_instance(data.draw(st.integers(0, size - 1)), Role.DECODE)
     for _ in range(data.draw(st.integers(0, 5))):
@@ -269,7 +331,9 @@ def test_a_conversation_whose_instance_is_gone_goes_to_the_least_loaded() -> Non
     fleet.begin(make_instance(1, Role.DECODE), 0.0)
     for leave in (fleet.drain, fleet.remove):
         leave(last)
-        assert fleet.choose(Role.DECODE, RoutingHints(conversation=last), 0.0) == make_instance(2, Role.DECODE)
+        assert fleet.choose(Role.DECODE, RoutingHints(conversation=last), 0.0) == make_instance(
+            2, Role.DECODE
+        )
 
 
 def test_the_prefill_side_of_a_conversation_falls_back_to_the_prefix() -> None:
@@ -280,7 +344,9 @@ def test_the_prefill_side_of_a_conversation_falls_back_to_the_prefix() -> None:
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="'best' is no routing policy; choose one of round_robin, least_load, power_of_two, prefix_affinity"
+        ConfigError,
+        match="'best' is no routing policy; choose one of round_robin, least_load, power_of_two, "
+        "prefix_affinity",
     ):
         Fleet(FleetOptions(policies=dict.fromkeys(Role, "best")), random.random)
 

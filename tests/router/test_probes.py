@@ -1,6 +1,14 @@
 """Health checks: when they are due, and what they may and may not change."""
 
-from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, state_of
+from tests.router.fleet_world import (
+    answer,
+    begin_trial,
+    chosen,
+    fail,
+    make_fleet,
+    make_instance,
+    state_of,
+)
 
 from kvferry.router.fleet.fleet import Fleet, MemberState
 from kvferry.router.fleet.health import HealthOptions
@@ -33,7 +41,10 @@ def test_one_that_nobody_has_reached_is_looked_for_often_and_called_new() -> Non
     fleet.take_probes(0.0)
     fleet.note_probe_passed(B, 0.0)
     fleet.note_probe_failed(A, 0.0)
-    assert [state_of(fleet, instance, 0.0) for instance in (A, B)] == [MemberState.NEW, MemberState.HEALTHY]
+    assert [state_of(fleet, instance, 0.0) for instance in (A, B)] == [
+        MemberState.NEW,
+        MemberState.HEALTHY,
+    ]
     assert (fleet.take_probes(0.9), fleet.take_probes(1.0)) == ([], [A])
     fleet.note_probe_passed(A, 1.0)
     assert (state_of(fleet, A, 1.0), fleet.take_probes(2.5)) == (MemberState.HEALTHY, [])
@@ -66,7 +77,11 @@ def test_ill_probes_eject_and_a_single_one_does_not() -> None:
     assert state_of(fleet, A, 2.0) is MemberState.HEALTHY
     fleet.note_probe_failed(A, 3.0, "no route")
     member = fleet.members()[0]
-    assert (state_of(fleet, A, 3.0), member.record.last_error, member.record.last_error_at) == (MemberState.EJECTED, "no route", 3.0)
+    assert (state_of(fleet, A, 3.0), member.record.last_error, member.record.last_error_at) == (
+        MemberState.EJECTED,
+        "no route",
+        3.0,
+    )
 
 
 def test_a_well_probe_does_not_hide_that_legs_fail() -> None:
@@ -101,7 +116,9 @@ def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
 
 
 def test_one_that_was_left_out_for_its_probes_alone_is_back_with_the_first_good_one() -> None:
-    """Nothing is known against it but that: requests that come at once go to it all, not one of them as a trial."""
+    """Nothing is known against it but that: requests that come at once go to it all, not one of
+    them as a trial.
+    """
     fleet = make_fleet("round_robin", 3, health=PROBED)
     for now in (5.0, 6.0):
         fleet.note_probe_failed(A, now)

@@ -25,7 +25,15 @@ from tests.router.stubs import (
 from kvferry.router.serving.client_request import read_prefill_answer
 from kvferry.router.serving.side_channel import PrefilledBlocks
 
-EVENTS = [b'data: {"text":"a"}\n\n', b"data: {", b'"text":"\xc3', b'\xa9"}\n', b"\n", b": comment\n\n", b"data: [DONE]\n\n"]
+EVENTS = [
+    b'data: {"text":"a"}\n\n',
+    b"data: {",
+    b'"text":"\xc3',
+    b'\xa9"}\n',
+    b"\n",
+    b": comment\n\n",
+    b"data: [DONE]\n\n",
+]
 ONE = {"prompt": "hello", "max_tokens": 4}
 STREAMED = {**ONE, "stream": True}
 
@@ -43,7 +51,7 @@ def free_port() -> int:
         return port
 
 
-# -- the good way ------------------------------------------------------------------------------------------------------
+# -- the good way --
 
 
 def test_a_request_becomes_a_prefill_leg_and_a_decode_leg_with_its_blocks() -> None:
@@ -136,13 +144,17 @@ def test_when_p_keeps_no_blocks_d_computes() -> None:
     uvloop.run(scene())
 
 
-# -- headers -----------------------------------------------------------------------------------------------------------
+# -- headers --
 
 
-def test_both_legs_and_the_client_see_the_clients_request_id_and_both_legs_its_authorization() -> None:
+def test_both_legs_and_the_client_see_the_clients_request_id_and_both_legs_its_authorization() -> (
+    None
+):
     async def scene() -> None:
         async with stage(prefills, completes) as s:
-            _, headers, _ = await s.post(ONE, X_Request_Id="mine-1", Authorization="Bearer key", Cookie="a=b", X_Other="1")
+            _, headers, _ = await s.post(
+                ONE, X_Request_Id="mine-1", Authorization="Bearer key", Cookie="a=b", X_Other="1"
+            )
             for call in (s.p.calls[0], s.d.calls[0]):
                 assert call.headers["X-Request-Id"] == "mine-1"
                 assert call.headers["Authorization"] == "Bearer key"
@@ -154,23 +166,30 @@ def test_both_legs_and_the_client_see_the_clients_request_id_and_both_legs_its_a
 
 
 @pytest.mark.parametrize("sent", [{}, {"X_Request_Id": "bad id"}, {"X_Request_Id": "x" * 500}])
-def test_a_missing_or_unfit_request_id_is_replaced_by_one_for_both_legs(sent: dict[str, str]) -> None:
+def test_a_missing_or_unfit_request_id_is_replaced_by_one_for_both_legs(
+    sent: dict[str, str],
+) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             _, headers, _ = await s.post(ONE, **sent)
             made = headers["X-Request-Id"]
             assert made not in sent.values()
-            assert [s.p.calls[0].headers["X-Request-Id"], s.d.calls[0].headers["X-Request-Id"]] == [made, made]
+            assert [s.p.calls[0].headers["X-Request-Id"], s.d.calls[0].headers["X-Request-Id"]] == [
+                made,
+                made,
+            ]
 
     uvloop.run(scene())
 
 
-# -- what instances object to ------------------------------------------------------------------------------------------
+# -- what instances object to --
 
 
 def test_an_objection_of_p_is_the_clients_answer_and_d_is_not_asked() -> None:
     async def scene() -> None:
-        async with stage(answers(422, '{"error":{"message":"no such model"}}', Retry_After="7"), completes) as s:
+        async with stage(
+            answers(422, '{"error":{"message":"no such model"}}', Retry_After="7"), completes
+        ) as s:
             status, headers, body = await s.post(ONE)
             assert (status, body) == (422, b'{"error":{"message":"no such model"}}')
             assert headers["Retry-After"] == "7"
@@ -189,7 +208,7 @@ def test_an_objection_of_d_is_passed_on_and_the_blocks_of_p_are_released() -> No
     uvloop.run(scene())
 
 
-# -- instances that take no requests -------------------------------------------------------------------------------------
+# -- instances that take no requests --
 
 STOPPING = answers(503, '{"error":{"message":"the server is stopping"}}', Retry_After="1")
 
@@ -199,18 +218,23 @@ def test_while_one_of_two_drains_every_request_is_served_and_it_is_hardly_asked(
         async with stage([STOPPING, prefills], [completes, STOPPING]) as s:
             assert [(await s.post(ONE))[0] for _ in range(12)] == [200] * 12
             assert [len(engine.calls) for engine in (s.prefillers[1], s.decoders[0])] == [12, 12]
-            # At its every turn without a rest. If each request took as long as a rest, the stage would be over.
+            # At its every turn without a rest. If each request took as long as a rest, the stage
+            # would be over.
             assert 1 <= len(s.prefillers[0].calls) < 12
             assert 1 <= len(s.decoders[1].calls) < 6
             assert s.releases.handovers == []
             assert await s.metric("kvferry:router_instance_failures_total") == 0
-            assert await s.metric("kvferry:router_instance_refusals_total") == len(s.prefillers[0].calls) + len(s.decoders[1].calls)
+            assert await s.metric("kvferry:router_instance_refusals_total") == len(
+                s.prefillers[0].calls
+            ) + len(s.decoders[1].calls)
 
     uvloop.run(scene())
 
 
 @pytest.mark.parametrize("request_body", [ONE, STREAMED])
-def test_when_a_d_refuses_another_gets_the_same_ticket_and_nothing_is_released(request_body: dict[str, Any]) -> None:
+def test_when_a_d_refuses_another_gets_the_same_ticket_and_nothing_is_released(
+    request_body: dict[str, Any],
+) -> None:
     async def scene() -> None:
         async with stage(prefills, [STOPPING, streams(EVENTS)]) as s:
             status, _, body = await s.post(request_body)
@@ -227,9 +251,14 @@ def test_when_a_d_refuses_another_gets_the_same_ticket_and_nothing_is_released(r
 
 @pytest.mark.parametrize("request_body", [ONE, STREAMED])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_when_all_of_a_role_refuse_the_client_hears_it_from_them_and_no_blocks_are_kept(role: str, request_body: dict[str, Any]) -> None:
+def test_when_all_of_a_role_refuse_the_client_hears_it_from_them_and_no_blocks_are_kept(
+    role: str, request_body: dict[str, Any]
+) -> None:
     async def scene() -> None:
-        async with stage([STOPPING] * 3 if role == "prefill" else prefills, [STOPPING] * 3 if role == "decode" else completes) as s:
+        async with stage(
+            [STOPPING] * 3 if role == "prefill" else prefills,
+            [STOPPING] * 3 if role == "decode" else completes,
+        ) as s:
             status, headers, body = await s.post(request_body, X_Request_Id="mine")
             assert (status, message(body)) == (503, "the server is stopping")
             assert (headers["Retry-After"], headers["X-Request-Id"]) == ("1", "mine")
@@ -275,7 +304,7 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
     uvloop.run(scene())
 
 
-# -- instances that fail -----------------------------------------------------------------------------------------------
+# -- instances that fail --
 
 
 @pytest.mark.parametrize(
@@ -287,7 +316,10 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
         (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be read"),
         (drops_connection, "it closed the connection"),
         (hangs, "it did not answer in time"),
-        (streams([b"{"], then="drop", content_type="application/json"), "it closed the connection in the middle of an answer"),
+        (
+            streams([b"{"], then="drop", content_type="application/json"),
+            "it closed the connection in the middle of an answer",
+        ),
         (answers(200, " " * 70_000), "its answer is longer than 65536 bytes"),
     ],
 )
@@ -315,7 +347,9 @@ def test_a_d_that_fails_before_it_answers_is_named_in_a_502_and_the_blocks_are_r
         async with stage(prefills, behaviour, answer=0.5, idle=0.5) as s:
             status, _, body = await s.post(request_body)
             assert status == 502
-            assert f"decode instance http://127.0.0.1:{s.d.port} failed: {sentence}" in message(body)
+            assert f"decode instance http://127.0.0.1:{s.d.port} failed: {sentence}" in message(
+                body
+            )
             assert s.releases.tickets == ["ticket-1"]
 
     uvloop.run(scene())
@@ -348,7 +382,9 @@ def test_the_stream_of_a_d_that_dies_ends_with_an_error_event_and_the_blocks_are
             assert body.startswith(EVENTS[0])
             last = body.rstrip(b"\n").rsplit(b"\n\n", 1)[1]
             assert last.startswith(b"data: ")
-            assert f"decode instance http://127.0.0.1:{s.d.port} broke off its answer" in message(last.removeprefix(b"data: "))
+            assert f"decode instance http://127.0.0.1:{s.d.port} broke off its answer" in message(
+                last.removeprefix(b"data: ")
+            )
             assert s.releases.tickets == ["ticket-1"]
 
     uvloop.run(scene())
@@ -369,7 +405,9 @@ def test_an_answer_of_another_kind_that_breaks_off_is_a_502() -> None:
     """It is passed on when it is whole, so that another D can be asked."""
 
     async def scene() -> None:
-        async with stage(prefills, streams([b'{"text":'], then="drop", content_type="application/json")) as s:
+        async with stage(
+            prefills, streams([b'{"text":'], then="drop", content_type="application/json")
+        ) as s:
             status, _, body = await s.post(ONE)
             assert (status, "decode instance" in message(body)) == (502, True)
             await s.releases.happened.wait()
@@ -387,7 +425,7 @@ def test_after_every_failure_the_next_good_request_is_served() -> None:
     uvloop.run(scene())
 
 
-# -- clients that leave ------------------------------------------------------------------------------------------------
+# -- clients that leave --
 
 
 async def leave(s: Stage, until: asyncio.Event, body: dict[str, Any]) -> None:
@@ -411,7 +449,9 @@ def test_a_client_that_leaves_during_prefill_cancels_it_and_d_is_never_asked() -
 
 
 @pytest.mark.parametrize("body", [ONE, STREAMED])
-def test_a_client_that_leaves_before_d_answers_cancels_d_and_the_blocks_are_released(body: dict[str, Any]) -> None:
+def test_a_client_that_leaves_before_d_answers_cancels_d_and_the_blocks_are_released(
+    body: dict[str, Any],
+) -> None:
     async def scene() -> None:
         async with stage(prefills, hangs) as s:
             await leave(s, s.d.entered, body)
@@ -439,9 +479,13 @@ def test_a_client_that_stops_reading_is_dropped_after_the_idle_limit() -> None:
     async def scene() -> None:
         flood = streams([b"data: " + b"x" * 65536 + b"\n\n"] * 400, then="hang")
         async with stage(prefills, flood, idle=0.5) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1024)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1024
+            )
             body = json.dumps(STREAMED).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
             writer.write(head.encode() + body)
             await writer.drain()
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
@@ -451,7 +495,7 @@ def test_a_client_that_stops_reading_is_dropped_after_the_idle_limit() -> None:
     uvloop.run(scene())
 
 
-# -- the guard itself --------------------------------------------------------------------------------------------------
+# -- the guard itself --
 
 
 def test_blocks_are_released_once_unless_handed_over() -> None:

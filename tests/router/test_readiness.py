@@ -30,17 +30,26 @@ async def becomes(s: Stage, status: int) -> str:
 
 
 async def join(s: Stage, role: str, port: int) -> None:
-    async with s.session.post(f"{s.url}/admin/instances", json={"role": role, "url": f"http://127.0.0.1:{port}"}) as answer:
+    async with s.session.post(
+        f"{s.url}/admin/instances", json={"role": role, "url": f"http://127.0.0.1:{port}"}
+    ) as answer:
         assert answer.status == 201
 
 
-def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_when_it_is_up() -> None:
-    """The last of a role is never left out, so that requests are not refused by mistake; but nobody should be sent here for that."""
+def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_when_it_is_up() -> (
+    None
+):
+    """The last of a role is never left out, so that requests are not refused by mistake; but nobody
+    should be sent here for that.
+    """
 
     async def scene() -> None:
         async with AsyncExitStack() as stack:
             s = await stack.enter_async_context(stage(prefills, [], **PROBED))
-            while await readiness(s) != (503, "no decode instance is available"):  # until P has been reached
+            while await readiness(s) != (
+                503,
+                "no decode instance is available",
+            ):  # until P has been reached
                 await asyncio.sleep(0.01)
             engine = StubEngine(completes)
             async with stub_engine(engine):
@@ -61,7 +70,9 @@ def test_a_router_whose_instances_failed_requests_but_are_well_is_ready() -> Non
     async def scene() -> None:
         is_ill = True
 
-        async def fails_for_a_while(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def fails_for_a_while(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             return await (answers(500, "{}") if is_ill else completes)(request, body)
 
         async with stage(prefills, fails_for_a_while, failures_in_a_row=2, **PROBED) as s:
@@ -78,11 +89,17 @@ def test_a_router_whose_instances_failed_requests_but_are_well_is_ready() -> Non
 
 
 @pytest.mark.parametrize("without_prefill", list(FailurePolicy))
-def test_prefill_instances_are_needed_only_where_decode_instances_may_not_compute(without_prefill: FailurePolicy) -> None:
+def test_prefill_instances_are_needed_only_where_decode_instances_may_not_compute(
+    without_prefill: FailurePolicy,
+) -> None:
     async def scene() -> None:
         async with stage([], completes, without_prefill=without_prefill, **PROBED) as s:
             await join(s, "prefill", free_port())
-            wanted = (503, "no prefill instance is available") if without_prefill is FailurePolicy.FAIL else (200, "ready")
+            wanted = (
+                (503, "no prefill instance is available")
+                if without_prefill is FailurePolicy.FAIL
+                else (200, "ready")
+            )
             while await readiness(s) != wanted:
                 await asyncio.sleep(0.01)
             assert (await s.post(ONE))[0] == (502 if without_prefill is FailurePolicy.FAIL else 200)

@@ -1,4 +1,6 @@
-"""What one instance fails at is tried on another while the client has got nothing, and the client hears of it only when nothing is left."""
+"""What one instance fails at is tried on another while the client has got nothing, and the client
+hears of it only when nothing is left.
+"""
 
 import asyncio
 import json
@@ -7,14 +9,26 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Behaviour, answers, completes, drops_connection, hangs, prefills, stage, streams
+from tests.router.stubs import (
+    Behaviour,
+    answers,
+    completes,
+    drops_connection,
+    hangs,
+    prefills,
+    stage,
+    streams,
+)
 from tests.router.test_proxy import ONE, STREAMED, free_port, message
 
 from kvferry.router.serving.instance_client import excerpt
 from kvferry.types import FailurePolicy
 
 GOOD = [b'data: {"text":"a"}\n\n', b"data: [DONE]\n\n"]
-SPEAKS_OF_FAILURE = [b'data: {"error":{"message":"KV load failed","code":500}}\n\n', b"data: [DONE]\n\n"]
+SPEAKS_OF_FAILURE = [
+    b'data: {"error":{"message":"KV load failed","code":500}}\n\n',
+    b"data: [DONE]\n\n",
+]
 FAILING = {
     "drops": drops_connection,
     "500": answers(500, '{"error":{"message":"boom"}}'),
@@ -39,7 +53,9 @@ def test_a_prefill_that_fails_is_tried_on_another(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["drops", "500", "502"])
 @pytest.mark.parametrize("request_body", [ONE, STREAMED])
-def test_a_decode_that_fails_before_its_first_token_is_tried_on_another(way: str, request_body: dict[str, Any]) -> None:
+def test_a_decode_that_fails_before_its_first_token_is_tried_on_another(
+    way: str, request_body: dict[str, Any]
+) -> None:
     async def scene() -> None:
         good: Behaviour = streams(GOOD) if request_body is STREAMED else completes
         async with stage(prefills, [FAILING[way], good], **PERSISTENT) as s:
@@ -77,7 +93,11 @@ def test_an_answer_that_is_no_stream_and_breaks_off_is_tried_on_another() -> Non
 def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
     async def scene() -> None:
         event = SPEAKS_OF_FAILURE[0]
-        async with stage(prefills, [streams([b": hello\n\n", event[:cut], event[cut:]]), streams(GOOD)], **PERSISTENT) as s:
+        async with stage(
+            prefills,
+            [streams([b": hello\n\n", event[:cut], event[cut:]]), streams(GOOD)],
+            **PERSISTENT,
+        ) as s:
             for _ in range(2):
                 assert (await s.post(STREAMED))[2] == b"".join(GOOD)
 
@@ -86,7 +106,9 @@ def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
-    """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail nobody."""
+    """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail
+    nobody.
+    """
 
     async def scene() -> None:
         async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
@@ -102,27 +124,37 @@ def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
     uvloop.run(scene())
 
 
-def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_can_be_reached() -> None:
+def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_can_be_reached() -> (
+    None
+):
     async def scene() -> None:
         is_first = True
 
-        async def could_not_get_the_blocks_at_first(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def could_not_get_the_blocks_at_first(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             nonlocal is_first
             was_first, is_first = is_first, False
             return await (FAILING["502"] if was_first else completes)(request, body)
 
-        async with stage(prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100) as s:
+        async with stage(
+            prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100
+        ) as s:
             new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
             async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
                 assert answer.status == 201
             assert (await s.post(ONE))[0] == 200
             assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
-            assert await s.metric("kvferry:router_instance_failures_total") == 2, "the other was tried in between"
+            assert await s.metric("kvferry:router_instance_failures_total") == 2, (
+                "the other was tried in between"
+            )
 
     uvloop.run(scene())
 
 
-def begins(status: int, body: bytes, then: str, content_type: str = "application/json") -> Behaviour:
+def begins(
+    status: int, body: bytes, then: str, content_type: str = "application/json"
+) -> Behaviour:
     """Says what it is, and part of why."""
 
     async def behave(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
@@ -143,8 +175,12 @@ UNFINISHED = [
 
 @pytest.mark.parametrize("then", ["hangs", "drops"])
 @pytest.mark.parametrize(("status", "body", "content_type"), UNFINISHED)
-def test_who_says_that_it_failed_need_not_end_its_sentence(status: int, body: bytes, content_type: str, then: str) -> None:
-    """The next is asked long before `timeouts.answer`, and gets fresh blocks where the first may have used them up."""
+def test_who_says_that_it_failed_need_not_end_its_sentence(
+    status: int, body: bytes, content_type: str, then: str
+) -> None:
+    """The next is asked long before `timeouts.answer`, and gets fresh blocks where the first may
+    have used them up.
+    """
 
     async def scene() -> None:
         failing = begins(status, body, then, content_type)
@@ -167,7 +203,9 @@ def test_who_says_that_it_failed_need_not_end_its_sentence(status: int, body: by
 def test_a_503_always_says_when_to_come_back(role: str) -> None:
     async def scene() -> None:
         for said, heard in ((answers(503, "{}"), "1"), (answers(503, "{}", Retry_After="7"), "7")):
-            async with stage(said if role == "prefill" else prefills, completes if role == "prefill" else said) as s:
+            async with stage(
+                said if role == "prefill" else prefills, completes if role == "prefill" else said
+            ) as s:
                 status, headers, body = await s.post(ONE)
                 assert (status, headers["Retry-After"], body) == (503, heard, b"{}")
 
@@ -187,7 +225,9 @@ def test_a_stream_that_has_begun_is_never_tried_again() -> None:
     """The negative of the ones above: what the client has got cannot be taken back."""
 
     async def scene() -> None:
-        async with stage(prefills, [streams(GOOD[:1], then="drop"), streams(GOOD[:1], then="drop")], **PERSISTENT) as s:
+        async with stage(
+            prefills, [streams(GOOD[:1], then="drop"), streams(GOOD[:1], then="drop")], **PERSISTENT
+        ) as s:
             status, _, body = await s.post(STREAMED)
             assert (status, body[: len(GOOD[0])]) == (200, GOOD[0])
             assert b"broke off its answer" in body
@@ -219,7 +259,9 @@ def test_an_objection_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
-def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(is_reachable: bool) -> None:
+def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(
+    is_reachable: bool,
+) -> None:
     async def scene() -> None:
         behaviours: list[Behaviour] = [drops_connection] if is_reachable else []
         async with stage(behaviours, completes, without_prefill=FailurePolicy.RECOMPUTE) as s:
@@ -233,7 +275,9 @@ def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(is_rea
 
 def test_a_prefill_side_that_is_full_is_no_reason_to_burden_the_decode_side() -> None:
     async def scene() -> None:
-        async with stage(answers(503, "{}", Retry_After="7"), completes, without_prefill=FailurePolicy.RECOMPUTE) as s:
+        async with stage(
+            answers(503, "{}", Retry_After="7"), completes, without_prefill=FailurePolicy.RECOMPUTE
+        ) as s:
             status, headers, _ = await s.post(ONE)
             assert (status, headers["Retry-After"], s.d.calls) == (503, "7", [])
 
@@ -242,7 +286,12 @@ def test_a_prefill_side_that_is_full_is_no_reason_to_burden_the_decode_side() ->
 
 def test_a_dead_instance_is_asked_a_few_times_and_then_no_more() -> None:
     async def scene() -> None:
-        async with stage([drops_connection, prefills], completes, max_retries=1, without_prefill=FailurePolicy.RECOMPUTE) as s:
+        async with stage(
+            [drops_connection, prefills],
+            completes,
+            max_retries=1,
+            without_prefill=FailurePolicy.RECOMPUTE,
+        ) as s:
             for _ in range(30):
                 assert (await s.post(ONE))[0] == 200
             dead, alive = (len(engine.calls) for engine in s.prefillers)
@@ -259,8 +308,18 @@ def test_an_instance_that_comes_back_is_given_requests_again() -> None:
         async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await (prefills if is_up.is_set() else drops_connection)(request, body)
 
-        quick: dict[str, Any] = {"first_ejection_s": 0.01, "probe_interval_s": 0.01, "probe_ejected_s": 0.01}
-        async with stage([behave, prefills], completes, max_retries=1, without_prefill=FailurePolicy.RECOMPUTE, **quick) as s:
+        quick: dict[str, Any] = {
+            "first_ejection_s": 0.01,
+            "probe_interval_s": 0.01,
+            "probe_ejected_s": 0.01,
+        }
+        async with stage(
+            [behave, prefills],
+            completes,
+            max_retries=1,
+            without_prefill=FailurePolicy.RECOMPUTE,
+            **quick,
+        ) as s:
             for _ in range(10):
                 await s.post(ONE)
             is_up.set()
@@ -304,9 +363,13 @@ def test_beyond_the_queue_requests_are_refused_at_once_and_told_when_to_come_bac
 def test_one_tenant_that_sends_too_much_is_told_so_and_others_are_served() -> None:
     async def scene() -> None:
         async def holds_one(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return await (hangs if request.headers["Authorization"] == "Bearer busy" else prefills)(request, body)
+            return await (hangs if request.headers["Authorization"] == "Bearer busy" else prefills)(
+                request, body
+            )
 
-        async with stage(holds_one, completes, max_running=8, tenant_running=1, tenant_waiting=0) as s:
+        async with stage(
+            holds_one, completes, max_running=8, tenant_running=1, tenant_waiting=0
+        ) as s:
             first = asyncio.create_task(s.post(ONE, Authorization="Bearer busy"))
             await s.p.entered.wait()
             assert (await s.post(ONE, Authorization="Bearer busy"))[0] == 429
@@ -321,7 +384,9 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
     async def scene() -> None:
         async with stage(prefills, completes, **PERSISTENT) as s:
             gone = f"http://127.0.0.1:{free_port()}"
-            async with s.session.post(f"{s.url}/admin/instances", json={"role": "decode", "url": gone}) as answer:
+            async with s.session.post(
+                f"{s.url}/admin/instances", json={"role": "decode", "url": gone}
+            ) as answer:
                 assert answer.status == 201
             for _ in range(6):
                 assert (await s.post(ONE))[0] == 200
@@ -331,5 +396,8 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
 
 def test_what_an_instance_says_is_one_line_in_a_log() -> None:
     """Engines repeat what clients wrote: a line of their own would be theirs to forge."""
-    assert excerpt(b"no\r\nINFO all is well\x1b[2J\xe2\x80\xa8\xff") == "no  INFO all is well [2J \ufffd"
+    assert (
+        excerpt(b"no\r\nINFO all is well\x1b[2J\xe2\x80\xa8\xff")
+        == "no  INFO all is well [2J \ufffd"
+    )
     assert excerpt(b"x" * 5000) == "x" * 300 + "…"

@@ -35,7 +35,11 @@ def never_made() -> RouterApp:
 def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken; stop what listens there or choose another --port"):
+        with pytest.raises(
+            ConfigError,
+            match=f"port {port} on 127.0.0.1 is taken; stop what listens there or choose another "
+            "--port",
+        ):
             run_router(RouterOptions(host="127.0.0.1", port=port), never_made, never_ready)
 
 
@@ -46,17 +50,25 @@ def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
         ("a" * 300, "cannot be resolved"),
     ],
 )
-def test_a_host_that_is_not_this_machine_is_an_error_of_the_operator(host: str, sentence: str) -> None:
+def test_a_host_that_is_not_this_machine_is_an_error_of_the_operator(
+    host: str, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         run_router(RouterOptions(host=host, port=0), never_made, never_ready)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(
+    number: signal.Signals,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+        with build_opener(ProxyHandler({})).open(
+            f"http://127.0.0.1:{port}/health", timeout=10
+        ) as answer:
             assert answer.status == 200
         process.send_signal(number)
         _, errors = process.communicate(timeout=20)

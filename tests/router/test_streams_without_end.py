@@ -1,4 +1,6 @@
-"""A stream whose end is that of the connection: only its last event tells a whole one from the rest of a dead instance's."""
+"""A stream whose end is that of the connection: only its last event tells a whole one from the rest
+of a dead instance's.
+"""
 
 import asyncio
 
@@ -14,8 +16,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}])
-@pytest.mark.parametrize(("said", "is_whole"), [(FIRST + DONE, True), (FIRST, False), (FIRST + b"data: [DO", False)])
-def test_a_part_never_looks_whole(said: bytes, is_whole: bool, conversation: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("said", "is_whole"), [(FIRST + DONE, True), (FIRST, False), (FIRST + b"data: [DO", False)]
+)
+def test_a_part_never_looks_whole(
+    said: bytes, is_whole: bool, conversation: dict[str, str]
+) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(HEAD + said)
@@ -23,7 +29,10 @@ def test_a_part_never_looks_whole(said: bytes, is_whole: bool, conversation: dic
 
     async def scene() -> None:
         async with instance(talk) as target, stage(prefills, []) as s:
-            async with s.session.post(f"{s.url}/admin/instances", json={"role": "decode", "url": f"http://{target.address}"}) as answer:
+            async with s.session.post(
+                f"{s.url}/admin/instances",
+                json={"role": "decode", "url": f"http://{target.address}"},
+            ) as answer:
                 assert answer.status == 201
             status, _, body = await s.post(STREAMED | conversation)
             assert (status, body[: len(FIRST)]) == (200, FIRST)

@@ -9,7 +9,13 @@ from kvferry.router.http.deadlines import TimeLimit, TimeLimits
 FOREVER_S = 3600.0
 
 
-async def serve(limits: TimeLimits, limit_s: float, work: "asyncio.Future[str]", log: list[str], begun: list[TimeLimit]) -> None:
+async def serve(
+    limits: TimeLimits,
+    limit_s: float,
+    work: "asyncio.Future[str]",
+    log: list[str],
+    begun: list[TimeLimit],
+) -> None:
     limit = limits.begin(limit_s)
     begun.append(limit)
     try:

@@ -1,7 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.timeline import MAX_MARKS, MAX_TEXT_CHARS, RecentRequests, RequestEvent, RequestOutcome, Timeline
+from kvferry.router.timeline import (
+    MAX_MARKS,
+    MAX_TEXT_CHARS,
+    RecentRequests,
+    RequestEvent,
+    RequestOutcome,
+    Timeline,
+)
 
 
 def test_a_request_is_live_until_it_ends_and_then_recent() -> None:
@@ -13,7 +20,11 @@ def test_a_request_is_live_until_it_ends_and_then_recent() -> None:
     recent.end(timeline, RequestOutcome.ANSWERED, 200, now=11.0)
     assert recent.num_live == 0
     assert list(recent.newest_first()) == [timeline]
-    assert (timeline.ended, timeline.outcome, timeline.status) == (11.0, RequestOutcome.ANSWERED, 200)
+    assert (timeline.ended, timeline.outcome, timeline.status) == (
+        11.0,
+        RequestOutcome.ANSWERED,
+        200,
+    )
 
 
 def test_a_second_end_changes_nothing() -> None:
@@ -49,7 +60,9 @@ def test_failed_requests_outlive_a_flood_of_good_ones() -> None:
     recent.end(recent.begin("bad", "/", 0.0), RequestOutcome.FAILED, 502, 1.0, "P is gone")
     for number in range(100):
         recent.end(recent.begin(f"good{number}", "/", 2.0), RequestOutcome.ANSWERED, 200, 3.0)
-    assert [one.request_id for one in recent.newest_first()] == [f"good{number}" for number in range(99, 91, -1)]
+    assert [one.request_id for one in recent.newest_first()] == [
+        f"good{number}" for number in range(99, 91, -1)
+    ]
     found = recent.find("bad")
     assert found is not None
     assert found.error == "P is gone"
@@ -60,9 +73,18 @@ def test_equal_errors_are_counted_so_that_a_flood_hides_no_other() -> None:
     recent = RecentRequests(kept_errors=3)
     recent.end(recent.begin("first", "/", 0.0), RequestOutcome.FAILED, 502, 1.0, "P is gone")
     for number in range(100):
-        recent.end(recent.begin(f"r{number}", "/", 2.0), RequestOutcome.REFUSED, 503, 3.0 + number, "the queue is full")
+        recent.end(
+            recent.begin(f"r{number}", "/", 2.0),
+            RequestOutcome.REFUSED,
+            503,
+            3.0 + number,
+            "the queue is full",
+        )
     tallies = list(recent.errors.newest_first())
-    assert [(one.text, one.count, one.request_id) for one in tallies] == [("the queue is full", 100, "r99"), ("P is gone", 1, "first")]
+    assert [(one.text, one.count, one.request_id) for one in tallies] == [
+        ("the queue is full", 100, "r99"),
+        ("P is gone", 1, "first"),
+    ]
     assert (tallies[0].first_at, tallies[0].last_at) == (3.0, 102.0)
     for number in range(5):
         recent.errors.note(0, f"kind {number}", 200.0)
@@ -95,8 +117,12 @@ def test_long_errors_are_cut() -> None:
     assert [len(one.error) for one in recent.newest_first()] == [MAX_TEXT_CHARS]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, *RequestOutcome])), max_size=200))
-def test_whatever_happens_the_rings_stay_bounded_and_every_request_is_in_one_place(story: list[tuple[int, RequestOutcome | None]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, *RequestOutcome])), max_size=200)
+)
+def test_whatever_happens_the_rings_stay_bounded_and_every_request_is_in_one_place(
+    story: list[tuple[int, RequestOutcome | None]],
+) -> None:
     recent = RecentRequests(kept=4, kept_failures=2, kept_errors=2)
     live: list[Timeline] = []
     for now, (name, outcome) in enumerate(story):

@@ -1,4 +1,6 @@
-"""Both legs at once, once P is known to push: what each carries, and what becomes of one when the other fails."""
+"""Both legs at once, once P is known to push: what each carries, and what becomes of one when the
+other fails.
+"""
 
 import asyncio
 import json
@@ -53,14 +55,18 @@ def first_then(first: Behaviour, then: Behaviour) -> Behaviour:
 
 
 async def let_the_loop_run() -> None:
-    """Everybody is on one loop: so many turns are more than any answer takes from one of them to another."""
+    """Everybody is on one loop: so many turns are more than any answer takes from one of them to
+    another.
+    """
     for _ in range(500):
         await asyncio.sleep(0)
 
 
 def leg(stage: Stage, number: int = -1) -> tuple[dict[str, Any], dict[str, Any]]:
     """What P and D were given."""
-    return stage.p.calls[number].body["kv_transfer_params"], stage.d.calls[number].body["kv_transfer_params"]
+    return stage.p.calls[number].body["kv_transfer_params"], stage.d.calls[number].body[
+        "kv_transfer_params"
+    ]
 
 
 def test_p_is_asked_first_once_and_both_at_once_from_then_on() -> None:
@@ -75,7 +81,9 @@ def test_p_is_asked_first_once_and_both_at_once_from_then_on() -> None:
             arrived.set()
             return await completes(request, body)
 
-        async with stage(first_then(pushes, waits_for_d), first_then(completes, arrives), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, waits_for_d), first_then(completes, arrives), push_key=KEY
+        ) as s:
             assert (await s.post(ONE))[0] == 200
             assert leg(s)[1] == PUSHED | KEEP_NOTHING
             assert (await s.post(ONE, X_Request_Id="same"))[0] == 200
@@ -84,7 +92,10 @@ def test_p_is_asked_first_once_and_both_at_once_from_then_on() -> None:
             assert ticket == PushTicket(ticket.match_id, "p", "e1", "127.0.0.1", 5600, 2)
             assert (to_p["push_ticket"], to_p["do_remote_decode"]) == (to_d["push_ticket"], True)
             assert (to_d["do_remote_prefill"], "ticket" in to_d) == (True, False)
-            assert [engine.calls[-1].headers["X-Request-Id"] for engine in (s.p, s.d)] == ["same", "same"]
+            assert [engine.calls[-1].headers["X-Request-Id"] for engine in (s.p, s.d)] == [
+                "same",
+                "same",
+            ]
             assert s.releases.handovers == []
 
     uvloop.run(scene())
@@ -102,7 +113,9 @@ def test_every_request_has_a_handover_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("behaviour", "key"), [(prefills, KEY), (pushes, None)])
-def test_p_is_always_asked_first_if_it_does_not_push_or_nothing_can_be_signed(behaviour: Behaviour, key: PushTicketKey | None) -> None:
+def test_p_is_always_asked_first_if_it_does_not_push_or_nothing_can_be_signed(
+    behaviour: Behaviour, key: PushTicketKey | None
+) -> None:
     async def scene() -> None:
         async with stage(behaviour, completes, push_key=key) as s:
             for _ in range(2):
@@ -116,7 +129,9 @@ def test_p_is_always_asked_first_if_it_does_not_push_or_nothing_can_be_signed(be
 def test_a_p_that_objects_ends_d_and_is_the_answer() -> None:
     async def scene() -> None:
         objects = answers(400, '{"error":{"message":"too long"}}')
-        async with stage(first_then(pushes, objects), first_then(completes, hangs), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, objects), first_then(completes, hangs), push_key=KEY
+        ) as s:
             await s.post(ONE)
             status, _, body = await s.post(ONE)
             assert (status, json.loads(body)["error"]["message"]) == (400, "too long")
@@ -128,10 +143,15 @@ def test_a_p_that_objects_ends_d_and_is_the_answer() -> None:
 def test_a_p_that_fails_ends_d_and_is_asked_first_again() -> None:
     async def scene() -> None:
         dies_once = first_then(pushes, first_then(answers(500, "boom"), pushes))
-        async with stage(dies_once, first_then(completes, first_then(hangs, completes)), push_key=KEY) as s:
+        async with stage(
+            dies_once, first_then(completes, first_then(hangs, completes)), push_key=KEY
+        ) as s:
             await s.post(ONE)
             status, _, body = await s.post(ONE)
-            assert (status, "prefill instance" in json.loads(body)["error"]["message"]) == (502, True)
+            assert (status, "prefill instance" in json.loads(body)["error"]["message"]) == (
+                502,
+                True,
+            )
             await s.d.cancelled.wait()
             assert (await s.post(ONE))[0] == 200
             assert leg(s)[1]["ticket"] == "ticket-1"
@@ -141,10 +161,15 @@ def test_a_p_that_fails_ends_d_and_is_asked_first_again() -> None:
 
 def test_a_d_that_fails_ends_p() -> None:
     async def scene() -> None:
-        async with stage(first_then(pushes, hangs), first_then(completes, drops_connection), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, hangs), first_then(completes, drops_connection), push_key=KEY
+        ) as s:
             await s.post(ONE)
             status, _, body = await s.post(ONE)
-            assert (status, "decode instance" in json.loads(body)["error"]["message"]) == (502, True)
+            assert (status, "decode instance" in json.loads(body)["error"]["message"]) == (
+                502,
+                True,
+            )
             await s.p.cancelled.wait()
 
     uvloop.run(scene())
@@ -154,7 +179,9 @@ def test_a_d_that_fails_after_p_has_answered_has_the_blocks_given_back() -> None
     async def scene() -> None:
         answered = asyncio.Event()
 
-        async def pushes_and_says_so(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def pushes_and_says_so(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
             answered.set()
             return await pushes(request, body)
 
@@ -163,7 +190,9 @@ def test_a_d_that_fails_after_p_has_answered_has_the_blocks_given_back() -> None
             await let_the_loop_run()
             return await drops_connection(request, body)
 
-        async with stage(first_then(pushes, pushes_and_says_so), first_then(completes, fails_later), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, pushes_and_says_so), first_then(completes, fails_later), push_key=KEY
+        ) as s:
             await s.post(ONE)
             assert (await s.post(ONE))[0] == 502
             await s.releases.happened.wait()
@@ -175,7 +204,9 @@ def test_a_d_that_fails_after_p_has_answered_has_the_blocks_given_back() -> None
 def test_a_d_that_could_not_get_the_kv_has_p_asked_first_next_time() -> None:
     async def scene() -> None:
         fails = answers(502, '{"error":{"message":"restarted"}}')
-        async with stage(pushes, first_then(completes, first_then(fails, completes)), push_key=KEY) as s:
+        async with stage(
+            pushes, first_then(completes, first_then(fails, completes)), push_key=KEY
+        ) as s:
             assert [(await s.post(ONE))[0] for _ in range(3)] == [200, 502, 200]
             assert leg(s)[1]["ticket"] == "ticket-1"
 
@@ -194,7 +225,9 @@ def test_a_p_that_refuses_is_replaced_by_another() -> None:
 
 def test_a_client_that_leaves_ends_both_legs() -> None:
     async def scene() -> None:
-        async with stage(first_then(pushes, hangs), first_then(completes, hangs), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, hangs), first_then(completes, hangs), push_key=KEY
+        ) as s:
             await s.post(ONE)
             for engine in (s.p, s.d):
                 engine.entered.clear()
@@ -223,7 +256,9 @@ def test_what_becomes_of_p_changes_no_stream_that_has_begun() -> None:
             await response.write(b"data: [DONE]\n\n")
             return response
 
-        async with stage(first_then(pushes, dies), first_then(completes, answers_slowly), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, dies), first_then(completes, answers_slowly), push_key=KEY
+        ) as s:
             await s.post(ONE)
             status, _, body = await s.post({**ONE, "stream": True})
             assert (status, body) == (200, b"data: 1\n\ndata: [DONE]\n\n")
@@ -269,7 +304,9 @@ async def read_raw(stage: Stage, body: dict[str, Any], until: asyncio.Event) -> 
     host, port = stage.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    )
     raw = await reader.read(1)
     await until.wait()
     await let_the_loop_run()
@@ -286,10 +323,14 @@ def test_a_client_gets_one_answer_when_both_legs_object(objects: bool) -> None:
 
         async def ends(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             through.set()
-            return await (answers(400, '{"error":"P"}') if objects else drops_connection)(request, body)
+            return await (answers(400, '{"error":"P"}') if objects else drops_connection)(
+                request, body
+            )
 
         begins = says(400, b'{"error":{"mess', "application/json", said)
-        async with stage(first_then(pushes, after(said, ends)), first_then(completes, begins), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, after(said, ends)), first_then(completes, begins), push_key=KEY
+        ) as s:
             await s.post(ONE)
             raw = await read_raw(s, ONE, through)
             assert raw.count(b"HTTP/1.1") == 1, raw
@@ -299,12 +340,19 @@ def test_a_client_gets_one_answer_when_both_legs_object(objects: bool) -> None:
 
 
 @pytest.mark.parametrize("start", [b"", b": hello\n\n"])
-@pytest.mark.parametrize(("p_ends", "status"), [(answers(400, "{}"), 400), (answers(503, "{}"), 503), (drops_connection, 502)])
-def test_a_d_that_has_opened_its_stream_but_said_nothing_is_ended_by_a_p_that_fails(start: bytes, p_ends: Behaviour, status: int) -> None:
+@pytest.mark.parametrize(
+    ("p_ends", "status"),
+    [(answers(400, "{}"), 400), (answers(503, "{}"), 503), (drops_connection, 502)],
+)
+def test_a_d_that_has_opened_its_stream_but_said_nothing_is_ended_by_a_p_that_fails(
+    start: bytes, p_ends: Behaviour, status: int
+) -> None:
     async def scene() -> None:
         said = asyncio.Event()
         begins = says(200, start, "text/event-stream", said)
-        async with stage(first_then(pushes, after(said, p_ends)), first_then(completes, begins), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, after(said, p_ends)), first_then(completes, begins), push_key=KEY
+        ) as s:
             await s.post(ONE)
             assert (await s.post({**ONE, "stream": True}))[0] == status
             await s.d.cancelled.wait()
@@ -322,7 +370,9 @@ def test_what_d_has_said_before_its_first_event_reaches_the_client() -> None:
     uvloop.run(scene())
 
 
-def test_a_client_whose_d_needs_nothing_does_not_wait_for_p(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_d_needs_nothing_does_not_wait_for_p(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(last_look, "GRACE_S", 10 * DEADLINE_S)
 
     async def scene() -> None:
@@ -343,7 +393,9 @@ def test_a_ticket_that_comes_just_after_d_has_failed_is_given_back() -> None:
             failed.set()
             return await drops_connection(request, body)
 
-        async with stage(first_then(pushes, after(failed, pushes)), first_then(completes, fails), push_key=KEY) as s:
+        async with stage(
+            first_then(pushes, after(failed, pushes)), first_then(completes, fails), push_key=KEY
+        ) as s:
             await s.post(ONE)
             assert (await s.post(ONE))[0] == 502
             await s.releases.happened.wait()

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.time_series import GROWTH, KEPT_S, SMALLEST_S, LatencyHistogram, TimeSeries, quantile
+from kvferry.router.time_series import (
+    GROWTH,
+    KEPT_S,
+    SMALLEST_S,
+    LatencyHistogram,
+    TimeSeries,
+    quantile,
+)
 
 
 def histogram_of(values: list[float]) -> LatencyHistogram:
@@ -51,7 +58,13 @@ def test_idle_seconds_are_there_and_empty() -> None:
     seconds = time_series.seconds(15.0)
     assert [second.index for second in seconds] == [10, 11, 12, 13, 14]
     assert [second.requests for second in seconds] == [0, 0, 0, 0, 1]
-    assert [second.quantiles is not None and second.quantiles[0] is None for second in seconds] == [False, True, True, True, True]
+    assert [second.quantiles is not None and second.quantiles[0] is None for second in seconds] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_long_idle_time_costs_no_more_than_the_ring() -> None:
@@ -74,7 +87,9 @@ def test_ttft_and_handover_do_not_mix() -> None:
 
 
 @given(st.lists(st.floats(SMALLEST_S, 3000.0), min_size=1), st.floats(0.01, 1.0))
-def test_a_quantile_is_never_too_low_and_at_most_one_bucket_too_high(values: list[float], part: float) -> None:
+def test_a_quantile_is_never_too_low_and_at_most_one_bucket_too_high(
+    values: list[float], part: float
+) -> None:
     exact = sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
     shown = quantile(histogram_of(values), part)
     assert shown is not None
@@ -91,7 +106,9 @@ def test_odd_durations_are_counted_somewhere(odd: float) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 700), st.integers(0, 3))))
-def test_nothing_is_lost_or_counted_twice_within_the_kept_time(events: list[tuple[float, int]]) -> None:
+def test_nothing_is_lost_or_counted_twice_within_the_kept_time(
+    events: list[tuple[float, int]],
+) -> None:
     time_series = TimeSeries()
     now = 0.0
     noted: list[tuple[int, int]] = []
@@ -102,6 +119,10 @@ def test_nothing_is_lost_or_counted_twice_within_the_kept_time(events: list[tupl
         noted.append((int(now), count))
     seconds = time_series.seconds(int(now) + 1.0)
     assert len(seconds) <= KEPT_S
-    assert [second.index for second in seconds] == list(range(int(now) + 1 - len(seconds), int(now) + 1))
+    assert [second.index for second in seconds] == list(
+        range(int(now) + 1 - len(seconds), int(now) + 1)
+    )
     first = seconds[0].index if seconds else 0
-    assert sum(second.requests for second in seconds) == sum(count for at, count in noted if at >= first)
+    assert sum(second.requests for second in seconds) == sum(
+        count for at, count in noted if at >= first
+    )

@@ -1,4 +1,6 @@
-"""What looking after instances changes for requests: who is ready, and what becomes of legs at an instance that has gone silent."""
+"""What looking after instances changes for requests: who is ready, and what becomes of legs at an
+instance that has gone silent.
+"""
 
 import asyncio
 import json
@@ -12,7 +14,12 @@ from tests.router.stubs import Behaviour, Stage, completes, hangs, prefills, sta
 from kvferry.types import FailurePolicy
 
 ONE = {"prompt": "hello"}
-QUICK: dict[str, Any] = {"probe": 0.05, "probe_interval_s": 0.05, "probe_ejected_s": 0.05, "max_retries": 1}
+QUICK: dict[str, Any] = {
+    "probe": 0.05,
+    "probe_interval_s": 0.05,
+    "probe_ejected_s": 0.05,
+    "max_retries": 1,
+}
 
 
 async def readiness(s: Stage) -> tuple[int, int, int]:
@@ -28,7 +35,9 @@ async def until_ready(s: Stage, wanted: tuple[int, int, int]) -> None:
 
 def test_an_instance_that_nobody_has_reached_is_not_ready() -> None:
     async def scene() -> None:
-        async with stage(prefills, completes, **QUICK, without_prefill=FailurePolicy.RECOMPUTE) as s:
+        async with stage(
+            prefills, completes, **QUICK, without_prefill=FailurePolicy.RECOMPUTE
+        ) as s:
             await until_ready(s, (200, 1, 1))
             s.p.is_stopped = True
             await until_ready(s, (200, 0, 1))
@@ -61,10 +70,15 @@ def test_where_nobody_looks_instances_are_taken_on_trust() -> None:
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill: bool) -> None:
-    """Long before `timeouts.answer`, which is 600 s here: health checks show that nobody is there any more."""
+    """Long before `timeouts.answer`, which is 600 s here: health checks show that nobody is there
+    any more.
+    """
 
     async def scene() -> None:
-        behaviours: tuple[list[Behaviour], list[Behaviour]] = ([prefills, prefills], [completes, completes])
+        behaviours: tuple[list[Behaviour], list[Behaviour]] = (
+            [prefills, prefills],
+            [completes, completes],
+        )
         async with stage(*behaviours, **QUICK) as s:
             engines = s.prefillers if is_prefill else s.decoders
             await until_ready(s, (200, 2, 2))
@@ -127,7 +141,10 @@ def test_a_stream_that_has_begun_is_not_given_up() -> None:
             await until_ready(s, (200, 1, 2))
             while not s.d.calls:
                 asked = asyncio.create_task(s.post(ONE | {"stream": True}))
-                await asyncio.wait([asked, asyncio.create_task(s.d.entered.wait())], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [asked, asyncio.create_task(s.d.entered.wait())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             await until_ready(s, (200, 1, 1))
             await asyncio.sleep(0.3)
             goes_on.set()
@@ -137,7 +154,9 @@ def test_a_stream_that_has_begun_is_not_given_up() -> None:
 
 
 def test_an_instance_that_still_sends_is_not_silent() -> None:
-    """Its health checks fail, as it is busy; but a stream of it goes on, so that a leg that waits for it does so with reason."""
+    """Its health checks fail, as it is busy; but a stream of it goes on, so that a leg that waits
+    for it does so with reason.
+    """
 
     async def scene() -> None:
         goes_on = asyncio.Event()
@@ -156,7 +175,10 @@ def test_an_instance_that_still_sends_is_not_silent() -> None:
         async with stage(prefills, [busy, completes], **QUICK) as s:
             await until_ready(s, (200, 1, 2))
             # By turns: of two each, one is the busy one's.
-            asked = [asyncio.create_task(s.post(ONE | {"stream": is_stream})) for is_stream in (False, False, True, True)]
+            asked = [
+                asyncio.create_task(s.post(ONE | {"stream": is_stream}))
+                for is_stream in (False, False, True, True)
+            ]
             while len(s.d.calls) < 2:
                 await asyncio.sleep(0.01)
             assert {call.body["stream"] for call in s.d.calls} == {False, True}

@@ -1,4 +1,6 @@
-"""Excerpts of the config.json of well-known models: the keys that decide how large their cache is, as those files spell them."""
+"""Excerpts of the config.json of well-known models: the keys that decide how large their cache is,
+as those files spell them.
+"""
 
 from typing import Any
 
@@ -12,10 +14,18 @@ LLAMA_70B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
-LLAMA_8B: dict[str, Any] = {**LLAMA_70B, "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+LLAMA_8B: dict[str, Any] = {
+    **LLAMA_70B,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+}
 LLAMA_8B_FP8_CACHE: dict[str, Any] = {
     **LLAMA_8B,
-    "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    },
 }
 MISTRAL_V01: dict[str, Any] = {
     "model_type": "mistral",
@@ -52,7 +62,12 @@ QWEN2_7B: dict[str, Any] = {
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
-QWEN2_WINDOWED: dict[str, Any] = {**QWEN2_7B, "sliding_window": 4096, "max_window_layers": 20, "use_sliding_window": True}
+QWEN2_WINDOWED: dict[str, Any] = {
+    **QWEN2_7B,
+    "sliding_window": 4096,
+    "max_window_layers": 20,
+    "use_sliding_window": True,
+}
 QWEN3_32B: dict[str, Any] = {
     "model_type": "qwen3",
     "head_dim": 128,
@@ -74,7 +89,11 @@ QWEN3_NEXT: dict[str, Any] = {
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
     "dtype": "bfloat16",
 }
-QWEN3_NEXT_AS_PUBLISHED: dict[str, Any] = {**QWEN3_NEXT, "layer_types": None, "full_attention_interval": 4}
+QWEN3_NEXT_AS_PUBLISHED: dict[str, Any] = {
+    **QWEN3_NEXT,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
 GEMMA2_9B: dict[str, Any] = {
     "model_type": "gemma2",
     "head_dim": 256,
@@ -88,7 +107,12 @@ GEMMA2_9B: dict[str, Any] = {
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
-    "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
+    "text_config": {
+        "hidden_size": 2560,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
     "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_hidden_layers": 27},
     "torch_dtype": "bfloat16",
 }
@@ -142,7 +166,13 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": 128,
     "num_nextn_predict_layers": 1,
 }
-DEEPSEEK_V32: dict[str, Any] = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+DEEPSEEK_V32: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 DEEPSEEK_VL2_TINY: dict[str, Any] = {
     "model_type": "deepseek_vl_v2",
     "language_config": {
@@ -315,4 +345,11 @@ NEMOTRON_NAS: dict[str, Any] = {
     ],
     "torch_dtype": "bfloat16",
 }
-T5: dict[str, Any] = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 6, "num_heads": 8, "d_model": 512, "d_kv": 64}
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "num_layers": 6,
+    "num_heads": 8,
+    "d_model": 512,
+    "d_kv": 64,
+}

@@ -56,7 +56,9 @@ def shape(config: dict[str, Any], dtype: str = "") -> ModelCacheShape:
         (configs.NEMOTRON_NAS, (8 + 4 + 8) * 2 * 128 * 2),
     ],
 )
-def test_a_known_model_caches_what_its_published_sizes_say(config: dict[str, Any], bytes_per_token: int) -> None:
+def test_a_known_model_caches_what_its_published_sizes_say(
+    config: dict[str, Any], bytes_per_token: int
+) -> None:
     assert shape(config).bytes_per_token() == bytes_per_token
 
 
@@ -77,7 +79,9 @@ def test_a_known_model_caches_what_its_published_sizes_say(config: dict[str, Any
         (configs.COMMAND_R7B, 8, 24, 4096),
     ],
 )
-def test_layers_with_a_window_are_told_from_those_without(config: dict[str, Any], full: int, windowed: int, window: int | None) -> None:
+def test_layers_with_a_window_are_told_from_those_without(
+    config: dict[str, Any], full: int, windowed: int, window: int | None
+) -> None:
     groups = shape(config).groups
     assert sum(group.layers for group in groups if group.window is None) == full
     assert sum(group.layers for group in groups if group.window is not None) == windowed
@@ -85,7 +89,10 @@ def test_layers_with_a_window_are_told_from_those_without(config: dict[str, Any]
 
 
 def test_layers_that_see_chunks_are_named_so() -> None:
-    assert {group.kind for group in shape(configs.LLAMA4_SCOUT).groups} == {LayerCacheKind.FULL, LayerCacheKind.CHUNKED}
+    assert {group.kind for group in shape(configs.LLAMA4_SCOUT).groups} == {
+        LayerCacheKind.FULL,
+        LayerCacheKind.CHUNKED,
+    }
     listed = {**configs.LLAMA4_SCOUT["text_config"], "no_rope_layers": [1, 1, 1, 0] * 12}
     assert shape(listed).groups == shape(configs.LLAMA4_SCOUT).groups
 
@@ -104,8 +111,12 @@ def test_latent_layers_are_those_listed_from_one_on() -> None:
     listed = configs.KIMI_LINEAR["linear_attn_config"]
     only = {**configs.KIMI_LINEAR, "linear_attn_config": {**listed, "full_attn_layers": [27]}}
     assert [group.layers for group in shape(only).groups] == [1]
-    assert [group.layers for group in shape({**configs.KIMI_LINEAR, "linear_attn_config": None}).groups] == [27]
-    with pytest.raises(ConfigError, match=r"full_attn_layers is \[0\], which must list whole numbers from 1 to 27"):
+    assert [
+        group.layers for group in shape({**configs.KIMI_LINEAR, "linear_attn_config": None}).groups
+    ] == [27]
+    with pytest.raises(
+        ConfigError, match=r"full_attn_layers is \[0\], which must list whole numbers from 1 to 27"
+    ):
         shape({**configs.KIMI_LINEAR, "linear_attn_config": {**listed, "full_attn_layers": [0]}})
 
 
@@ -124,12 +135,24 @@ def test_a_window_bounds_what_a_prompt_takes_but_not_what_full_layers_take() -> 
     layer = 2 * 8 * 64 * 2
     assert found.prompt_bytes(100) == 100 * 24 * layer == 100 * found.bytes_per_token()
     assert found.prompt_bytes(1000) == 12 * layer * (1000 + 128) != 1000 * found.bytes_per_token()
-    assert found.prompt_bytes(1001) - found.prompt_bytes(1000) == found.bytes_per_late_token() == 12 * layer
+    assert (
+        found.prompt_bytes(1001) - found.prompt_bytes(1000)
+        == found.bytes_per_late_token()
+        == 12 * layer
+    )
 
 
 def test_a_layer_with_a_window_holds_the_blocks_its_last_tokens_lie_in() -> None:
     windowed = LayerGroup(LayerCacheKind.SLIDING, 1, 1, 2, window=32)
-    assert [windowed.held_blocks(tokens, 16) for tokens in (1, 16, 32, 33, 48, 49, 1600)] == [1, 1, 2, 3, 2, 3, 2]
+    assert [windowed.held_blocks(tokens, 16) for tokens in (1, 16, 32, 33, 48, 49, 1600)] == [
+        1,
+        1,
+        2,
+        3,
+        2,
+        3,
+        2,
+    ]
     assert LayerGroup(LayerCacheKind.FULL, 1, 1, 2).held_blocks(49, 16) == 4
 
 
@@ -144,7 +167,15 @@ def test_every_rank_holds_the_whole_latent_vector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("bfloat16", 1152), ("bf16", 1152), ("fp8", 576), ("fp8_e4m3", 576), ("fp8_ds_mla", 656), ("float32", 2304)]
+    ("dtype", "size"),
+    [
+        ("bfloat16", 1152),
+        ("bf16", 1152),
+        ("fp8", 576),
+        ("fp8_e4m3", 576),
+        ("fp8_ds_mla", 656),
+        ("float32", 2304),
+    ],
 )
 def test_the_cache_may_have_another_dtype_than_the_weights(dtype: str, size: int) -> None:
     assert shape(configs.DEEPSEEK_V3, canonical_dtype(dtype)).bytes_per_token() == 61 * size
@@ -163,7 +194,9 @@ def test_the_cache_may_have_another_dtype_than_the_weights(dtype: str, size: int
         (configs.GPT2, None),
     ],
 )
-def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(config: dict[str, Any], expected: str | None) -> None:
+def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(
+    config: dict[str, Any], expected: str | None
+) -> None:
     assert auto_dtype(config) == expected
 
 
@@ -171,27 +204,47 @@ def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(config: dic
     ("config", "sentence"),
     [
         ({}, "config.json does not say how many layers there are"),
-        ({"num_hidden_layers": 4}, "config.json has neither num_key_value_heads nor num_attention_heads"),
+        (
+            {"num_hidden_layers": 4},
+            "config.json has neither num_key_value_heads nor num_attention_heads",
+        ),
         (
             {"num_hidden_layers": 4, "num_key_value_heads": 2},
             "config.json has neither head_dim nor both hidden_size and num_attention_heads",
         ),
-        ({"num_hidden_layers": 4, "num_attention_heads": 3, "hidden_size": 64}, "hidden_size 64, which 3 heads do not divide"),
+        (
+            {"num_hidden_layers": 4, "num_attention_heads": 3, "hidden_size": 64},
+            "hidden_size 64, which 3 heads do not divide",
+        ),
         ({**configs.LLAMA_8B, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**configs.LLAMA_8B, "num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({**configs.LLAMA_8B, "num_hidden_layers": 1.5}, "num_hidden_layers is 1.5"),
         ({**configs.LLAMA_8B, "num_key_value_heads": True}, "num_key_value_heads is True"),
         ({**configs.LLAMA_8B, "num_key_value_heads": [8, 8]}, "another number of KV heads"),
-        ({**configs.LLAMA_8B, "layer_types": ["full_attention"]}, "config.json has 32 layers, but layer_types does not list as many"),
-        ({**configs.LLAMA_8B, "layer_types": ["psychic"] * 32}, "a layer of type 'psychic' in layer_types, which is not known here"),
-        ({**configs.LLAMA_8B, "layer_types": ["sliding_attention"] * 32}, "layers with a window but has no sliding_window"),
+        (
+            {**configs.LLAMA_8B, "layer_types": ["full_attention"]},
+            "config.json has 32 layers, but layer_types does not list as many",
+        ),
+        (
+            {**configs.LLAMA_8B, "layer_types": ["psychic"] * 32},
+            "a layer of type 'psychic' in layer_types, which is not known here",
+        ),
+        (
+            {**configs.LLAMA_8B, "layer_types": ["sliding_attention"] * 32},
+            "layers with a window but has no sliding_window",
+        ),
         ({**configs.LLAMA_8B, "layer_types": ["mamba"] * 32}, "none of its layers has a KV cache"),
         ({**configs.DEEPSEEK_V3, "qk_rope_head_dim": None}, "no qk_rope_head_dim"),
-        ({**configs.NEMOTRON_NAS, "num_hidden_layers": 5}, "5 layers, but block_configs does not list as many"),
+        (
+            {**configs.NEMOTRON_NAS, "num_hidden_layers": 5},
+            "5 layers, but block_configs does not list as many",
+        ),
         (configs.T5, "a model with an encoder"),
     ],
 )
-def test_what_cannot_be_understood_is_one_sentence_with_a_fix(config: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_understood_is_one_sentence_with_a_fix(
+    config: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=r"; |nothing moves") as caught:
         shape(config)
     assert sentence in str(caught.value)

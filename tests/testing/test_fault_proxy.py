@@ -90,13 +90,19 @@ def is_silent(client: socket.socket) -> bool:
         client.settimeout(PATIENCE_S)
 
 
-def test_bytes_go_through_unchanged_and_are_counted(proxy: FaultProxy, client: socket.socket) -> None:
+def test_bytes_go_through_unchanged_and_are_counted(
+    proxy: FaultProxy, client: socket.socket
+) -> None:
     sent = bytes(range(256)) * 4000
     sender = threading.Thread(target=client.sendall, args=(sent,))
     sender.start()
     assert received(client, len(sent)) == sent
     sender.join(PATIENCE_S)
-    assert proxy.carried_bytes(ProxyDirection.TO_SERVER) == proxy.carried_bytes(ProxyDirection.TO_CLIENT) == len(sent) + 5
+    assert (
+        proxy.carried_bytes(ProxyDirection.TO_SERVER)
+        == proxy.carried_bytes(ProxyDirection.TO_CLIENT)
+        == len(sent) + 5
+    )
     assert proxy.num_accepted == 1
 
 
@@ -107,7 +113,9 @@ def test_a_client_that_closes_is_closed_at_the_server(client: socket.socket, ech
 
 
 @pytest.mark.parametrize("direction", list(ProxyDirection))
-def test_a_stall_holds_everything_back_and_loses_nothing(proxy: FaultProxy, client: socket.socket, direction: ProxyDirection) -> None:
+def test_a_stall_holds_everything_back_and_loses_nothing(
+    proxy: FaultProxy, client: socket.socket, direction: ProxyDirection
+) -> None:
     proxy.stall(direction)
     client.sendall(b"one")
     assert is_silent(client)
@@ -119,7 +127,9 @@ def test_a_stall_holds_everything_back_and_loses_nothing(proxy: FaultProxy, clie
     assert received(client, 3) == b"one"
 
 
-def test_a_delay_holds_bytes_back_for_a_while_and_keeps_their_order(proxy: FaultProxy, client: socket.socket) -> None:
+def test_a_delay_holds_bytes_back_for_a_while_and_keeps_their_order(
+    proxy: FaultProxy, client: socket.socket
+) -> None:
     proxy.delay(2 * SOON_S, ProxyDirection.TO_SERVER)
     client.sendall(b"one")
     assert is_silent(client)
@@ -127,7 +137,9 @@ def test_a_delay_holds_bytes_back_for_a_while_and_keeps_their_order(proxy: Fault
     assert received(client, 6) == b"onetwo"
 
 
-def test_a_reset_reaches_both_sides_and_the_next_connection_works(proxy: FaultProxy, client: socket.socket, echo: Echo) -> None:
+def test_a_reset_reaches_both_sides_and_the_next_connection_works(
+    proxy: FaultProxy, client: socket.socket, echo: Echo
+) -> None:
     proxy.reset()
     with pytest.raises(ConnectionResetError):
         client.recv(1)
@@ -145,7 +157,9 @@ def test_a_cut_lets_so_many_bytes_pass(proxy: FaultProxy, client: socket.socket)
     assert proxy.carried_bytes(ProxyDirection.TO_CLIENT) == 8
 
 
-def test_a_vanished_server_is_not_noticed_by_its_client(proxy: FaultProxy, client: socket.socket, echo: Echo) -> None:
+def test_a_vanished_server_is_not_noticed_by_its_client(
+    proxy: FaultProxy, client: socket.socket, echo: Echo
+) -> None:
     proxy.vanish(ProxySide.SERVER)
     client.sendall(b"anybody?")
     assert is_silent(client)
@@ -153,14 +167,18 @@ def test_a_vanished_server_is_not_noticed_by_its_client(proxy: FaultProxy, clien
     assert echo.endings == ["reset"]
 
 
-def test_a_vanished_client_is_not_noticed_by_its_server(proxy: FaultProxy, client: socket.socket, echo: Echo) -> None:
+def test_a_vanished_client_is_not_noticed_by_its_server(
+    proxy: FaultProxy, client: socket.socket, echo: Echo
+) -> None:
     proxy.vanish(ProxySide.CLIENT)
     with pytest.raises(ConnectionResetError):
         client.recv(1)
     assert echo.endings == []
 
 
-def test_a_proxy_that_refuses_leaves_old_connections_alone(proxy: FaultProxy, client: socket.socket) -> None:
+def test_a_proxy_that_refuses_leaves_old_connections_alone(
+    proxy: FaultProxy, client: socket.socket
+) -> None:
     proxy.refuse()
     with pytest.raises(ConnectionRefusedError):
         dial(proxy)

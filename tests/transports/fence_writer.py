@@ -1,4 +1,6 @@
-"""A process that writes over tcp into memory that was lent to it, as often as it is told, and says how each write ended."""
+"""A process that writes over tcp into memory that was lent to it, as often as it is told, and says
+how each write ended.
+"""
 
 import multiprocessing
 import time
@@ -44,7 +46,9 @@ class WriterProcess:
 
 def start_writer(offer: TransportOffer, regions: tuple[Region, ...]) -> WriterProcess:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_write, args=(theirs, offer, regions), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_write, args=(theirs, offer, regions), daemon=True
+    )
     process.start()
     theirs.close()
     return WriterProcess(process, ours)
@@ -57,7 +61,11 @@ def _write(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...])
     offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
     while True:
         number, repeats = pipe.recv()
-        side.transport.write(PEER, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * repeats, number)
+        side.transport.write(
+            PEER,
+            [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * repeats,
+            number,
+        )
         while not (ended := side.transport.poll()):
             time.sleep(0.001)
         pipe.send(ended[0].error)

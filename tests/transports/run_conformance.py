@@ -1,4 +1,6 @@
-"""The conformance suite in a process of its own: `python -m tests.transports.run_conformance nixl`."""
+"""The conformance suite in a process of its own: `python -m tests.transports.run_conformance
+nixl`.
+"""
 
 import os
 import sys
@@ -21,7 +23,10 @@ def main(transport: str) -> int:
             failed += 1
             print(f"FAILED {case.name}\n{traceback.format_exc()}")
     source.close()
-    print(f"{transport} over {os.environ.get('UCX_TLS', 'default transports')}: {len(CASES)} cases, {failed} failed")
+    print(
+        f"{transport} over {os.environ.get('UCX_TLS', 'default transports')}: {len(CASES)} cases, "
+        f"{failed} failed"
+    )
     return 1 if failed else 0
 
 

@@ -1,4 +1,6 @@
-"""Sides for the conformance suite, one maker per transport; module functions, so that a spawned process can make them too."""
+"""Sides for the conformance suite, one maker per transport; module functions, so that a spawned
+process can make them too.
+"""
 
 import numpy as np
 
@@ -65,17 +67,30 @@ def nixl_side() -> TransportSide:
 
 
 def staged_nixl_side() -> TransportSide:
-    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
+    """Everything is staged that is more than one run, through a ring that is much smaller than the
+    large region.
+    """
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2)
-    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"), memory)
+    settings = BounceSettings(
+        segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
+    )
+    return _registered(
+        BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"), memory
+    )
 
 
 def slow_staged_side() -> TransportSide:
-    """As above, in chunks so small that a long transfer can be met on its way; and who is silent is not waited for long."""
+    """As above, in chunks so small that a long transfer can be met on its way; and who is silent is
+    not waited for long.
+    """
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=256 << 10, chunk_bytes=8192, min_descriptors=2)
-    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0), memory)
+    settings = BounceSettings(
+        segment_bytes=1 << 40, buffer_bytes=256 << 10, chunk_bytes=8192, min_descriptors=2
+    )
+    return _registered(
+        BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0),
+        memory,
+    )
 
 
 def tcp_side() -> TransportSide:

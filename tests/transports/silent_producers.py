@@ -1,4 +1,5 @@
-"""A reader among producers that answer only when this program lets them, over TCP. Run as a program: UCX chooses its transports once.
+"""A reader among producers that answer only when this program lets them, over TCP. Run as a
+program: UCX chooses its transports once.
 
 `python -m tests.transports.silent_producers SCENARIO` prints as JSON what happened.
 """
@@ -37,7 +38,9 @@ class Producer:
 class Reader:
     def __init__(self) -> None:
         self.memory, self.regions = _memory(0)
-        self.transport = NixlTransport(num_threads=1, reach=NetworkReach.THIS_HOST, cancel_timeout_s=PATIENCE_S)
+        self.transport = NixlTransport(
+            num_threads=1, reach=NetworkReach.THIS_HOST, cancel_timeout_s=PATIENCE_S
+        )
         assert self.transport.register(self.regions)
         self.ended: dict[Handle, str | None] = {}
         """In the order in which they were told."""
@@ -110,7 +113,12 @@ def many_disposals() -> dict[str, object]:
     pipe.close()
     is_less_when_closed = Held.now().is_within(Held(before.files - 1, before.threads - 1))
     errors = sorted({str(error) for error in reader.ended.values()})
-    return {"ended": len(reader.ended), "errors": errors, "held_more": at_most > before, "is_less_when_closed": is_less_when_closed}
+    return {
+        "ended": len(reader.ended),
+        "errors": errors,
+        "held_more": at_most > before,
+        "is_less_when_closed": is_less_when_closed,
+    }
 
 
 def others_go_on() -> dict[str, object]:
@@ -153,7 +161,12 @@ def bounded_generations() -> dict[str, object]:
     reader.turn_until(lambda: len(reader.ended) == len(lost) + len(slow), late)
     reader.transport.close()
     errors = [sorted({str(reader.ended[each]) for each in group}) for group in (slow, lost)]
-    return {"ended_early": early, "errors": errors, "more_threads": threads, "brought": reader.numbers(*range(9))}
+    return {
+        "ended_early": early,
+        "errors": errors,
+        "more_threads": threads,
+        "brought": reader.numbers(*range(9)),
+    }
 
 
 def _memory(number: int) -> tuple[npt.NDArray[np.uint8], list[Region]]:

@@ -1,12 +1,20 @@
-"""Random plans over the memory of the conformance suite, read and written by a staged transport, and every byte looked at. For any
-memory.
+"""Random plans over the memory of the conformance suite, read and written by a staged transport,
+and every byte looked at. For any memory.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.testing.transport_pairs import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION, Bytes, TransportPair, digest, pattern
+from kvferry.testing.transport_pairs import (
+    LARGE_BLOCK_BYTES,
+    LARGE_BLOCKS,
+    LARGE_REGION,
+    Bytes,
+    TransportPair,
+    digest,
+    pattern,
+)
 from kvferry.transports.base import Completion, Segments
 
 __all__ = ["LARGE_BYTES", "check_read", "check_write", "mixed", "read_as_planned", "shuffled"]
@@ -17,7 +25,9 @@ LARGE_BYTES = LARGE_BLOCKS * LARGE_BLOCK_BYTES
 def shuffled(segment_bytes: int, seed: int, count: int | None = None) -> list[Segments]:
     """The large region, segment by segment, from anywhere to anywhere."""
     random, slots = np.random.default_rng(seed), LARGE_BYTES // segment_bytes
-    local, remote = (random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2))
+    local, remote = (
+        random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2)
+    )
     return [Segments(LARGE_REGION, LARGE_REGION, segment_bytes, local, remote)]
 
 
@@ -26,7 +36,11 @@ def mixed(seed: int) -> list[Segments]:
     random, part_bytes, made = np.random.default_rng(seed), LARGE_BYTES // 6, []
     for number, segment_bytes in enumerate((1, 333, 4096, 12_288, 65_536, 1000)):
         slots = min(3000, part_bytes // segment_bytes)
-        local, remote = (random.permutation(slots)[: slots // 2].astype(np.int64) * segment_bytes + number * part_bytes for _ in range(2))
+        local, remote = (
+            random.permutation(slots)[: slots // 2].astype(np.int64) * segment_bytes
+            + number * part_bytes
+            for _ in range(2)
+        )
         made.append(Segments(LARGE_REGION, LARGE_REGION, segment_bytes, local, remote))
     return made
 
@@ -36,7 +50,13 @@ def read_as_planned(pair: TransportPair, plan: Sequence[Segments]) -> Bytes:
     memory = np.array(pair.near.memory)
     for part in plan:
         here, there = (pair.place(region, 0) for region in (part.local_region, part.remote_region))
-        _copy(memory[here:], part.local_offsets, pattern(pair.far_seed)[there:], part.remote_offsets, part.segment_bytes)
+        _copy(
+            memory[here:],
+            part.local_offsets,
+            pattern(pair.far_seed)[there:],
+            part.remote_offsets,
+            part.segment_bytes,
+        )
     return memory
 
 
@@ -45,7 +65,9 @@ def check_read(pair: TransportPair, plan: Sequence[Segments]) -> Completion:
     handle = pair.near.transport.read(pair.peer, plan)
     completion = pair.wait(handle)[handle]
     _check_told(completion, plan)
-    assert np.array_equal(np.array(pair.near.memory), expected), "other bytes than the named ones have come"
+    assert np.array_equal(np.array(pair.near.memory), expected), (
+        "other bytes than the named ones have come"
+    )
     return completion
 
 
@@ -53,7 +75,13 @@ def check_write(pair: TransportPair, plan: Sequence[Segments]) -> Completion:
     expected, near = pattern(pair.far_seed).copy(), np.array(pair.near.memory)
     for part in plan:
         here, there = (pair.place(region, 0) for region in (part.local_region, part.remote_region))
-        _copy(expected[there:], part.remote_offsets, near[here:], part.local_offsets, part.segment_bytes)
+        _copy(
+            expected[there:],
+            part.remote_offsets,
+            near[here:],
+            part.local_offsets,
+            part.segment_bytes,
+        )
     handle = pair.near.transport.write(pair.peer, plan)
     completion = pair.wait(handle)[handle]
     _check_told(completion, plan)
@@ -65,10 +93,14 @@ def _check_told(completion: Completion, plan: Sequence[Segments]) -> None:
     assert completion.ok, completion.error
     assert completion.total_bytes == sum(part.total_bytes for part in plan)
     num_segments = sum(len(part.local_offsets) for part in plan)
-    assert completion.segments != num_segments, f"{completion.segments} descriptors for as many segments: it was not staged"
+    assert completion.segments != num_segments, (
+        f"{completion.segments} descriptors for as many segments: it was not staged"
+    )
 
 
-def _copy(target: Bytes, targets: np.ndarray, source: Bytes, sources: np.ndarray, size: int) -> None:
+def _copy(
+    target: Bytes, targets: np.ndarray, source: Bytes, sources: np.ndarray, size: int
+) -> None:
     columns, step = np.arange(size), max(1, (8 << 20) // size)
     for first in range(0, len(targets), step):
         to, of = (part[first : first + step, None] + columns for part in (targets, sources))

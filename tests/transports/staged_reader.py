@@ -1,4 +1,6 @@
-"""A process that begins a long staged read and says so, again and again; to be killed or stopped in the middle of one."""
+"""A process that begins a long staged read and says so, again and again; to be killed or stopped in
+the middle of one.
+"""
 
 from multiprocessing.connection import Connection
 

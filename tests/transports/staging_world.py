@@ -1,5 +1,5 @@
-"""Two sides of bounce-buffer transfers in one process, with a clock, a mail and a wire that do what a test says. No NIXL, no thread, no
-time.
+"""Two sides of bounce-buffer transfers in one process, with a clock, a mail and a wire that do what
+a test says. No NIXL, no thread, no time.
 """
 
 import ctypes
@@ -53,26 +53,56 @@ class DescriptorMover:
         landed, self.posted = self.posted, []
         for each in landed:
             for here, there, size in zip(
-                *(part.tolist() for part in (each.descriptors.local, each.descriptors.remote, each.descriptors.size_bytes)), strict=True
+                *(
+                    part.tolist()
+                    for part in (
+                        each.descriptors.local,
+                        each.descriptors.remote,
+                        each.descriptors.size_bytes,
+                    )
+                ),
+                strict=True,
             ):
-                ctypes.memmove(*((here, there) if each.operation == "READ" else (there, here)), size)
-        return [Completion(each.handle, None, each.descriptors.total_bytes, len(each.descriptors), 0.0, 0.0) for each in landed]
+                ctypes.memmove(
+                    *((here, there) if each.operation == "READ" else (there, here)), size
+                )
+        return [
+            Completion(
+                each.handle, None, each.descriptors.total_bytes, len(each.descriptors), 0.0, 0.0
+            )
+            for each in landed
+        ]
 
 
 class Party:
     """One transport's state, without the transport."""
 
-    def __init__(self, name: str, sizes: Sequence[int], ring_pages: int, chunk_bytes: int, seed: int) -> None:
+    def __init__(
+        self, name: str, sizes: Sequence[int], ring_pages: int, chunk_bytes: int, seed: int
+    ) -> None:
         self.name = name
         self.peer = PeerId(EngineId(name), Epoch("1"), 0)
-        self.memories = [np.random.default_rng((seed, n)).integers(0, 256, size, dtype=np.uint8) for n, size in enumerate(sizes)]
-        self.regions = [Region(f"r{n}", each.ctypes.data, len(each), len(each), 1) for n, each in enumerate(self.memories)]
+        self.memories = [
+            np.random.default_rng((seed, n)).integers(0, 256, size, dtype=np.uint8)
+            for n, size in enumerate(sizes)
+        ]
+        self.regions = [
+            Region(f"r{n}", each.ctypes.data, len(each), len(each), 1)
+            for n, each in enumerate(self.memories)
+        ]
         self.bounce_buffer = np.zeros(2 * ring_pages * PAGE, np.uint8)
         copier: AddressCopier = HostAddressCopier()
-        bounce_buffer = BounceBuffer(self.bounce_buffer.ctypes.data, len(self.bounce_buffer), copier, CopyLimits(chunk_bytes, chunk_bytes))
+        bounce_buffer = BounceBuffer(
+            self.bounce_buffer.ctypes.data,
+            len(self.bounce_buffer),
+            copier,
+            CopyLimits(chunk_bytes, chunk_bytes),
+        )
         self.own, self.served_slots = SlotTable.shared_pair(len(self.bounce_buffer))
         self.mover = DescriptorMover()
-        self.transfers = BounceTransfers(bounce_buffer, self.own, self.mover, b"metadata", RECLAIM_S)
+        self.transfers = BounceTransfers(
+            bounce_buffer, self.own, self.mover, b"metadata", RECLAIM_S
+        )
         self.slot_server = SlotServer(bounce_buffer, self.served_slots, self.regions, RECLAIM_S)
         self.ended: dict[Handle, str | None] = {}
         self.fallbacks: list[Handle] = []
@@ -80,14 +110,23 @@ class Party:
 
     def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
         self.last += 1
-        bounce_buffer = RemoteBounceBuffer(other.name, other.bounce_buffer.ctypes.data, len(other.bounce_buffer))
-        self.transfers.start(Handle(self.last), other.peer, bounce_buffer, segments, self.regions, is_read=is_read)
+        bounce_buffer = RemoteBounceBuffer(
+            other.name, other.bounce_buffer.ctypes.data, len(other.bounce_buffer)
+        )
+        self.transfers.start(
+            Handle(self.last), other.peer, bounce_buffer, segments, self.regions, is_read=is_read
+        )
         return Handle(self.last)
 
     @property
     def is_quiet(self) -> bool:
         """Nothing is kept of anything."""
-        return self.own.is_free and self.served_slots.is_free and not len(self.transfers) and not self.slot_server.is_serving
+        return (
+            self.own.is_free
+            and self.served_slots.is_free
+            and not len(self.transfers)
+            and not self.slot_server.is_serving
+        )
 
 
 @dataclass(slots=True)
@@ -109,7 +148,10 @@ class World:
                 assert party.transfers.settle(completion, self.now)
             party.transfers.advance(self.now)
             party.slot_server.advance(self.now)
-            for receiver, messages in (*party.transfers.take_outgoing(), *party.slot_server.take_outgoing()):
+            for receiver, messages in (
+                *party.transfers.take_outgoing(),
+                *party.slot_server.take_outgoing(),
+            ):
                 self.mail += [(name, receiver, message) for message in messages]
             for completion in party.transfers.take_ended():
                 assert completion.handle not in party.ended
@@ -132,7 +174,10 @@ class World:
         """Until nobody has anything to do."""
         for _ in range(turns):
             self.turn()
-            if not self.mail and not any(party.transfers.can_move or party.slot_server.can_move for party in self.parties.values()):
+            if not self.mail and not any(
+                party.transfers.can_move or party.slot_server.can_move
+                for party in self.parties.values()
+            ):
                 return
             self.deliver()
         raise AssertionError("it does not come to an end")
@@ -145,7 +190,11 @@ class World:
             self.deliver()
 
 
-def scattered(local_region: int, remote_region: int, segment_bytes: int, slots: int, count: int, seed: int) -> Segments:
+def scattered(
+    local_region: int, remote_region: int, segment_bytes: int, slots: int, count: int, seed: int
+) -> Segments:
     random = np.random.default_rng(seed)
-    local, remote = (random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2))
+    local, remote = (
+        random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2)
+    )
     return Segments(local_region, remote_region, segment_bytes, local, remote)

@@ -1,7 +1,9 @@
-"""A reader whose producer is stopped in the middle of a read, over TCP. Run as a program, because UCX chooses its transports once.
+"""A reader whose producer is stopped in the middle of a read, over TCP. Run as a program, because
+UCX chooses its transports once.
 
-Prints as JSON whether the cancelled read was said to have ended while the producer was stopped, how it ended, and how many bytes were
-written after it had been painted over. The one argument is the transport's patience in seconds.
+Prints as JSON whether the cancelled read was said to have ended while the producer was stopped, how
+it ended, and how many bytes were written after it had been painted over. The one argument is the
+transport's patience in seconds.
 """
 
 import json
@@ -51,8 +53,12 @@ def poll_until_ended(transport: NixlTransport, seconds: float) -> list[Completio
     return ended
 
 
-def poll_until_all_was_sent(transport: NixlTransport, pipe: Connection, producer: BaseProcess) -> list[Completion]:
-    """Or until the producer has died: UCX ends a process whose reader left in the middle of a read (docs/faults.md)."""
+def poll_until_all_was_sent(
+    transport: NixlTransport, pipe: Connection, producer: BaseProcess
+) -> list[Completion]:
+    """Or until the producer has died: UCX ends a process whose reader left in the middle of a read
+    (docs/faults.md).
+    """
     pipe.send(TURNS)
     until, ended = time.monotonic() + DEADLINE_S, list[Completion]()
     while producer.is_alive() and not pipe.poll(0.001):
@@ -66,7 +72,9 @@ def poll_until_all_was_sent(transport: NixlTransport, pipe: Connection, producer
 def start_producer() -> tuple[BaseProcess, Connection, TransportOffer, list[Region]]:
     """One that answers for as many turns as it is sent, and closes when it is sent 0."""
     ours, theirs = multiprocessing.Pipe()
-    producer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    producer = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(theirs,), daemon=True
+    )
     producer.start()
     theirs.close()
     assert ours.poll(DEADLINE_S)
@@ -77,11 +85,15 @@ def start_producer() -> tuple[BaseProcess, Connection, TransportOffer, list[Regi
 def main(patience_s: float) -> None:
     producer, ours, offer, regions = start_producer()
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
-    transport = NixlTransport(num_threads=1, reach=NetworkReach.THIS_HOST, cancel_timeout_s=patience_s)
+    transport = NixlTransport(
+        num_threads=1, reach=NetworkReach.THIS_HOST, cancel_timeout_s=patience_s
+    )
     assert transport.register(regions_at(memory.ctypes.data))
     transport.connect(PEER, offer, regions)
     offsets = np.arange(BLOCKS, dtype=np.int64) * BLOCK_BYTES
-    handle = transport.read(PEER, [Segments(0, 0, BLOCK_BYTES, offsets[::2].copy(), offsets[1::2].copy())])
+    handle = transport.read(
+        PEER, [Segments(0, 0, BLOCK_BYTES, offsets[::2].copy(), offsets[1::2].copy())]
+    )
     while int(np.count_nonzero(memory[::BLOCK_BYTES])) < 8:
         ours.send(1)  # a turn sends a few MiB of 32
         ours.recv()
@@ -95,7 +107,15 @@ def main(patience_s: float) -> None:
         os.kill(producer.pid or 0, signal.SIGCONT)
     ended = while_stopped + poll_until_all_was_sent(transport, ours, producer)
     stale = int(np.count_nonzero(memory != 99))
-    print(json.dumps({"ended_while_stopped": bool(while_stopped), "ended": [each.error for each in ended], "stale_bytes": stale}))
+    print(
+        json.dumps(
+            {
+                "ended_while_stopped": bool(while_stopped),
+                "ended": [each.error for each in ended],
+                "stale_bytes": stale,
+            }
+        )
+    )
     if producer.is_alive():
         ours.send(0)
     producer.join(DEADLINE_S)

@@ -1,4 +1,6 @@
-"""Transports over memory of their own, and whoever dials or answers them by hand: for the tests of the tcp transport."""
+"""Transports over memory of their own, and whoever dials or answers them by hand: for the tests of
+the tcp transport.
+"""
 
 import contextlib
 import secrets
@@ -98,7 +100,9 @@ def introduce(offer: wire.TcpOffer) -> socket.socket:
     ours = secrets.token_bytes(wire.NONCE_BYTES)
     nonces = wire.nonce_in(receive(connection, wire.GREETING_BYTES)) + ours
     connection.sendall(ours + wire.prove(offer.token, wire.HandshakeRole.DIALLER, nonces))
-    assert wire.is_proof(receive(connection, wire.PROOF_BYTES), offer.token, wire.HandshakeRole.PRODUCER, nonces)
+    assert wire.is_proof(
+        receive(connection, wire.PROOF_BYTES), offer.token, wire.HandshakeRole.PRODUCER, nonces
+    )
     return connection
 
 

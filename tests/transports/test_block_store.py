@@ -1,4 +1,6 @@
-"""The store rearranges exactly the bytes it was told to, in slices, and refuses what would leave a region."""
+"""The store rearranges exactly the bytes it was told to, in slices, and refuses what would leave a
+region.
+"""
 
 import itertools
 
@@ -42,14 +44,22 @@ def rearranged(memory: Bytes, placement: BlockPermutation) -> Bytes:
     result = memory.copy()
     for start in placement.offsets.tolist():
         for index in itertools.product(*map(range, placement.shape)):
-            source = start + sum(i * stride for i, stride in zip(index, placement.arrived, strict=True))
-            target = start + sum(i * stride for i, stride in zip(index, placement.wanted, strict=True))
-            result[target : target + placement.item_bytes] = memory[source : source + placement.item_bytes]
+            source = start + sum(
+                i * stride for i, stride in zip(index, placement.arrived, strict=True)
+            )
+            target = start + sum(
+                i * stride for i, stride in zip(index, placement.wanted, strict=True)
+            )
+            result[target : target + placement.item_bytes] = memory[
+                source : source + placement.item_bytes
+            ]
     return result
 
 
 def dense(shape: tuple[int, ...], order: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """Strides of the dimensions when they are nested in that order, outermost first, without gaps."""
+    """Strides of the dimensions when they are nested in that order, outermost first, without
+    gaps.
+    """
     strides, step = [0] * len(shape), item_bytes
     for dim in reversed(order):
         strides[dim] = step
@@ -59,7 +69,9 @@ def dense(shape: tuple[int, ...], order: tuple[int, ...], item_bytes: int) -> tu
 
 @st.composite
 def permutations(draw: st.DrawFn, region: int = 0) -> tuple[int, BlockPermutation]:
-    """The size of a region, and some of its blocks to be rearranged from one order of dimensions into another."""
+    """The size of a region, and some of its blocks to be rearranged from one order of dimensions
+    into another.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     item_bytes = draw(st.integers(1, 9))
     orders = [tuple(draw(st.permutations(range(len(shape))))) for _ in range(2)]
@@ -71,12 +83,16 @@ def permutations(draw: st.DrawFn, region: int = 0) -> tuple[int, BlockPermutatio
     chosen = draw(st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks))
     offsets = np.array(chosen, np.int64) * stride + head
     arrived, wanted = (dense(shape, order, item_bytes) for order in orders)
-    return head + num_blocks * stride, BlockPermutation(region, block_bytes, offsets, item_bytes, shape, arrived, wanted)
+    return head + num_blocks * stride, BlockPermutation(
+        region, block_bytes, offsets, item_bytes, shape, arrived, wanted
+    )
 
 
 @settings(max_examples=300)
 @given(permutations())
-def test_every_item_is_where_it_belongs_and_nothing_else_has_changed(case: tuple[int, BlockPermutation]) -> None:
+def test_every_item_is_where_it_belongs_and_nothing_else_has_changed(
+    case: tuple[int, BlockPermutation],
+) -> None:
     size, placement = case
     memory = filled(size)
     expected = rearranged(memory, placement)
@@ -115,12 +131,23 @@ def test_the_reference_notices_a_wrong_order() -> None:
 def swap(region: int, blocks: list[int], block_bytes: int) -> BlockPermutation:
     """The two middle quarters of each block change places."""
     half, quarter = block_bytes // 2, block_bytes // 4
-    return BlockPermutation(region, block_bytes, np.array(blocks) * block_bytes, quarter, (2, 2), (half, quarter), (quarter, half))
+    return BlockPermutation(
+        region,
+        block_bytes,
+        np.array(blocks) * block_bytes,
+        quarter,
+        (2, 2),
+        (half, quarter),
+        (quarter, half),
+    )
 
 
 def test_several_regions_and_several_jobs_are_worked_on_in_turn() -> None:
     first, second = filled(64 * 10), filled(64 * 11)
-    expected = rearranged(rearranged(first, swap(0, [1, 2], 64)), swap(0, [5], 64)), rearranged(second, swap(1, [3], 64))
+    expected = (
+        rearranged(rearranged(first, swap(0, [1, 2], 64)), swap(0, [5], 64)),
+        rearranged(second, swap(1, [3], 64)),
+    )
     store = HostBlockStore([region_of(first), region_of(second)])
     assert store.poll() == []
     assert store.poll_interval_s() is None
@@ -149,7 +176,9 @@ def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
 
 
 def test_a_short_job_is_over_in_one_poll() -> None:
-    """However many regions it names: a model has dozens of layers, and each poll is a turn of the transfer worker."""
+    """However many regions it names: a model has dozens of layers, and each poll is a turn of the
+    transfer worker.
+    """
     memories = [filled(640) for _ in range(30)]
     store = HostBlockStore([region_of(memory) for memory in memories])
     handle = store.place([swap(region, [1, 2], 64) for region in range(len(memories))])

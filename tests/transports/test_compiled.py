@@ -18,12 +18,19 @@ def test_nothing_is_missing_where_there_is_a_compiler() -> None:
     assert native_or("copy_segments", None) is sys.modules[MODULE].copy_segments
 
 
-def test_what_an_earlier_build_has_not_is_replaced_and_the_rest_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_build_has_not_is_replaced_and_the_rest_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     earlier = ModuleType("of an earlier build")
     vars(earlier)["copy_segments"] = "compiled"
     monkeypatch.setitem(sys.modules, MODULE, earlier)
-    assert missing_native_functions() == tuple(name for name in NATIVE_FUNCTIONS if name != "copy_segments")
-    assert [native_or(name, "plain") for name in ("copy_segments", "spin_wait")] == ["compiled", "plain"]
+    assert missing_native_functions() == tuple(
+        name for name in NATIVE_FUNCTIONS if name != "copy_segments"
+    )
+    assert [native_or(name, "plain") for name in ("copy_segments", "spin_wait")] == [
+        "compiled",
+        "plain",
+    ]
 
 
 def test_without_a_compiler_all_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

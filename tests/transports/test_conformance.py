@@ -20,7 +20,14 @@ from tests.transports.sides import (
     tcp_side,
 )
 
-from kvferry.testing.transport_conformance import CASES, Case, InProcessFarSide, SpawnedFarSide, TransportPairSource, TransportSideMaker
+from kvferry.testing.transport_conformance import (
+    CASES,
+    Case,
+    InProcessFarSide,
+    SpawnedFarSide,
+    TransportPairSource,
+    TransportSideMaker,
+)
 from kvferry.testing.write_grant_conformance import FENCE_CASES
 
 SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[SpawnedFarSide]]] = {
@@ -53,7 +60,9 @@ def source(source_name: str) -> Iterator[TransportPairSource]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_transport_keeps_its_contract(source_name: str, source: TransportPairSource, case: Case) -> None:
+def test_the_transport_keeps_its_contract(
+    source_name: str, source: TransportPairSource, case: Case
+) -> None:
     if case.needs_peer_death and source_name in IMMORTAL:
         pytest.skip("the far side is this process")
     case.run(source)
@@ -89,7 +98,9 @@ def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> N
 @pytest.mark.parametrize("make", [corrupting_side, failing_side])
 def test_the_suite_can_fail(make: TransportSideMaker) -> None:
     source = TransportPairSource(make, InProcessFarSide)
-    case = next(case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes")
+    case = next(
+        case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes"
+    )
     with pytest.raises(AssertionError):
         case.run(source)
     source.close()

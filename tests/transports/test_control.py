@@ -22,5 +22,7 @@ def memory_maker() -> TransportMaker:
 
 @pytest.mark.parametrize("maker", [memory_maker, zmq_maker])
 @pytest.mark.parametrize("case", CONTROL_CASES, ids=lambda case: case.__name__)
-def test_the_transport_keeps_its_contract(maker: Callable[[], TransportMaker], case: Callable[[TransportMaker], None]) -> None:
+def test_the_transport_keeps_its_contract(
+    maker: Callable[[], TransportMaker], case: Callable[[TransportMaker], None]
+) -> None:
     case(maker())

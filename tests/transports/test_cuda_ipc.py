@@ -1,4 +1,6 @@
-"""What the transport for device memory decides without a device: which memory is its own, and which offers it believes."""
+"""What the transport for device memory decides without a device: which memory is its own, and which
+offers it believes.
+"""
 
 import msgspec
 import pytest
@@ -15,7 +17,9 @@ GOOD = CudaOffer(1, 2, b"g" * 16, [OfferedAllocation(b"h" * 64, 4096, 4096)])
 
 
 def offered(offer: object, reach: str | None = None) -> TransportOffer:
-    return TransportOffer("cuda_ipc", host_identity() if reach is None else reach, msgspec.msgpack.encode(offer))
+    return TransportOffer(
+        "cuda_ipc", host_identity() if reach is None else reach, msgspec.msgpack.encode(offer)
+    )
 
 
 def test_host_memory_and_memory_of_two_devices_are_not_its_own() -> None:

@@ -1,4 +1,6 @@
-"""What every transfer asks of a driver, asked of functions of this process in its place: compiled and by ctypes alike."""
+"""What every transfer asks of a driver, asked of functions of this process in its place: compiled
+and by ctypes alike.
+"""
 
 import ctypes
 import os
@@ -10,12 +12,21 @@ from typing import Any
 import pytest
 
 from kvferry.sleep import short_sleep
-from kvferry.transports.copy.native import Kernel, poll_until, poll_with_short_sleeps, spin_wait, start_by_ctypes, start_kernel
+from kvferry.transports.copy.native import (
+    Kernel,
+    poll_until,
+    poll_with_short_sleeps,
+    spin_wait,
+    start_by_ctypes,
+    start_kernel,
+)
 
 WAITING = 600
 NUMBER, POINTER, COUNT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
 UPLOAD = ctypes.CFUNCTYPE(ctypes.c_int, NUMBER, POINTER, ctypes.c_size_t, POINTER)
-LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, *[COUNT] * 7, POINTER, ctypes.POINTER(POINTER), POINTER)
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, POINTER, *[COUNT] * 7, POINTER, ctypes.POINTER(POINTER), POINTER
+)
 RECORD = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER)
 Asking = Callable[[int, int, int, float], int]
 
@@ -112,7 +123,10 @@ class Driver:
         *shape, stream, parameters, extra = rest
         assert extra is None
         kinds = (NUMBER, ctypes.c_int, ctypes.c_int, NUMBER, NUMBER)
-        values = [ctypes.cast(parameters[n], ctypes.POINTER(kind)).contents.value for n, kind in enumerate(kinds)]
+        values = [
+            ctypes.cast(parameters[n], ctypes.POINTER(kind)).contents.value
+            for n, kind in enumerate(kinds)
+        ]
         return self._note("launch", function, shape, stream, values)
 
     def _record(self, event: int, stream: int) -> int:
@@ -130,8 +144,18 @@ TOLD = [
 ]
 
 
-def start_with(start: Callable[..., tuple[int, int]], driver: Driver, size: int = 800) -> tuple[int, int]:
-    return start(driver.calls, (1 << 41, 1 << 42, size), Kernel(1 << 43, 256, 16, 5), (9, 8), (77, -3), 55, 66)
+def start_with(
+    start: Callable[..., tuple[int, int]], driver: Driver, size: int = 800
+) -> tuple[int, int]:
+    return start(
+        driver.calls,
+        (1 << 41, 1 << 42, size),
+        Kernel(1 << 43, 256, 16, 5),
+        (9, 8),
+        (77, -3),
+        55,
+        66,
+    )
 
 
 def test_a_kernel_is_started_in_three_calls(start: Callable[..., tuple[int, int]]) -> None:
@@ -147,7 +171,9 @@ def test_nothing_is_uploaded_where_there_is_nothing(start: Callable[..., tuple[i
 
 
 @pytest.mark.parametrize(("failing", "call"), [("upload", 0), ("launch", 1), ("record", 2)])
-def test_after_a_call_that_fails_there_is_no_other(start: Callable[..., tuple[int, int]], failing: str, call: int) -> None:
+def test_after_a_call_that_fails_there_is_no_other(
+    start: Callable[..., tuple[int, int]], failing: str, call: int
+) -> None:
     driver = Driver(failing)
     assert start_with(start, driver) == (call, 700)
     assert driver.told == TOLD[: call + 1]

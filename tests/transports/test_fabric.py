@@ -28,7 +28,9 @@ def devices(tmp_path: Path) -> Path:
         ("cuda_ipc, cuda_copy,tcp", False),
     ],
 )
-def test_a_device_counts_unless_ucx_may_not_use_it(devices: Path, transports: str | None, expected: bool) -> None:
+def test_a_device_counts_unless_ucx_may_not_use_it(
+    devices: Path, transports: str | None, expected: bool
+) -> None:
     environ = {} if transports is None else {"UCX_TLS": transports}
     assert has_rdma(("UCX",), environ, devices) is expected
 
@@ -49,5 +51,7 @@ def test_a_backend_that_somebody_named_is_believed(tmp_path: Path) -> None:
 
 def test_nixl_without_a_fabric_is_near_only_where_it_has_shared_memory() -> None:
     assert nixl_locality(("UCX",), {}) == nixl_locality(("UCX",), {"UCX_TLS": "tcp,sm,self"}) != ""
-    assert nixl_locality(("UCX",), {"UCX_TLS": "tcp"}) != nixl_locality(("UCX",), {"UCX_TLS": "tcp"})
+    assert nixl_locality(("UCX",), {"UCX_TLS": "tcp"}) != nixl_locality(
+        ("UCX",), {"UCX_TLS": "tcp"}
+    )
     assert nixl_locality(("UCX", "LIBFABRIC"), {}) == ""

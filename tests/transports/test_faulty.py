@@ -26,7 +26,17 @@ def test_specs_mean_what_they_say(text: str, faults: Faults) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["corrupt", "corrupt:every", "corrupt:every=0", "corrupt:every=-1", "corrupt:polls=1", "burn:every=1", "x", "fail:every=²"]
+    "text",
+    [
+        "corrupt",
+        "corrupt:every",
+        "corrupt:every=0",
+        "corrupt:every=-1",
+        "corrupt:polls=1",
+        "burn:every=1",
+        "x",
+        "fail:every=²",
+    ],
 )
 def test_other_specs_are_refused_with_those_there_are(text: str) -> None:
     with pytest.raises(ConfigError, match="corrupt:every=N"):
@@ -36,10 +46,16 @@ def test_other_specs_are_refused_with_those_there_are(text: str) -> None:
 def read_twelve(faults: Faults, fill: int | None = None) -> tuple[list[bool], list[bool]]:
     """Twelve reads of 2 x 3 segments: which ended well, and which arrived right."""
     network = MemoryNetwork()
-    memories = [np.zeros(4096, np.uint8), np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)]
+    memories = [
+        np.zeros(4096, np.uint8),
+        np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8),
+    ]
     if fill is not None:
         memories[1][:] = fill
-    transports: list[DataTransport] = [FaultyTransport(MemoryTransport(network), faults), MemoryTransport(network)]
+    transports: list[DataTransport] = [
+        FaultyTransport(MemoryTransport(network), faults),
+        MemoryTransport(network),
+    ]
     regions = [[Region("kv", memory.ctypes.data, 64, 64, 64)] for memory in memories]
     for transport, region in zip(transports, regions, strict=True):
         assert transport.register(region)
@@ -47,7 +63,13 @@ def read_twelve(faults: Faults, fill: int | None = None) -> tuple[list[bool], li
     offsets = np.array([64, 256, 512], np.int64)
     ended_well, arrived = [], []
     for _ in range(12):
-        handle = transports[0].read(PEER, [Segments(0, 0, 64, offsets, offsets), Segments(0, 0, 64, offsets + 2048, offsets + 2048)])
+        handle = transports[0].read(
+            PEER,
+            [
+                Segments(0, 0, 64, offsets, offsets),
+                Segments(0, 0, 64, offsets + 2048, offsets + 2048),
+            ],
+        )
         completions: list[Completion] = []
         polls = 0
         while not completions and polls < 100:
@@ -57,7 +79,11 @@ def read_twelve(faults: Faults, fill: int | None = None) -> tuple[list[bool], li
         assert [completion.handle for completion in completions] == [handle]
         ended_well.append(completions[0].ok)
         here, there = (memory.reshape(64, 64) for memory in memories)
-        wrong = [row * 64 for row in range(64) if here[row].any() and not np.array_equal(here[row], there[row])]
+        wrong = [
+            row * 64
+            for row in range(64)
+            if here[row].any() and not np.array_equal(here[row], there[row])
+        ]
         assert wrong in ([], [64, 2048 + 64])
         arrived.append(not wrong)
         memories[0][:] = 0

@@ -1,4 +1,6 @@
-"""What was lent can be taken back for certain: from stopped writers, from liars, and again and again."""
+"""What was lent can be taken back for certain: from stopped writers, from liars, and again and
+again.
+"""
 
 import contextlib
 import os
@@ -15,10 +17,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.transports.fence_writer import start_writer
 from tests.transports.sides import fenced_memory_side, tcp_side
-from tests.transports.tcp_peers import BLOCK, BLOCKS, DEADLINE_S, PEER, Memory, all_blocks, introduce, receive, request, rest_of, wait
+from tests.transports.tcp_peers import (
+    BLOCK,
+    BLOCKS,
+    DEADLINE_S,
+    PEER,
+    Memory,
+    all_blocks,
+    introduce,
+    receive,
+    request,
+    rest_of,
+    wait,
+)
 
 from kvferry.errors import LocalProtocolError
-from kvferry.testing.transport_pairs import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION, SMALL_BLOCKS, TransportSide
+from kvferry.testing.transport_pairs import (
+    LARGE_BLOCK_BYTES,
+    LARGE_BLOCKS,
+    LARGE_REGION,
+    SMALL_BLOCKS,
+    TransportSide,
+)
 from kvferry.transports.base import Completion, DataTransport, Segments
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
@@ -62,8 +82,13 @@ def owner() -> Iterator[TransportSide]:
 
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenced: bool) -> None:
-    """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the fence they are overwritten."""
-    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
+    """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the fence
+    they are overwritten.
+    """
+    with (
+        owner() as side,
+        contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer,
+    ):
         side.transport.grant_writes(1, ALL)
         side.transport.grant_writes(2, ALL)
         writer.write(1, ENDLESS)
@@ -85,8 +110,13 @@ def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenc
         assert np.count_nonzero(side.memory == 5) == LARGE_BLOCKS * LARGE_BLOCK_BYTES
 
 
-def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
+def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        owner() as side,
+        contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer,
+    ):
         files = len(os.listdir("/proc/self/fd"))
         side.transport.grant_writes(1, ALL)
         side.transport.grant_writes(2, ALL)
@@ -107,7 +137,10 @@ def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
 
 
 def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_taken_back() -> None:
-    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
+    with (
+        owner() as side,
+        contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer,
+    ):
         side.transport.grant_writes(1, ALL)
         writer.write(1, ENDLESS)
         until(side.memory.any)
@@ -124,26 +157,38 @@ def test_bytes_that_come_after_the_fence_land_nowhere(far: Memory, sent_before: 
     far.transport.grant_writes(LENT, [range(BLOCKS)])
     body = b"\x05" * (3 * BLOCK)
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body[:sent_before])
+        connection.sendall(
+            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT)
+            + body[:sent_before]
+        )
         until(lambda: np.count_nonzero(far.bytes == 5) == sent_before)
         assert wait(far.transport, far.transport.revoke_writes(LENT)).ok
         far.bytes[:] = CANARY
         connection.sendall(body[sent_before:])
-        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body)
+        connection.sendall(
+            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body
+        )
         assert_not_lent(receive_reply(connection))
         far.transport.grant_writes(LENT + 1, [range(BLOCKS)])
         with contextlib.suppress(OSError):
-            connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT + 1) + body[:BLOCK])
+            connection.sendall(
+                request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT + 1) + body[:BLOCK]
+            )
             connection.shutdown(socket.SHUT_WR)
         assert rest_of(connection) == b"", "a connection that was turned away was served again"
     assert np.all(far.bytes == CANARY)
 
 
-def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_told_twice(far: Memory) -> None:
+def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_told_twice(
+    far: Memory,
+) -> None:
     far.transport.grant_writes(LENT, [range(BLOCKS)])
     with introduce(far.offer) as first, introduce(far.offer) as second:
         for nth, connection in enumerate((first, second)):
-            connection.sendall(request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=LENT) + b"\x05" * 100)
+            connection.sendall(
+                request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=LENT)
+                + b"\x05" * 100
+            )
         until(lambda: np.count_nonzero(far.bytes == 5) == 200)
         handles = [far.transport.revoke_writes(LENT) for _ in range(2)]
         assert [each.handle for each in collect(far.transport, 2)] == handles
@@ -152,7 +197,9 @@ def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_t
     assert far.transport.poll_interval_s() is None
 
 
-def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(
+    far: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_server, "MAX_SINKS", 3)
     with introduce(far.offer) as connection:
         connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT))
@@ -165,7 +212,9 @@ def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(far: Memory, mo
     assert np.all(far.bytes == 7)
 
 
-def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(near: Memory, far: Memory) -> None:
+def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(
+    near: Memory, far: Memory
+) -> None:
     near.transport.connect(PEER, far.transport.offer(), far.regions)
     refused = {near.transport.write(PEER, all_blocks(), grant_id) for grant_id in range(1, 9)}
     reads = {near.transport.read(PEER, all_blocks()) for _ in range(8)}
@@ -179,8 +228,13 @@ numbers = st.sampled_from([LENT, LENT, 0, LENT + 1, LENT << 8, MAX_GRANT_ID])
 places = st.tuples(st.integers(-BLOCK, (BLOCKS + 1) * BLOCK), st.integers(0, 3 * BLOCK))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(grant_id=numbers, runs=st.lists(st.one_of(places, st.just((3 * BLOCK + 5, BLOCK))), min_size=1, max_size=3))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    grant_id=numbers,
+    runs=st.lists(st.one_of(places, st.just((3 * BLOCK + 5, BLOCK))), min_size=1, max_size=3),
+)
 def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_blocks(
     far: Memory, grant_id: int, runs: list[tuple[int, int]]
 ) -> None:
@@ -189,17 +243,27 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
     far.transport.grant_writes(LENT, [LENT_BLOCKS])
     far.bytes[:] = 7
     touched = {place for offset, size in runs for place in range(offset, offset + size)}
-    is_allowed = grant_id == LENT and all(size for _, size in runs) and {place // BLOCK for place in touched} <= {*LENT_BLOCKS}
+    is_allowed = (
+        grant_id == LENT
+        and all(size for _, size in runs)
+        and {place // BLOCK for place in touched} <= {*LENT_BLOCKS}
+    )
     with introduce(far.offer) as connection:
         with contextlib.suppress(ConnectionError):
-            sent = request(wire.Operation.WRITE, *((far.first + offset, size) for offset, size in runs), grant_id=grant_id)
+            sent = request(
+                wire.Operation.WRITE,
+                *((far.first + offset, size) for offset, size in runs),
+                grant_id=grant_id,
+            )
             connection.sendall(sent + b"\x05" * sum(size for _, size in runs))
         if is_allowed:
             assert receive_reply(connection) == (0, "")
         with contextlib.suppress(OSError):  # it may have hung up already
             connection.shutdown(socket.SHUT_WR)
         rest_of(connection)
-    assert {*(np.flatnonzero(far.bytes == 5) - BLOCK).tolist()} == (touched if is_allowed else set())
+    assert {*(np.flatnonzero(far.bytes == 5) - BLOCK).tolist()} == (
+        touched if is_allowed else set()
+    )
 
 
 def test_a_read_that_names_a_number_is_refused(far: Memory) -> None:
@@ -210,7 +274,9 @@ def test_a_read_that_names_a_number_is_refused(far: Memory) -> None:
 
 
 @pytest.mark.parametrize("make", [fenced_memory_side, tcp_side])
-def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(make: Callable[[], TransportSide]) -> None:
+def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(
+    make: Callable[[], TransportSide],
+) -> None:
     side = make()
 
     def lend_and_take_back(count: int) -> None:
@@ -232,7 +298,15 @@ def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(make: Callable
 def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
     table = WriteGrantTable((Region("a", 1000, 10, 10, 4), Region("b", 5000, 10, 10, 8, group=1)))
     table.grant_writes(1, [[0, 3], [7]])
-    for grant_id, blocks in ((1, []), (0, []), (-1, []), (MAX_GRANT_ID + 1, []), (2, [[4]]), (2, [[-1]]), (2, [[], [8]])):
+    for grant_id, blocks in (
+        (1, []),
+        (0, []),
+        (-1, []),
+        (MAX_GRANT_ID + 1, []),
+        (2, [[4]]),
+        (2, [[-1]]),
+        (2, [[], [8]]),
+    ):
         with pytest.raises(LocalProtocolError):
             table.grant_writes(grant_id, blocks)
     assert table.get(2) is None
@@ -250,7 +324,8 @@ def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
     shapes: list[tuple[int, int, int]], ids: list[int], runs: list[tuple[int, int]]
 ) -> None:
     regions = tuple(
-        Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group) for nth, (size, gap, group) in enumerate(shapes)
+        Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group)
+        for nth, (size, gap, group) in enumerate(shapes)
     )  # they overlap and interleave
     lent = GrantedBlocks(regions, (tuple(ids),))
     allowed = {
@@ -258,7 +333,10 @@ def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
         for region in regions
         if region.group == 0
         for block in ids
-        for place in range(region.address + block * region.stride_bytes, region.address + block * region.stride_bytes + region.block_bytes)
+        for place in range(
+            region.address + block * region.stride_bytes,
+            region.address + block * region.stride_bytes + region.block_bytes,
+        )
     }
     is_covered = all({*range(address, address + size)} <= allowed for address, size in runs)
     assert lent.covers(*np.array(runs, np.int64).T) == is_covered
@@ -272,7 +350,11 @@ def test_a_number_is_taken_back_while_another_thread_writes_under_it() -> None:
     near.transport.connect(PEER, far.transport.offer(), far.regions)
 
     def write() -> None:
-        near.transport.write(PEER, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * ENDLESS, 1)
+        near.transport.write(
+            PEER,
+            [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * ENDLESS,
+            1,
+        )
         while not errors:
             errors.extend(each.error for each in near.transport.poll())
 
@@ -295,7 +377,10 @@ def test_faults_pass_a_fence_on_and_may_only_delay_it() -> None:
     network = MemoryNetwork()
     content = np.zeros(4096, np.uint8)
     regions = [Region("kv", content.ctypes.data, 64, 64, 64)]
-    transport = FaultyTransport(MemoryTransport(network, supports_write_grants=True), parse_faults("fail:every=1;delay:polls=2"))
+    transport = FaultyTransport(
+        MemoryTransport(network, supports_write_grants=True),
+        parse_faults("fail:every=1;delay:polls=2"),
+    )
     writer = MemoryTransport(network)
     assert transport.supports_write_grants
     assert not writer.supports_write_grants

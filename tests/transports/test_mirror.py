@@ -1,4 +1,6 @@
-"""A host buffer has exactly the blocks that were saved, and the engine exactly those that were loaded, whatever their spacing."""
+"""A host buffer has exactly the blocks that were saved, and the engine exactly those that were
+loaded, whatever their spacing.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +30,14 @@ class Cache:
         self.host_buffer = rng.integers(0, 256, (3, NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         engine, host_buffer = (
             [
-                Region(f"l{index}", int(layer.ctypes.data), BLOCK_BYTES, layer.shape[1], NUM_BLOCKS, group=group)
+                Region(
+                    f"l{index}",
+                    int(layer.ctypes.data),
+                    BLOCK_BYTES,
+                    layer.shape[1],
+                    NUM_BLOCKS,
+                    group=group,
+                )
                 for index, (layer, group) in enumerate(zip(memory, self.GROUPS, strict=True))
             ]
             for memory in (self.engine, self.host_buffer)
@@ -47,7 +56,9 @@ numbers = st.lists(st.integers(0, NUM_BLOCKS - 1) | st.just(HOLE))
 
 
 @given(st.tuples(numbers, numbers), st.integers(0, 9), st.booleans())
-def test_named_blocks_are_copied_and_nothing_else_is_touched(blocks: tuple[list[int], list[int]], gap: int, is_save: bool) -> None:
+def test_named_blocks_are_copied_and_nothing_else_is_touched(
+    blocks: tuple[list[int], list[int]], gap: int, is_save: bool
+) -> None:
     cache = Cache(gap)
     engine, host_buffer = cache.engine.copy(), cache.host_buffer.copy()
     for region, group in enumerate(cache.GROUPS):
@@ -63,7 +74,9 @@ def test_named_blocks_are_copied_and_nothing_else_is_touched(blocks: tuple[list[
 
 def test_blocks_are_put_in_order_before_they_go_to_the_engine() -> None:
     cache = Cache()
-    placement = BlockPermutation(1, BLOCK_BYTES, np.array([5 * BLOCK_BYTES]), 1, (4, 6), (6, 1), (1, 4))
+    placement = BlockPermutation(
+        1, BLOCK_BYTES, np.array([5 * BLOCK_BYTES]), 1, (4, 6), (6, 1), (1, 4)
+    )
     arrived = cache.host_buffer[1, 5].copy()
     cache.run(cache.store.place([placement], [[5], []]))
     assert (cache.engine[1, 5].reshape(6, 4) == arrived.reshape(4, 6).T).all()

@@ -1,8 +1,10 @@
-"""A process that has used NIXL exits as it means to, also where the distribution's libefa brings a second libnl into it.
+"""A process that has used NIXL exits as it means to, also where the distribution's libefa brings a
+second libnl into it.
 
-The condition is made by stand-ins of three libraries of rdma-core, because most machines without RDMA lack them: `libefa.so.1`, which
-UCX's EFA module loads, needs `libibverbs.so.1`, and that needs `libnl-route-3.so.200`. The latter does what libnl does: its constructor
-registers a queueing discipline by name, its destructor takes it off the list again without asking whether it is on it.
+The condition is made by stand-ins of three libraries of rdma-core, because most machines without
+RDMA lack them: `libefa.so.1`, which UCX's EFA module loads, needs `libibverbs.so.1`, and that needs
+`libnl-route-3.so.200`. The latter does what libnl does: its constructor registers a queueing
+discipline by name, its destructor takes it off the list again without asking whether it is on it.
 """
 
 import os
@@ -55,17 +57,33 @@ def second_netlink(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _compile(folder: Path, source: str, name: str, *flags: str) -> None:
-    command = ["cc", "-shared", "-fPIC", "-Wl,--no-as-needed", source, "-o", name, f"-Wl,-soname,{name}", *flags]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-Wl,--no-as-needed",
+        source,
+        "-o",
+        name,
+        f"-Wl,-soname,{name}",
+        *flags,
+    ]
     subprocess.run(command, cwd=folder, check=True, timeout=60)
 
 
 def _run(program: str, environment: dict[str, str]) -> int:
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False).returncode
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False
+    ).returncode
 
 
-def test_a_bare_agent_of_nixl_crashes_at_exit_where_a_second_libnl_is_loaded(second_netlink: dict[str, str]) -> None:
-    """The control of the tests below. When it fails with a newer NIXL, `load_distribution_netlink` can go (docs/decisions/042)."""
+def test_a_bare_agent_of_nixl_crashes_at_exit_where_a_second_libnl_is_loaded(
+    second_netlink: dict[str, str],
+) -> None:
+    """The control of the tests below. When it fails with a newer NIXL, `load_distribution_netlink`
+    can go (docs/decisions/042).
+    """
     assert _run(BARE, second_netlink) == -signal.SIGSEGV
 
 
@@ -76,11 +94,17 @@ def test_a_bare_agent_of_nixl_crashes_at_exit_where_a_second_libnl_is_loaded(sec
         ("pass", 0),
         ("raise SystemExit(7)", 7),
         ("raise ValueError", 1),
-        ("import os, signal; signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), 2)", -signal.SIGINT),
+        (
+            "import os, signal; signal.signal(2, signal.default_int_handler); "
+            "os.kill(os.getpid(), 2)",
+            -signal.SIGINT,
+        ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
-def test_a_process_of_ours_ends_with_the_exit_code_that_it_means(ending: str, code: int, second_netlink: dict[str, str]) -> None:
+def test_a_process_of_ours_ends_with_the_exit_code_that_it_means(
+    ending: str, code: int, second_netlink: dict[str, str]
+) -> None:
     assert _run(OURS + ending, second_netlink) == code
 
 

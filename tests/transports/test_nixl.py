@@ -41,7 +41,9 @@ def test_without_nixl_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
     memory = np.zeros(4096, np.uint8)
     with pytest.raises(ConfigError, match="NOSUCH"):
-        NixlTransport(backends=("UCX", "NOSUCH")).register([Region("kv", memory.ctypes.data, 64, 64, 64)])
+        NixlTransport(backends=("UCX", "NOSUCH")).register(
+            [Region("kv", memory.ctypes.data, 64, 64, 64)]
+        )
 
 
 def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
@@ -59,9 +61,18 @@ def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
 def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: TransportSide) -> None:
     far = nixl_side()
     name, metadata = msgspec.msgpack.decode(far.transport.offer().blob)
-    for blob in ((name, b"garbage"), (name, b""), ("another", metadata), (name,), (name, "text"), 5):
+    for blob in (
+        (name, b"garbage"),
+        (name, b""),
+        ("another", metadata),
+        (name,),
+        (name, "text"),
+        5,
+    ):
         with pytest.raises(TransportError):
-            side.transport.connect(PEER, TransportOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions)
+            side.transport.connect(
+                PEER, TransportOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions
+            )
     with pytest.raises(TransportError, match="this very engine"):
         side.transport.connect(PEER, side.transport.offer(), side.regions)
     with pytest.raises(TransportError):
@@ -82,7 +93,9 @@ def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: TransportS
     far.close()
 
 
-def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(side: TransportSide) -> None:
+def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(
+    side: TransportSide,
+) -> None:
     far = nixl_side()
     elsewhere = [Region("kv", 4096, 64, 64, 100)]
     side.transport.connect(PEER, far.transport.offer(), elsewhere)
@@ -98,12 +111,22 @@ def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(s
 
 def test_settings_are_made_unless_the_user_has_and_an_unclosed_transport_ends_well() -> None:
     program = (
-        "import os; from tests.transports.sides import nixl_side; side = nixl_side(); side.transport.poll();"
-        "print(os.environ['UCX_RCACHE_MAX_UNRELEASED'], os.environ['NIXL_LOG_LEVEL'], 'UCX_CUDA_IPC_ENABLE_GET_ZCOPY' in os.environ)"
+        "import os; from tests.transports.sides import nixl_side; side = nixl_side(); "
+        "side.transport.poll();"
+        "print(os.environ['UCX_RCACHE_MAX_UNRELEASED'], os.environ['NIXL_LOG_LEVEL'], "
+        "'UCX_CUDA_IPC_ENABLE_GET_ZCOPY' in os.environ)"
     )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))} | {"NIXL_LOG_LEVEL": "ERROR"}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))
+    } | {"NIXL_LOG_LEVEL": "ERROR"}
     ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["1024", "ERROR", "False"]
@@ -112,14 +135,22 @@ def test_settings_are_made_unless_the_user_has_and_an_unclosed_transport_ends_we
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_cancelled_read_has_not_ended_while_its_producer_may_still_wake_up_and_send() -> None:
-    """NIXL lets such a handle go without a word, and the bytes arrive in memory that is somebody else's by then."""
-    assert over_tcp("stopped_producer", "0.3") == {"ended_while_stopped": True, "ended": ["cancelled"], "stale_bytes": 0}
+    """NIXL lets such a handle go without a word, and the bytes arrive in memory that is somebody
+    else's by then.
+    """
+    assert over_tcp("stopped_producer", "0.3") == {
+        "ended_while_stopped": True,
+        "ended": ["cancelled"],
+        "stale_bytes": 0,
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_producer_that_wakes_up_does_send_what_was_cancelled_as_long_as_somebody_waits() -> None:
-    """The control of the test above: with endless patience the same bytes do arrive, and the read has not ended before."""
+    """The control of the test above: with endless patience the same bytes do arrive, and the read
+    has not ended before.
+    """
     told = over_tcp("stopped_producer", "1000")
     assert (told["ended_while_stopped"], told["ended"]) == (False, ["cancelled"])
     assert told["stale_bytes"] > 0
@@ -129,14 +160,26 @@ def test_a_producer_that_wakes_up_does_send_what_was_cancelled_as_long_as_somebo
 @pytest.mark.timeout(120)
 def test_agents_that_were_thrown_away_leave_no_file_and_no_thread() -> None:
     told = over_tcp("silent_producers", "many_disposals")
-    assert told == {"ended": 21, "errors": ["cancelled"], "held_more": True, "is_less_when_closed": True}
+    assert told == {
+        "ended": 21,
+        "errors": ["cancelled"],
+        "held_more": True,
+        "is_less_when_closed": True,
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_silent_producer_fails_no_read_of_another_and_ends_after_those_that_were_under_way() -> None:
+def test_a_silent_producer_fails_no_read_of_another_and_ends_after_those_that_were_under_way() -> (
+    None
+):
     told = over_tcp("silent_producers", "others_go_on")
-    assert told == {"ended_early": 0, "told": ["slow", "lost"], "errors": [None, None, "cancelled"], "brought": [0, 9, 9]}
+    assert told == {
+        "ended_early": 0,
+        "told": ["slow", "lost"],
+        "errors": [None, None, "cancelled"],
+        "brought": [0, 9, 9],
+    }
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ def test_offsets_are_within_exactly_when_each_is(numbers: list[int], last: int) 
     offsets = np.array(numbers, np.int64)
     expected = all(0 <= number <= last for number in numbers)
     assert are_within(offsets, last) is expected
-    assert are_within(np.repeat(offsets, 2)[::2], last) is expected, "not contiguous: numpy looks at them"
+    assert are_within(np.repeat(offsets, 2)[::2], last) is expected, (
+        "not contiguous: numpy looks at them"
+    )
 
 
 @given(st.lists(st.integers(0, 2**50), max_size=40), st.integers(0, 5))
@@ -46,7 +48,10 @@ def test_an_offset_that_leaves_its_region_is_told(numbers: list[int], last: int)
             put_all(table, 0, offsets, last)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=8), st.integers(0, 10))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=8),
+    st.integers(0, 10),
+)
 def test_places_are_written_one_after_the_other(pairs: list[tuple[int, int]], first: int) -> None:
     table = np.full(50, -1, np.int64)
     sources, targets = tuple(source for source, _ in pairs), tuple(target for _, target in pairs)
@@ -59,7 +64,12 @@ def test_places_are_written_one_after_the_other(pairs: list[tuple[int, int]], fi
 
 def test_places_never_overrun_a_table_and_are_numbers_in_pairs() -> None:
     table = np.zeros(9, np.int64)
-    for first, sources, targets in [(0, (1, 2), (3, 4)), (5, (1,), (2,)), (-1, (1,), (2,)), (0, (1,), (2, 3))]:
+    for first, sources, targets in [
+        (0, (1, 2), (3, 4)),
+        (5, (1,), (2,)),
+        (-1, (1,), (2,)),
+        (0, (1,), (2, 3)),
+    ]:
         with pytest.raises(ValueError, match=r"table|broadcast|shape"):
             put_places(table, first, sources, targets, (7, 8, 9))
     assert not table.any()

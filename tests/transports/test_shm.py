@@ -1,4 +1,6 @@
-"""A shared cache is reached only by those who may, proved to be the one offered, and leaves nothing behind."""
+"""A shared cache is reached only by those who may, proved to be the one offered, and leaves nothing
+behind.
+"""
 
 import contextlib
 import multiprocessing
@@ -17,7 +19,13 @@ import pytest
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.transports.locality import ProcessIncarnation, host_identity, start_ticks
-from kvferry.transports.shm import SharedMemory, SharedMemoryAllocator, ShmTransport, available_bytes, check_fits
+from kvferry.transports.shm import (
+    SharedMemory,
+    SharedMemoryAllocator,
+    ShmTransport,
+    available_bytes,
+    check_fits,
+)
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -113,7 +121,8 @@ def test_impossible_sizes_are_a_mistake_of_the_operator(size: int) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_a_page_is_taken() -> None:
-    # Pure: really asking for more than there is would make the kernel kill processes that are not ours.
+    # Pure: really asking for more than there is would make the kernel kill processes that are not
+    # ours.
     with pytest.raises(ConfigError, match="make the cache smaller"):
         check_fits(91, available=100)
     check_fits(90, available=100)
@@ -193,7 +202,11 @@ def test_an_offer_of_another_life_file_host_or_shape_is_refused() -> None:
             ]
             for fields in wrong:
                 with pytest.raises(TransportError):
-                    transport.connect(PEER, TransportOffer("shm", offer.reach, msgspec.msgpack.encode(fields)), [region])
+                    transport.connect(
+                        PEER,
+                        TransportOffer("shm", offer.reach, msgspec.msgpack.encode(fields)),
+                        [region],
+                    )
         with pytest.raises(TransportError, match="another host"):
             transport.connect(PEER, TransportOffer("shm", "elsewhere", offer.blob), [region])
         transport.connect(PEER, offer, [region])
@@ -204,9 +217,15 @@ def test_a_file_that_could_shrink_is_refused() -> None:
         fd = os.memfd_create("unsealed")
         os.ftruncate(fd, SIZE)
         file, ticks = os.fstat(fd), start_ticks(os.getpid())
-        blob = msgspec.msgpack.encode((os.getpid(), ticks, fd, file.st_dev, file.st_ino, 4096, SIZE))
+        blob = msgspec.msgpack.encode(
+            (os.getpid(), ticks, fd, file.st_dev, file.st_ino, 4096, SIZE)
+        )
         with pytest.raises(TransportError):
-            transport.connect(PEER, TransportOffer("shm", host_identity(), blob), [Region("kv", 4096, 4096, 4096, 1)])
+            transport.connect(
+                PEER,
+                TransportOffer("shm", host_identity(), blob),
+                [Region("kv", 4096, 4096, 4096, 1)],
+            )
         os.close(fd)
 
 

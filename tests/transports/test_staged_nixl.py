@@ -1,4 +1,6 @@
-"""Bounce-buffer transfers over real NIXL, between processes: exact bytes, back-pressure, and peers that die, stop or talk nonsense."""
+"""Bounce-buffer transfers over real NIXL, between processes: exact bytes, back-pressure, and peers
+that die, stop or talk nonsense.
+"""
 
 import multiprocessing
 import os
@@ -28,7 +30,11 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Segments, TransportOffer
 from kvferry.transports.nixl.bounce import transport as staged_nixl
-from kvferry.transports.nixl.bounce.transport import WAITING_INTERVAL_S, BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.bounce.transport import (
+    WAITING_INTERVAL_S,
+    BounceNixlTransport,
+    BounceSettings,
+)
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
@@ -51,7 +57,9 @@ def pair(source: TransportPairSource) -> Iterator[TransportPair]:
 
 
 @pytest.mark.parametrize("segment_bytes", [256, 1000, 4096, 65536, 1 << 20])
-def test_reads_and_writes_bring_exactly_the_named_bytes(pair: TransportPair, segment_bytes: int) -> None:
+def test_reads_and_writes_bring_exactly_the_named_bytes(
+    pair: TransportPair, segment_bytes: int
+) -> None:
     count = min(20_000, LARGE_BLOCK_BYTES * 640 // segment_bytes)
     check_read(pair, shuffled(segment_bytes, seed=segment_bytes, count=count))
     check_write(pair, shuffled(segment_bytes, seed=segment_bytes + 1, count=count))
@@ -67,7 +75,9 @@ def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
     (plan,) = shuffled(4096, seed=3)
     remote = plan.remote_offsets.copy()
     remote[[5, 6]] = remote[[6, 5]]
-    other = read_as_planned(pair, [Segments(plan.local_region, plan.remote_region, 4096, plan.local_offsets, remote)])
+    other = read_as_planned(
+        pair, [Segments(plan.local_region, plan.remote_region, 4096, plan.local_offsets, remote)]
+    )
     check_read(pair, [plan])
     assert not np.array_equal(pair.near.memory, other)
 
@@ -75,7 +85,13 @@ def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
 def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: TransportPair) -> None:
     blocks = shuffled(LARGE_BLOCK_BYTES, seed=4)[0]
     plans = [
-        Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, blocks.local_offsets[n::20], blocks.remote_offsets[n::20])
+        Segments(
+            LARGE_REGION,
+            LARGE_REGION,
+            LARGE_BLOCK_BYTES,
+            blocks.local_offsets[n::20],
+            blocks.remote_offsets[n::20],
+        )
         for n in range(20)
     ]
     expected = read_as_planned(pair, plans)
@@ -89,9 +105,24 @@ def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: TransportPair) 
 def test_transfers_of_both_directions_go_on_side_by_side(pair: TransportPair) -> None:
     (read,), (written,) = shuffled(4096, seed=5), shuffled(4096, seed=6)
     half = len(read.local_offsets) // 2
-    reading = Segments(LARGE_REGION, LARGE_REGION, 4096, np.sort(read.local_offsets)[:half], read.remote_offsets[:half])
-    writing = Segments(LARGE_REGION, LARGE_REGION, 4096, np.sort(written.local_offsets)[half:], read.remote_offsets[half:])
-    handles = [pair.near.transport.read(pair.peer, [reading]), pair.near.transport.write(pair.peer, [writing])]
+    reading = Segments(
+        LARGE_REGION,
+        LARGE_REGION,
+        4096,
+        np.sort(read.local_offsets)[:half],
+        read.remote_offsets[:half],
+    )
+    writing = Segments(
+        LARGE_REGION,
+        LARGE_REGION,
+        4096,
+        np.sort(written.local_offsets)[half:],
+        read.remote_offsets[half:],
+    )
+    handles = [
+        pair.near.transport.read(pair.peer, [reading]),
+        pair.near.transport.write(pair.peer, [writing]),
+    ]
     assert all(completion.ok for completion in pair.wait(*handles).values())
 
 
@@ -129,22 +160,33 @@ def test_peers_without_a_ring_are_read_plainly_either_way() -> None:
             far.close()
 
 
-def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: TransportPairSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(
+    source: TransportPairSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with source.pair() as pair:
         stranger = _over(pair.near, b"another secret")
         stranger.connect(pair.peer, pair.far.offer, pair.far.regions)
         (plan,) = shuffled(4096, seed=9, count=400)
         expected = read_as_planned(pair, [plan])
         other = TransportPair(
-            TransportSide(stranger, pair.near.memory, pair.near.regions, lambda: None), pair.far, pair.peer, pair.far_seed
+            TransportSide(stranger, pair.near.memory, pair.near.regions, lambda: None),
+            pair.far,
+            pair.peer,
+            pair.far_seed,
         )
-        assert stranger.poll_interval_s() not in (0.0, WAITING_INTERVAL_S), "nothing is expected yet"
+        assert stranger.poll_interval_s() not in (0.0, WAITING_INTERVAL_S), (
+            "nothing is expected yet"
+        )
         monkeypatch.setattr(staged_nixl, "BUSY_S", DEADLINE_S)
         handle = stranger.read(pair.peer, [plan])
         assert stranger.poll() == []
-        assert stranger.poll_interval_s() == 0.0, "an answer may come at any moment, and each poll pauses by itself"
+        assert stranger.poll_interval_s() == 0.0, (
+            "an answer may come at any moment, and each poll pauses by itself"
+        )
         monkeypatch.setattr(staged_nixl, "BUSY_S", 0.0)
-        assert stranger.poll_interval_s() == WAITING_INTERVAL_S, "nobody answers: there is no hurry any more"
+        assert stranger.poll_interval_s() == WAITING_INTERVAL_S, (
+            "nobody answers: there is no hurry any more"
+        )
         completion = other.wait(handle)[handle]
         assert (completion.error, completion.segments) == (None, 400)
         assert np.array_equal(pair.near.memory, expected)
@@ -154,7 +196,11 @@ def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: Tr
 def test_what_anybody_sends_is_dropped_and_others_are_served(pair: TransportPair) -> None:
     chaos = NixlTransport()
     assert chaos.register(pair.near.regions)
-    chaos.connect(pair.peer, TransportOffer(pair.far.offer.transport, "", pair.far.offer.blob), pair.far.regions)
+    chaos.connect(
+        pair.peer,
+        TransportOffer(pair.far.offer.transport, "", pair.far.offer.blob),
+        pair.far.regions,
+    )
     dice = random.Random(7)
     for number in range(400):
         chaos.notify(pair.peer, dice.randbytes(dice.choice((0, 1, 31, 32, 33, 200, 70_000))))
@@ -192,7 +238,9 @@ def test_a_killed_reader_leaves_room_for_others_and_its_window_comes_back() -> N
         with PairSourceOf(far).pair() as pair:
             check_read(pair, shuffled(4096, seed=1, count=2000))
             time.sleep(7.0)
-            for seed in range(4):  # with windows that were never given back, these would have to go plainly
+            for seed in range(
+                4
+            ):  # with windows that were never given back, these would have to go plainly
                 check_read(pair, shuffled(4096, seed=seed, count=2000))
 
 
@@ -246,7 +294,11 @@ def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
 
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
     memory = np.zeros(4096, np.uint8)
-    transport = BounceNixlTransport(NixlTransport(backends=("UCX", "NOSUCH")), BounceSettings(segment_bytes=1, buffer_bytes=4096), SECRET)
+    transport = BounceNixlTransport(
+        NixlTransport(backends=("UCX", "NOSUCH")),
+        BounceSettings(segment_bytes=1, buffer_bytes=4096),
+        SECRET,
+    )
     with pytest.raises(ConfigError, match="NOSUCH"):
         transport.register([Region("kv", memory.ctypes.data, 64, 64, 64)])
     transport.close()
@@ -285,7 +337,9 @@ def _owner() -> Iterator[SpawnedFarSide]:
 def _reader(far: FarSide) -> Iterator[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=read_for_ever, args=(theirs, far.offer, far.regions), daemon=True)
+    process = context.Process(
+        target=read_for_ever, args=(theirs, far.offer, far.regions), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -305,7 +359,9 @@ def _told(pipe: Connection) -> tuple[str | None, bool]:
 
 
 def _over(side: TransportSide, secret: bytes) -> BounceNixlTransport:
-    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2)
+    settings = BounceSettings(
+        segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
+    )
     transport = BounceNixlTransport(NixlTransport(), settings, secret)
     assert transport.register(side.regions)
     return transport

@@ -1,4 +1,6 @@
-"""The pure parts of staging: windows never overlap, streams move exactly their bytes, and messages survive nobody's tampering."""
+"""The pure parts of staging: windows never overlap, streams move exactly their bytes, and messages
+survive nobody's tampering.
+"""
 
 import hashlib
 import hmac
@@ -44,11 +46,17 @@ from kvferry.types import MemoryKind
 SECRET = b"a secret of these tests"
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
+# -- windows --
 
 
-@given(st.integers(0, 3), st.integers(1, 64), st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
-def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int, steps: Sequence[tuple[bool, int]]) -> None:
+@given(
+    st.integers(0, 3),
+    st.integers(1, 64),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60),
+)
+def test_windows_never_overlap_and_all_is_free_at_the_end(
+    first: int, pages: int, steps: Sequence[tuple[bool, int]]
+) -> None:
     table = SlotTable(first * 4096, pages * 4096)
     taken: list[Slot] = []
     for takes, number in steps:
@@ -88,11 +96,18 @@ def test_two_who_share_a_ring_never_overlap_and_neither_keeps_the_other_out(
         # Whoever has nothing always gets something, whatever the other has.
         assert slot is not None or taken[who]
         if slot is not None:
-            assert round_to_granularity(min(number, least), granularity) <= slot.size_bytes <= min(number, most)
+            assert (
+                round_to_granularity(min(number, least), granularity)
+                <= slot.size_bytes
+                <= min(number, most)
+            )
             assert slot.first % 4096 == 0
             assert (0, quarter)[who] <= slot.first
             assert slot.end <= (buffer_bytes - quarter, buffer_bytes)[who]
-            assert all(slot.end <= other.first or other.end <= slot.first for other in (*taken[0], *taken[1]))
+            assert all(
+                slot.end <= other.first or other.end <= slot.first
+                for other in (*taken[0], *taken[1])
+            )
             taken[who].append(slot)
     for who, table in enumerate(tables):
         for slot in taken[who]:
@@ -118,7 +133,9 @@ def test_without_a_gap_that_is_large_enough_the_largest_is_taken_if_it_is_not_a_
     table = SlotTable(0, 10 * 4096)
     first, second = table.take(4 * 4096), table.take(3 * 4096)
     assert table.take(5 * 4096, 4 * 4096) is None
-    assert table.take(5 * 4096, 2 * 4096, 1000) == Slot(7 * 4096, 9_000), "three quarters of the gap: something is left for the next"
+    assert table.take(5 * 4096, 2 * 4096, 1000) == Slot(7 * 4096, 9_000), (
+        "three quarters of the gap: something is left for the next"
+    )
     assert first is not None
     table.release(first)
     assert table.take(4096) == Slot(0, 4096)
@@ -132,7 +149,9 @@ def test_a_window_that_nobody_has_is_not_given_back() -> None:
 
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 50))
 def test_a_window_holds_its_bytes_in_turn(size: int, start: int, length: int) -> None:
-    places = [at + i for at, count in Slot(1000, size).places(start, start + length) for i in range(count)]
+    places = [
+        at + i for at, count in Slot(1000, size).places(start, start + length) for i in range(count)
+    ]
     assert places == [1000 + byte % size for byte in range(start, start + length)]
 
 
@@ -144,8 +163,16 @@ def test_windows_hold_whole_segments_where_they_can() -> None:
     assert common_granularity([300, 400], 10_000) == 1
 
 
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 50), st.integers(1, 20), st.integers(1, 100))
-def test_a_stretch_ends_between_two_grains_or_at_the_very_end(start: int, more: int, most: int, granularity: int, total: int) -> None:
+@given(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.integers(1, 50),
+    st.integers(1, 20),
+    st.integers(1, 100),
+)
+def test_a_stretch_ends_between_two_grains_or_at_the_very_end(
+    start: int, more: int, most: int, granularity: int, total: int
+) -> None:
     start, limit = min(start, total), min(start + more, total)
     end = chunk_end(start, max(start, limit), most, granularity, total)
     assert start <= end <= max(start, limit)
@@ -153,7 +180,7 @@ def test_a_stretch_ends_between_two_grains_or_at_the_very_end(start: int, more: 
     assert end in (start, total) or end % granularity == 0
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams --
 
 
 @st.composite
@@ -170,7 +197,10 @@ def segments(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
 def test_gathered_in_chunks_and_scattered_again_a_stream_is_what_it_was(
     plan: list[tuple[int, list[int]]], slot_bytes: int, chunk: int, first: int
 ) -> None:
-    sources = [np.random.default_rng(number).integers(1, 256, 40 * 21, dtype=np.uint8) for number in range(len(plan))]
+    sources = [
+        np.random.default_rng(number).integers(1, 256, 40 * 21, dtype=np.uint8)
+        for number in range(len(plan))
+    ]
     targets = [np.zeros_like(each) for each in sources]
     bounce_buffer = np.zeros(first + slot_bytes, np.uint8)
     slot, copier = Slot(first, slot_bytes), HostAddressCopier()
@@ -184,7 +214,9 @@ def test_gathered_in_chunks_and_scattered_again_a_stream_is_what_it_was(
     for (size, slots), source, target in zip(plan, sources, targets, strict=True):
         expected = np.zeros_like(source)
         for position in slots:
-            expected[position * size : (position + 1) * size] = source[position * size : (position + 1) * size]
+            expected[position * size : (position + 1) * size] = source[
+                position * size : (position + 1) * size
+            ]
         assert np.array_equal(target, expected)
 
 
@@ -210,7 +242,7 @@ def _stream(plan: list[tuple[int, list[int]]], memories: list[np.ndarray]) -> Se
     return stream
 
 
-# -- which transfers are staged ----------------------------------------------------------------------------------------
+# -- which transfers are staged --
 
 
 def test_many_small_segments_are_staged_and_few_or_large_or_adjacent_ones_are_not() -> None:
@@ -219,7 +251,9 @@ def test_many_small_segments_are_staged_and_few_or_large_or_adjacent_ones_are_no
     shuffled = np.random.default_rng(1).permutation(blocks)
 
     def fragmented(local: np.ndarray, remote: np.ndarray, size: int = 16384) -> bool:
-        return is_fragmented([Segments(0, 0, size, local, remote), Segments(1, 1, size, local, remote)], settings)
+        return is_fragmented(
+            [Segments(0, 0, size, local, remote), Segments(1, 1, size, local, remote)], settings
+        )
 
     assert fragmented(shuffled, blocks)
     assert not fragmented(blocks, blocks)
@@ -232,14 +266,27 @@ def test_many_small_segments_are_staged_and_few_or_large_or_adjacent_ones_are_no
 
 def test_what_most_bytes_are_in_decides_whether_it_is_fragmented() -> None:
     settings = BounceSettings().resolved(MemoryKind.VRAM)
-    near, far = (np.random.default_rng(seed).permutation(16384)[:4096].astype(np.int64) for seed in (1, 2))
+    near, far = (
+        np.random.default_rng(seed).permutation(16384)[:4096].astype(np.int64) for seed in (1, 2)
+    )
     row = np.arange(64, dtype=np.int64)
-    # Every layer of a full group is in segments; those of six groups with windows are in a row, and shorter.
-    layers = [(near * 16384, far * 16384)] * 10 + [(group * 16384 + row * 16384,) * 2 for group in range(6) for _ in range(10)]
+    # Every layer of a full group is in segments; those of six groups with windows are in a row, and
+    # shorter.
+    layers = [(near * 16384, far * 16384)] * 10 + [
+        (group * 16384 + row * 16384,) * 2 for group in range(6) for _ in range(10)
+    ]
     for order in (layers, layers[::-1]):
-        assert is_fragmented([Segments(n, n, 16384, *offsets) for n, offsets in enumerate(order)], settings)
-    large = [Segments(n, n, 2 << 20, near[n : n + 64] * (2 << 20), far[n : n + 64] * (2 << 20)) for n in range(60)]
-    small = [Segments(60 + n, 60 + n, 4096, near[n : n + 32] * 4096, far[n : n + 32] * 4096) for n in range(4)]
+        assert is_fragmented(
+            [Segments(n, n, 16384, *offsets) for n, offsets in enumerate(order)], settings
+        )
+    large = [
+        Segments(n, n, 2 << 20, near[n : n + 64] * (2 << 20), far[n : n + 64] * (2 << 20))
+        for n in range(60)
+    ]
+    small = [
+        Segments(60 + n, 60 + n, 4096, near[n : n + 32] * 4096, far[n : n + 32] * 4096)
+        for n in range(4)
+    ]
     for plan in (large + small, small + large):
         assert not is_fragmented(plan, settings)
 
@@ -255,10 +302,13 @@ def test_a_ring_that_nobody_has_set_takes_little_of_its_device() -> None:
     gib = 1 << 30
     assert BounceSettings().resolved(MemoryKind.VRAM, 140 * gib).buffer_bytes == gib
     assert BounceSettings().resolved(MemoryKind.VRAM, 16 * gib).buffer_bytes == 163 << 20
-    assert BounceSettings(buffer_bytes=2 * gib).resolved(MemoryKind.VRAM, 16 * gib).buffer_bytes == 2 * gib
+    assert (
+        BounceSettings(buffer_bytes=2 * gib).resolved(MemoryKind.VRAM, 16 * gib).buffer_bytes
+        == 2 * gib
+    )
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --
 
 
 @given(st.lists(st.integers(0, (1 << 62) - 1), max_size=50), st.integers(0, 40))
@@ -276,7 +326,13 @@ def test_offsets_of_blocks_take_two_or_four_bytes_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [OffsetTable(5, 0, bytes(10)), OffsetTable(2, 0, bytes(3)), OffsetTable(4, 0, bytes(3)), OffsetTable(8, 3, bytes(8))]
+    "table",
+    [
+        OffsetTable(5, 0, bytes(10)),
+        OffsetTable(2, 0, bytes(3)),
+        OffsetTable(4, 0, bytes(3)),
+        OffsetTable(8, 3, bytes(8)),
+    ],
 )
 def test_offsets_that_are_no_numbers_are_refused(table: OffsetTable) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -287,20 +343,37 @@ def test_parts_name_every_segment_once_in_order_and_layers_share_their_offsets()
     random = np.random.default_rng(3)
     blocks = random.permutation(300).astype(np.int64) * 4096
     many = random.permutation(3 * PART_OFFSETS + 5).astype(np.int64)
-    segments = [Segments(layer, layer + 1, 4096, blocks, blocks) for layer in range(40)] + [Segments(0, 99, 1, many, many)]
+    segments = [Segments(layer, layer + 1, 4096, blocks, blocks) for layer in range(40)] + [
+        Segments(0, 99, 1, many, many)
+    ]
     parts = list(cut_into_parts(7, segments))
     assert [part.number for part in parts] == list(range(len(parts)))
     assert [group.table for group in parts[0].groups] == [0] * 40 + [1]
-    named = [(group.region, group.segment_bytes, offset) for part in parts for group in part.groups for offset in _offsets(part, group)]
-    assert named == [(part.remote_region, part.segment_bytes, offset) for part in segments for offset in part.remote_offsets.tolist()]
+    named = [
+        (group.region, group.segment_bytes, offset)
+        for part in parts
+        for group in part.groups
+        for offset in _offsets(part, group)
+    ]
+    assert named == [
+        (part.remote_region, part.segment_bytes, offset)
+        for part in segments
+        for offset in part.remote_offsets.tolist()
+    ]
     assert len(parts) == 4
     wide = list(cut_into_parts(7, [Segments(0, 99, 1, many, many + (1 << 40))]))
-    assert all(len(note) <= MAX_ENVELOPE_BYTES for named in (parts, wide) for note in NotificationCodec(SECRET, "a").close("b", named))
+    assert all(
+        len(note) <= MAX_ENVELOPE_BYTES
+        for named in (parts, wide)
+        for note in NotificationCodec(SECRET, "a").close("b", named)
+    )
 
 
 def test_regions_of_many_kinds_of_blocks_share_what_is_the_same() -> None:
     kinds = [np.arange(100, dtype=np.int64) * 4096 + shift for shift in (0, 64, 128)]
-    segments = [Segments(layer, layer, 64, kinds[layer % 3], kinds[layer % 3]) for layer in range(30)]
+    segments = [
+        Segments(layer, layer, 64, kinds[layer % 3], kinds[layer % 3]) for layer in range(30)
+    ]
     (part,) = cut_into_parts(1, segments)
     assert [group.table for group in part.groups] == [0, 1, 2] * 10
 
@@ -328,12 +401,29 @@ def test_a_message_reaches_whom_it_is_for_once() -> None:
 def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
     ours = NotificationCodec(SECRET, "ours")
     ask = SlotRequest(1, 0.0, True, 1, 1, 1, bytes(MAX_METADATA_BYTES))
-    messages: list[BounceMessage] = [ask, ask, *(InitiatorProgress(number, 1 << 60, 1e300) for number in range(300))]
+    messages: list[BounceMessage] = [
+        ask,
+        ask,
+        *(InitiatorProgress(number, 1 << 60, 1e300) for number in range(300)),
+    ]
     notes = list(ours.close("theirs", messages))
     assert len(notes) == 3
     assert max(len(note) for note in notes) <= MAX_ENVELOPE_BYTES
     theirs = NotificationCodec(SECRET, "theirs")
-    assert len(list(ours.close("others", [SlotRequest(1, 0.0, True, 1, 1, 1, bytes(9)), *cut_into_parts(1, [_blocks(4096)])]))) == 1
+    assert (
+        len(
+            list(
+                ours.close(
+                    "others",
+                    [
+                        SlotRequest(1, 0.0, True, 1, 1, 1, bytes(9)),
+                        *cut_into_parts(1, [_blocks(4096)]),
+                    ],
+                )
+            )
+        )
+        == 1
+    )
     assert [message for note in notes for message in theirs.open(note).messages] == messages
 
 
@@ -343,7 +433,13 @@ def test_whatever_else_is_sent_is_refused(junk: bytes) -> None:
         NotificationCodec(SECRET, "ours").open(junk)
 
 
-@given(st.recursive(st.none() | st.integers() | st.text() | st.binary(), lambda inner: st.lists(inner, max_size=6), max_leaves=20))
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=6),
+        max_leaves=20,
+    )
+)
 def test_what_a_member_sends_is_a_message_or_refused(content: object) -> None:
     key = hmac.digest(SECRET, b"kvferry staged nixl notifications", hashlib.sha256)
     try:
@@ -351,7 +447,9 @@ def test_what_a_member_sends_is_a_message_or_refused(content: object) -> None:
     except OverflowError:
         return
     with pytest.raises(RemoteProtocolError):
-        NotificationCodec(SECRET, "ours").open(hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload)
+        NotificationCodec(SECRET, "ours").open(
+            hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload
+        )
 
 
 def test_messages_of_another_version_are_refused() -> None:

@@ -1,5 +1,5 @@
-"""Both sides of bounce-buffer transfers: every byte arrives, windows come back, and no byte of somebody else's window is ever taken for
-ours.
+"""Both sides of bounce-buffer transfers: every byte arrives, windows come back, and no byte of
+somebody else's window is ever taken for ours.
 """
 
 from collections.abc import Sequence
@@ -29,41 +29,74 @@ SIZES = (40_000, 60_000)
 
 
 def pair(ring_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, Party]:
-    near, far = Party("near", SIZES, ring_pages, chunk_bytes, seed=1), Party("far", SIZES, ring_pages, chunk_bytes, seed=2)
+    near, far = (
+        Party("near", SIZES, ring_pages, chunk_bytes, seed=1),
+        Party("far", SIZES, ring_pages, chunk_bytes, seed=2),
+    )
     return World.of(near, far), near, far
 
 
-def expected(target: Party, source: Party, plans: Sequence[Segments], *, is_read: bool) -> list[Bytes]:
+def expected(
+    target: Party, source: Party, plans: Sequence[Segments], *, is_read: bool
+) -> list[Bytes]:
     """What the target's memories are after these transfers."""
     memories = [memory.copy() for memory in target.memories]
     for part in plans:
-        for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
-            (to, at), (origin, start) = ((part.local_region, local), (part.remote_region, remote))[:: 1 if is_read else -1]
-            memories[to][at : at + part.segment_bytes] = source.memories[origin][start : start + part.segment_bytes]
+        for local, remote in zip(
+            part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True
+        ):
+            (to, at), (origin, start) = ((part.local_region, local), (part.remote_region, remote))[
+                :: 1 if is_read else -1
+            ]
+            memories[to][at : at + part.segment_bytes] = source.memories[origin][
+                start : start + part.segment_bytes
+            ]
     return memories
 
 
 def same(party: Party, memories: Sequence[Bytes]) -> bool:
-    return all(np.array_equal(ours, theirs) for ours, theirs in zip(party.memories, memories, strict=True))
+    return all(
+        np.array_equal(ours, theirs) for ours, theirs in zip(party.memories, memories, strict=True)
+    )
 
 
 @given(
     st.booleans(),
-    st.lists(st.tuples(st.sampled_from([1, 7, 256, 999, 4096]), st.integers(1, 9)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.sampled_from([1, 7, 256, 999, 4096]), st.integers(1, 9)),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(1, 6),
     st.integers(100, 9000),
 )
 @settings(deadline=None)
-def test_exactly_the_named_bytes_move(is_read: bool, sizes: list[tuple[int, int]], ring_pages: int, chunk_bytes: int) -> None:
+def test_exactly_the_named_bytes_move(
+    is_read: bool, sizes: list[tuple[int, int]], ring_pages: int, chunk_bytes: int
+) -> None:
     world, near, far = pair(ring_pages, chunk_bytes)
     # Each part has a place of its own in the target: what is written twice has no order.
     plan = []
     for number, (segment_bytes, count) in enumerate(sizes):
-        part = scattered(0, 0, segment_bytes, min(40, 9000 // segment_bytes), min(count, 9000 // segment_bytes), seed=number)
+        part = scattered(
+            0,
+            0,
+            segment_bytes,
+            min(40, 9000 // segment_bytes),
+            min(count, 9000 // segment_bytes),
+            seed=number,
+        )
         shifts = (number * 9000, 0) if is_read else (0, number * 9000)
-        plan.append(Segments(0, 0, segment_bytes, part.local_offsets + shifts[0], part.remote_offsets + shifts[1]))
+        plan.append(
+            Segments(
+                0, 0, segment_bytes, part.local_offsets + shifts[0], part.remote_offsets + shifts[1]
+            )
+        )
     target, source = (near, far) if is_read else (far, near)
-    wanted, untouched = expected(target, source, plan, is_read=is_read), [memory.copy() for memory in source.memories]
+    wanted, untouched = (
+        expected(target, source, plan, is_read=is_read),
+        [memory.copy() for memory in source.memories],
+    )
     handle = near.start(far, plan, is_read=is_read)
     world.run()
     assert near.ended == {handle: None}
@@ -89,7 +122,10 @@ def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
 def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     plans = [scattered(0, 1, 500, 4, 4, seed=number) for number in range(12)]
-    shifted = [Segments(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n) for n, part in enumerate(plans)]
+    shifted = [
+        Segments(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n)
+        for n, part in enumerate(plans)
+    ]
     target, source = (near, far) if is_read else (far, near)
     wanted = expected(target, source, shifted, is_read=is_read)
     handles = [near.start(far, [part], is_read=is_read) for part in shifted]
@@ -110,9 +146,15 @@ def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_
         world.turn()
         said += [type(message) for _, _, message in world.mail]
         world.deliver()
-    told = [each for each in said if each is not OwnerProgress] if is_read else [each for each in said if each is not InitiatorProgress]
+    told = (
+        [each for each in said if each is not OwnerProgress]
+        if is_read
+        else [each for each in said if each is not InitiatorProgress]
+    )
     assert told == (
-        [SlotRequest, SegmentPart, SlotGranted, InitiatorProgress] if is_read else [SlotRequest, SegmentPart, SlotGranted, OwnerProgress]
+        [SlotRequest, SegmentPart, SlotGranted, InitiatorProgress]
+        if is_read
+        else [SlotRequest, SegmentPart, SlotGranted, OwnerProgress]
     )
     assert near.is_quiet
     assert far.is_quiet
@@ -121,18 +163,26 @@ def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_
 def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
     world, near, far = pair(ring_pages=1, chunk_bytes=1000)
     handles = [
-        (side, side.start(other, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)) for side, other in ((near, far), (far, near))
+        (side, side.start(other, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True))
+        for side, other in ((near, far), (far, near))
     ]
     world.run()
     assert [side.ended[handle] for side, handle in handles] == [None, None]
 
 
 def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None:
-    """Somebody reads from us for long, we read for long from somebody who has stopped: a third is healthy."""
+    """Somebody reads from us for long, we read for long from somebody who has stopped: a third is
+    healthy.
+    """
     ring_pages, slots = 32, 512
-    reader, we, stopped, healthy = (Party(name, [slots * 4096] * 2, ring_pages, 16384, seed) for seed, name in enumerate("abcd"))
+    reader, we, stopped, healthy = (
+        Party(name, [slots * 4096] * 2, ring_pages, 16384, seed) for seed, name in enumerate("abcd")
+    )
     world = World.of(reader, we, stopped, healthy)
-    long, short = [scattered(0, 0, 4096, slots, slots, seed=1)], [scattered(1, 1, 4096, slots, 8, seed=2)]
+    long, short = (
+        [scattered(0, 0, 4096, slots, slots, seed=1)],
+        [scattered(1, 1, 4096, slots, 8, seed=2)],
+    )
     reader.mover.is_broken = True  # slow, but it lives and says so
     reader.start(we, long, is_read=True)
     for _ in range(3):
@@ -156,7 +206,9 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
 
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("turns", range(12))
-def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterwards(is_read: bool, turns: int) -> None:
+def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterwards(
+    is_read: bool, turns: int
+) -> None:
     world, near, far = pair(ring_pages=1, chunk_bytes=1000)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=is_read)
     for _ in range(turns):
@@ -348,11 +400,24 @@ def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
 NUMBERS = st.integers(0, 3) | st.integers(0, 5000) | st.integers(0, (1 << 62) - 1)
 CLOCKS = st.floats()
 TABLES = st.builds(OffsetTable, st.integers(2, 8), st.integers(0, 31), st.binary(max_size=64))
-GROUPS = st.builds(SegmentGroup, st.integers(0, 3), st.integers(1, 5000) | st.integers(1, (1 << 62) - 1), st.integers(0, 3))
+GROUPS = st.builds(
+    SegmentGroup,
+    st.integers(0, 3),
+    st.integers(1, 5000) | st.integers(1, (1 << 62) - 1),
+    st.integers(0, 3),
+)
 COUNTS = NUMBERS.map(lambda number: number + 1)
 TO_OWNER = st.one_of(
-    st.builds(SlotRequest, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)),
-    st.builds(SegmentPart, NUMBERS, NUMBERS, st.lists(TABLES, max_size=3).map(tuple), st.lists(GROUPS, max_size=4).map(tuple)),
+    st.builds(
+        SlotRequest, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)
+    ),
+    st.builds(
+        SegmentPart,
+        NUMBERS,
+        NUMBERS,
+        st.lists(TABLES, max_size=3).map(tuple),
+        st.lists(GROUPS, max_size=4).map(tuple),
+    ),
     st.builds(InitiatorProgress, NUMBERS, NUMBERS, CLOCKS),
     st.builds(TransferStopped, NUMBERS, st.booleans()),
 )
@@ -365,7 +430,9 @@ TO_INITIATOR = st.one_of(
 
 @given(st.lists(st.tuples(TO_OWNER | TO_INITIATOR, st.booleans()), max_size=30))
 @settings(deadline=None)
-def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[tuple[BounceMessage, bool]]) -> None:
+def test_whatever_a_member_says_nothing_breaks_and_others_are_served(
+    said: list[tuple[BounceMessage, bool]],
+) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     liar = Party("liar", SIZES, 1, 1000, seed=3)
     world.parties["liar"] = liar
@@ -381,12 +448,16 @@ def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[
         world.turn()
         world.deliver()
         world.now += 0.1
-    assert (near.ended.get(handle, "not ended") is None and same(near, wanted)) or near.fallbacks == [handle]
+    assert (
+        near.ended.get(handle, "not ended") is None and same(near, wanted)
+    ) or near.fallbacks == [handle]
 
 
 @given(st.lists(TO_INITIATOR, max_size=12), st.booleans())
 @settings(deadline=None)
-def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[BounceMessage], is_read: bool) -> None:
+def test_an_owner_that_lies_fails_its_own_transfers_only(
+    said: list[BounceMessage], is_read: bool
+) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     plan = scattered(0, 1, 500, 60, 60, seed=3)
     outside = near.memories[1].copy()
@@ -403,10 +474,15 @@ def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[BounceMessag
 
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("turns", range(4))
-def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(is_read: bool, turns: int) -> None:
+def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(
+    is_read: bool, turns: int
+) -> None:
     """Those that still wait for a window here too."""
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
-    handles = [near.start(far, [scattered(0, 1, 500, 60, 60, seed=number)], is_read=is_read) for number in range(3)]
+    handles = [
+        near.start(far, [scattered(0, 1, 500, 60, 60, seed=number)], is_read=is_read)
+        for number in range(3)
+    ]
     for _ in range(turns):
         world.turn()
         world.deliver()
@@ -477,4 +553,6 @@ def test_a_writer_that_does_not_know_its_transfer_any_more_says_so() -> None:
     world, _, _ = pair()
     world.hand_over("far", "near", OwnerProgress(77, 0, world.now))
     world.turn("near")
-    assert [(to, message) for _, to, message in world.mail] == [("far", TransferStopped(77, is_certain=False))]
+    assert [(to, message) for _, to, message in world.mail] == [
+        ("far", TransferStopped(77, is_certain=False))
+    ]

@@ -1,4 +1,6 @@
-"""The tcp transport among strangers and peers that dial it: nobody reads or writes what was not offered, and nothing is left behind."""
+"""The tcp transport among strangers and peers that dial it: nobody reads or writes what was not
+offered, and nothing is left behind.
+"""
 
 import contextlib
 import os
@@ -34,7 +36,9 @@ from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 
-def test_a_stranger_reads_nothing_and_is_sent_away(near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_reads_nothing_and_is_sent_away(
+    near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_server, "PROOF_TIMEOUT_S", 0.2)
     for said in (
         b"",
@@ -48,9 +52,13 @@ def test_a_stranger_reads_nothing_and_is_sent_away(near: Memory, far: Memory, mo
     assert_still_serves(near, far)
 
 
-def test_only_so_many_strangers_are_listened_to_and_peers_come_through(near: Memory, far: Memory) -> None:
+def test_only_so_many_strangers_are_listened_to_and_peers_come_through(
+    near: Memory, far: Memory
+) -> None:
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(dial(far.offer)) for _ in range(tcp_server.MAX_UNAUTHENTICATED + 40)]
+        strangers = [
+            stack.enter_context(dial(far.offer)) for _ in range(tcp_server.MAX_UNAUTHENTICATED + 40)
+        ]
         assert_still_serves(near, far)
         assert sum(has_been_closed(each) for each in strangers) >= 40
 
@@ -64,7 +72,9 @@ def has_been_closed(connection: socket.socket, within_s: float = 0.0) -> bool:
 
 @pytest.mark.parametrize("operation", list(wire.Operation))
 @pytest.mark.parametrize("shift", [-1, BLOCKS * BLOCK - 63, BLOCKS * BLOCK, 1 << 40, -(1 << 40)])
-def test_a_peer_touches_only_what_was_offered(near: Memory, far: Memory, operation: wire.Operation, shift: int) -> None:
+def test_a_peer_touches_only_what_was_offered(
+    near: Memory, far: Memory, operation: wire.Operation, shift: int
+) -> None:
     before = far.bytes.copy()
     with introduce(far.offer) as connection:
         connection.sendall(request(operation, (far.first, 64), (far.first + shift, 64)))
@@ -76,7 +86,9 @@ def test_a_peer_touches_only_what_was_offered(near: Memory, far: Memory, operati
     assert_still_serves(near, far)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(said=st.binary(min_size=1, max_size=400))
 def test_whatever_a_peer_says_the_transport_goes_on(near: Memory, far: Memory, said: bytes) -> None:
     with introduce(far.offer) as connection:
@@ -88,7 +100,9 @@ def test_whatever_a_peer_says_the_transport_goes_on(near: Memory, far: Memory, s
     assert_still_serves(near, far)
 
 
-def test_a_peer_that_takes_nothing_of_what_it_asked_for_is_sent_away(near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_takes_nothing_of_what_it_asked_for_is_sent_away(
+    near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_server, "STALL_TIMEOUT_S", 0.3)
     whole = [(far.first, BLOCKS * BLOCK)]
     with introduce(far.offer) as connection:
@@ -109,7 +123,9 @@ def test_closing_with_transfers_in_the_queue_leaves_no_socket(far: Memory) -> No
             near.transport.read(PEER, all_blocks())
         near.transport.poll()
     deadline = time.monotonic() + DEADLINE_S
-    while len(os.listdir("/proc/self/fd")) > before:  # those of the far side close when it has noticed
+    while (
+        len(os.listdir("/proc/self/fd")) > before
+    ):  # those of the far side close when it has noticed
         assert time.monotonic() < deadline, "sockets were left open"
         time.sleep(0.02)
 

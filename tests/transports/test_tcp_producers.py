@@ -1,4 +1,6 @@
-"""The tcp transport and those it dials: whatever a producer does, a read that ended has ended, and only its own transfers fail."""
+"""The tcp transport and those it dials: whatever a producer does, a read that ended has ended, and
+only its own transfers fail.
+"""
 
 import contextlib
 import os
@@ -72,9 +74,24 @@ def test_a_cancelled_read_has_ended_whatever_its_producer_sends_later(near: Memo
     [
         (lambda connection: None, "closed|reset"),
         (lambda connection: connection.sendall(wire.pack_reply()), "nobody has asked|closed|reset"),
-        (lambda connection: (take_request(connection), connection.sendall(wire.pack_reply("go away"))), "go away"),
-        (lambda connection: (take_request(connection), connection.sendall(b"\xff" * 64)), "not possible"),
-        (lambda connection: (take_request(connection), connection.sendall(wire.pack_reply() + b"\7" * 5000)), "closed|reset"),
+        (
+            lambda connection: (
+                take_request(connection),
+                connection.sendall(wire.pack_reply("go away")),
+            ),
+            "go away",
+        ),
+        (
+            lambda connection: (take_request(connection), connection.sendall(b"\xff" * 64)),
+            "not possible",
+        ),
+        (
+            lambda connection: (
+                take_request(connection),
+                connection.sendall(wire.pack_reply() + b"\7" * 5000),
+            ),
+            "closed|reset",
+        ),
     ],
     ids=["silent", "eager", "refusing", "babbling", "dying"],
 )
@@ -86,32 +103,48 @@ def test_a_producer_that_lies_fails_its_transfers_and_no_others(
         with contextlib.suppress(TransportError):  # it may be known as bad already
             completion = wait(near.transport, near.transport.read(PEER, all_blocks()))
             assert completion.error is not None
-            assert any(word in completion.error.lower() for word in why.split("|")), completion.error
+            assert any(word in completion.error.lower() for word in why.split("|")), (
+                completion.error
+            )
         near.transport.disconnect(PEER)
         assert_still_serves(near, far)
 
 
 def test_whoever_answers_with_another_greeting_is_no_peer(near: Memory) -> None:
-    """On each connection: the first may have failed before there was a transfer that waits for it."""
-    with Liar(lambda connection: None, greeting=b"220 mail.example.com ESMTP ready\r\n").offered() as offer:
+    """On each connection: the first may have failed before there was a transfer that waits for
+    it.
+    """
+    with Liar(
+        lambda connection: None, greeting=b"220 mail.example.com ESMTP ready\r\n"
+    ).offered() as offer:
         near.transport.connect(PEER, offer, near.regions)
-        assert "no kvferry" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
+        assert "no kvferry" in str(
+            wait(near.transport, near.transport.read(PEER, all_blocks())).error
+        )
 
 
 def test_whoever_took_the_port_of_a_producer_is_not_believed(near: Memory) -> None:
     """It has read the greeting off another connection, but never saw the token."""
-    with Liar(lambda connection: connection.sendall(b"\7" * 1000), known=b"u" * wire.TOKEN_BYTES).offered() as offer:
+    with Liar(
+        lambda connection: connection.sendall(b"\7" * 1000), known=b"u" * wire.TOKEN_BYTES
+    ).offered() as offer:
         near.transport.connect(PEER, offer, near.regions)
-        assert "is not far" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
+        assert "is not far" in str(
+            wait(near.transport, near.transport.read(PEER, all_blocks())).error
+        )
         assert not near.bytes.any()
 
 
 def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None:
-    """The producer serves the first that dials, and nobody else: other transfers wait for that connection."""
+    """The producer serves the first that dials, and nobody else: other transfers wait for that
+    connection.
+    """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         offer = wire.TcpOffer("127.0.0.1", listener.getsockname()[1], b"t" * wire.TOKEN_BYTES)
-        near.transport.connect(PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
+        near.transport.connect(
+            PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions
+        )
         handles = {near.transport.read(PEER, all_blocks()) for _ in range(6)}
         listener.settimeout(DEADLINE_S)
         first = stack.enter_context(listener.accept()[0])
@@ -133,15 +166,22 @@ def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("host", ["fe80::1%nope", "fe80::1%" + "a" * 70, "a" * 64 + ".example", "a..b", "no-such-host.invalid"])
-def test_a_host_that_cannot_be_resolved_fails_its_own_transfers(near: Memory, far: Memory, host: str) -> None:
+@pytest.mark.parametrize(
+    "host",
+    ["fe80::1%nope", "fe80::1%" + "a" * 70, "a" * 64 + ".example", "a..b", "no-such-host.invalid"],
+)
+def test_a_host_that_cannot_be_resolved_fails_its_own_transfers(
+    near: Memory, far: Memory, host: str
+) -> None:
     unknown = msgspec.msgpack.encode(wire.TcpOffer(host, 9, b"t" * wire.TOKEN_BYTES))
     near.transport.connect(PEER, TransportOffer("tcp", "", unknown), near.regions)
     assert host in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
     assert_still_serves(near, far)
 
 
-def test_a_producer_that_says_nothing_is_given_up(near: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_producer_that_says_nothing_is_given_up(
+    near: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_client, "STALL_TIMEOUT_S", 0.3)
     is_over = threading.Event()
 
@@ -151,12 +191,16 @@ def test_a_producer_that_says_nothing_is_given_up(near: Memory, monkeypatch: pyt
 
     with Liar(say_nothing).offered() as offer:
         near.transport.connect(PEER, offer, near.regions)
-        assert "no byte came" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
+        assert "no byte came" in str(
+            wait(near.transport, near.transport.read(PEER, all_blocks())).error
+        )
         is_over.set()
 
 
 def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> None:
-    """The same with a real one: SIGSTOP in the middle of its bytes, and on with it when our memory has another owner."""
+    """The same with a real one: SIGSTOP in the middle of its bytes, and on with it when our memory
+    has another owner.
+    """
     far, side = SpawnedFarSide(tcp_side), tcp_side()
     try:
         far.fill(1)
@@ -164,9 +208,13 @@ def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> N
         side.transport.connect(PEER, far.offer, far.regions)
         region = len(side.regions) - 1
         blocks = np.arange(640, dtype=np.int64) * 65536
-        handle = side.transport.read(PEER, [Segments(region, region, 65536, blocks, blocks[::-1].copy())])
+        handle = side.transport.read(
+            PEER, [Segments(region, region, 65536, blocks, blocks[::-1].copy())]
+        )
         deadline = time.monotonic() + DEADLINE_S
-        while not side.memory[::65536].any():  # to look at all takes as long as to receive a good part
+        while not side.memory[
+            ::65536
+        ].any():  # to look at all takes as long as to receive a good part
             assert time.monotonic() < deadline
         os.kill(far.pid, signal.SIGSTOP)
         try:
@@ -187,7 +235,10 @@ def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> N
 def test_more_transfers_than_connections_all_arrive(near: Memory, far: Memory) -> None:
     near.transport.connect(PEER, far.transport.offer(), far.regions)
     offsets = np.arange(BLOCKS, dtype=np.int64) * BLOCK
-    handles = {near.transport.read(PEER, [Segments(0, 0, BLOCK, offsets[n : n + 1], offsets[n : n + 1])]) for n in range(BLOCKS)}
+    handles = {
+        near.transport.read(PEER, [Segments(0, 0, BLOCK, offsets[n : n + 1], offsets[n : n + 1])])
+        for n in range(BLOCKS)
+    }
     deadline = time.monotonic() + DEADLINE_S
     while handles:
         assert time.monotonic() < deadline
@@ -209,14 +260,26 @@ def test_a_host_may_be_named(near: Memory) -> None:
 
 
 @pytest.mark.parametrize(
-    "offer", [("", 5, b"t" * 32), ("h", 0, b"t" * 32), ("h", 1 << 16, b"t" * 32), ("h", 5, b"short"), ("h", 5), "text"]
+    "offer",
+    [
+        ("", 5, b"t" * 32),
+        ("h", 0, b"t" * 32),
+        ("h", 1 << 16, b"t" * 32),
+        ("h", 5, b"short"),
+        ("h", 5),
+        "text",
+    ],
 )
 def test_offers_that_lead_nowhere_are_refused(near: Memory, offer: object) -> None:
     with pytest.raises(TransportError):
-        near.transport.connect(PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
+        near.transport.connect(
+            PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions
+        )
 
 
-def test_connections_that_are_no_longer_needed_are_closed(near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_are_no_longer_needed_are_closed(
+    near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_client, "IDLE_TIMEOUT_S", 0.2)
     before = len(os.listdir("/proc/self/fd"))
     assert_still_serves(near, far)

@@ -1,4 +1,6 @@
-"""What the tcp transport says on a connection: everything from outside is checked before an address is used."""
+"""What the tcp transport says on a connection: everything from outside is checked before an address
+is used.
+"""
 
 import numpy as np
 import pytest
@@ -9,11 +11,18 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.transports.tcp import wire
 from kvferry.types import Region
 
-REGIONS = [Region("a", 1000, 100, 100, 3), Region("b", 1300, 50, 50, 2), Region("overlaps", 1250, 10, 10, 1), Region("c", 5000, 10, 10, 1)]
+REGIONS = [
+    Region("a", 1000, 100, 100, 3),
+    Region("b", 1300, 50, 50, 2),
+    Region("overlaps", 1250, 10, 10, 1),
+    Region("c", 5000, 10, 10, 1),
+]
 ALLOWED = {*range(1000, 1400), *range(5000, 5010)}
 """Every byte that is registered: the first three regions are one range."""
 
-addresses = st.one_of(st.integers(900, 1500), st.integers(4990, 5020), st.integers(-(2**63), 2**63 - 1))
+addresses = st.one_of(
+    st.integers(900, 1500), st.integers(4990, 5020), st.integers(-(2**63), 2**63 - 1)
+)
 sizes = st.one_of(st.integers(-3, 450), st.integers(-(2**63), 2**63 - 1))
 
 
@@ -22,8 +31,13 @@ def rows_of(*runs: tuple[int, int]) -> wire.Rows:
 
 
 @given(st.lists(st.tuples(addresses, sizes), min_size=1, max_size=4))
-def test_runs_are_allowed_exactly_when_every_byte_of_them_is_registered(runs: list[tuple[int, int]]) -> None:
-    is_allowed = all(size > 0 and size <= 400 and {*range(address, address + size)} <= ALLOWED for address, size in runs)
+def test_runs_are_allowed_exactly_when_every_byte_of_them_is_registered(
+    runs: list[tuple[int, int]],
+) -> None:
+    is_allowed = all(
+        size > 0 and size <= 400 and {*range(address, address + size)} <= ALLOWED
+        for address, size in runs
+    )
     total = sum(size for _, size in runs)
     ranges = wire.Ranges(REGIONS)
     if is_allowed:
@@ -58,10 +72,16 @@ def test_whatever_bytes_come_as_a_header_are_refused_or_within_bounds(received: 
 def test_a_refusal_carries_a_bounded_text_and_all_is_well_without_one() -> None:
     assert wire.text_bytes_in(wire.pack_reply()) == 0
     refusal = wire.pack_reply("é" * 5000)
-    assert wire.text_bytes_in(refusal[: wire.REPLY_BYTES]) == len(refusal) - wire.REPLY_BYTES == wire.MAX_TEXT_BYTES
+    assert (
+        wire.text_bytes_in(refusal[: wire.REPLY_BYTES])
+        == len(refusal) - wire.REPLY_BYTES
+        == wire.MAX_TEXT_BYTES
+    )
 
 
-@pytest.mark.parametrize("received", [b"\0\0\0\0\x05\0\0\0", b"\1\0\0\0\0\0\0\0", b"\1\0\0\0\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "received", [b"\0\0\0\0\x05\0\0\0", b"\1\0\0\0\0\0\0\0", b"\1\0\0\0\xff\xff\xff\xff"]
+)
 def test_replies_that_make_no_sense_are_refused(received: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         wire.text_bytes_in(received)

@@ -1,4 +1,6 @@
-"""The ZeroMQ control transport lets nobody in without the cluster's secret, survives all of them, and leaves nothing behind."""
+"""The ZeroMQ control transport lets nobody in without the cluster's secret, survives all of them,
+and leaves nothing behind.
+"""
 
 import contextlib
 import os
@@ -49,7 +51,9 @@ def still_works(transport: ZmqTransport, friend: ZmqTransport) -> bool:
     return [event.frame for event in events if isinstance(event, Received)] == [b"still there?"]
 
 
-def events_of_both(transport: ZmqTransport, stranger: ZmqTransport) -> tuple[list[ControlEvent], list[ControlEvent]]:
+def events_of_both(
+    transport: ZmqTransport, stranger: ZmqTransport
+) -> tuple[list[ControlEvent], list[ControlEvent]]:
     """What came to each until the stranger was told something."""
     ours: list[ControlEvent] = []
     theirs: list[ControlEvent] = []
@@ -65,7 +69,9 @@ def test_keys_follow_from_the_secret_and_from_nothing_else() -> None:
     assert CurveKeys.from_secret(b"a") == CurveKeys.from_secret(b"a")
     assert CurveKeys.from_secret(b"a") != CurveKeys.from_secret(b"b")
     keys = CurveKeys.from_secret(b"a")
-    assert len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
+    assert (
+        len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
+    )
     assert keys.server_secret.decode() not in repr(keys)
     assert keys.client_secret.decode() not in repr(keys)
 
@@ -86,7 +92,9 @@ def test_an_address_that_is_not_ours_is_a_mistake_of_the_operator() -> None:
         ZmqTransport("192.0.2.77", "192.0.2.77", 0, KEYS, bind_timeout_s=0.2)
 
 
-def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     stranger = opened(CurveKeys.from_secret(b"another"))
     stranger.send(transport.address, b"let me in")
     ours, theirs = events_of_both(transport, stranger)
@@ -96,7 +104,9 @@ def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(transport: Z
     assert still_works(transport, friend)
 
 
-def test_the_servers_key_alone_does_not_let_one_in(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_the_servers_key_alone_does_not_let_one_in(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     public, secret = zmq.curve_keypair()
     stranger = opened(CurveKeys(KEYS.server_public, KEYS.server_secret, public, secret))
     stranger.send(transport.address, b"let me in")
@@ -107,7 +117,9 @@ def test_the_servers_key_alone_does_not_let_one_in(transport: ZmqTransport, frie
     assert still_works(transport, friend)
 
 
-def test_a_client_without_encryption_is_not_heard(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_a_client_without_encryption_is_not_heard(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
         plain.connect(transport.address)
@@ -116,7 +128,9 @@ def test_a_client_without_encryption_is_not_heard(transport: ZmqTransport, frien
         assert still_works(transport, friend)
 
 
-def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     garbage = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -126,29 +140,42 @@ def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(transport:
         b"\x00" * 5000,
     ]
     for number in range(1000):
-        with socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S) as raw, contextlib.suppress(OSError):
+        with (
+            socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S) as raw,
+            contextlib.suppress(OSError),
+        ):
             raw.sendall(garbage[number % len(garbage)])
         assert transport.poll(0.0) == []
     assert still_works(transport, friend)
 
 
-def test_half_open_connections_do_not_keep_others_out(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_half_open_connections_do_not_keep_others_out(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(100):
-            open_ones.enter_context(socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S)).sendall(
-                b"\xff\x00\x00"
-            )
+            open_ones.enter_context(
+                socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S)
+            ).sendall(b"\xff\x00\x00")
         assert still_works(transport, friend)
 
 
-def test_a_message_of_several_parts_is_dropped_and_counted(transport: ZmqTransport, friend: ZmqTransport) -> None:
+def test_a_message_of_several_parts_is_dropped_and_counted(
+    transport: ZmqTransport, friend: ZmqTransport
+) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as member:
         member.linger = 0
-        member.curve_serverkey, member.curve_publickey, member.curve_secretkey = KEYS.server_public, KEYS.client_public, KEYS.client_secret
+        member.curve_serverkey, member.curve_publickey, member.curve_secretkey = (
+            KEYS.server_public,
+            KEYS.client_public,
+            KEYS.client_secret,
+        )
         member.connect(transport.address)
         member.send_multipart([b"two", b"parts"])
         member.send(b"one")
-        assert [event.frame for event in gather(transport, 1) if isinstance(event, Received)] == [b"one"]
+        assert [event.frame for event in gather(transport, 1) if isinstance(event, Received)] == [
+            b"one"
+        ]
         assert transport.dropped_frames == 1
     assert still_works(transport, friend)
 
@@ -173,7 +200,9 @@ def test_ipv6_works_where_the_host_has_it() -> None:
     near, far = (ZmqTransport("::1", "::1", 0, KEYS) for _ in range(2))
     near.send(far.address, b"six")
     assert far.address.startswith("tcp://[::1]:")
-    assert [event.frame for event in gather(far, 1, near) if isinstance(event, Received)] == [b"six"]
+    assert [event.frame for event in gather(far, 1, near) if isinstance(event, Received)] == [
+        b"six"
+    ]
     near.close()
     far.close()
 
@@ -203,14 +232,20 @@ def test_close_leaves_no_file_and_no_thread() -> None:
     assert threads > before[1]
     near.close()
     far.close()
-    deadline = time.monotonic() + DEADLINE_S  # the kernel lists a thread a moment longer than it can be joined
+    deadline = (
+        time.monotonic() + DEADLINE_S
+    )  # the kernel lists a thread a moment longer than it can be joined
     while any(now > then for now, then in zip(held(), before, strict=True)):
-        assert time.monotonic() < deadline, f"(files, threads) were {before} before and are {held()}"
+        assert time.monotonic() < deadline, (
+            f"(files, threads) were {before} before and are {held()}"
+        )
         time.sleep(0.01)
 
 
 class Relay:
-    """Passes the bytes of one connection on until it is frozen; then it keeps it open and says nothing."""
+    """Passes the bytes of one connection on until it is frozen; then it keeps it open and says
+    nothing.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -229,16 +264,23 @@ class Relay:
         self._thread.join(DEADLINE_S)
 
     def _run(self) -> None:
-        with self._listener, self._listener.accept()[0] as one, socket.create_connection(("127.0.0.1", self._port)) as two:
+        with (
+            self._listener,
+            self._listener.accept()[0] as one,
+            socket.create_connection(("127.0.0.1", self._port)) as two,
+        ):
             while not self._is_over.is_set():
                 readable, _, _ = select.select([one, two], [], [], 0.02)
                 for end in [] if self._frozen.is_set() else readable:
                     (two if end is one else one).sendall(end.recv(65536))
 
 
-def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(transport: ZmqTransport) -> None:
+def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(
+    transport: ZmqTransport,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The limit is on numbers, not on how many there are: below the lowest free one, nothing is left for a new socket.
+    # The limit is on numbers, not on how many there are: below the lowest free one, nothing is left
+    # for a new socket.
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))

@@ -1,4 +1,6 @@
-"""One generated model for all tests with real vLLM, and servers that several tests share, because starting one takes most of a minute."""
+"""One generated model for all tests with real vLLM, and servers that several tests share, because
+starting one takes most of a minute.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ collect_ignore = ["inside"]
 
 @dataclass(frozen=True)
 class Trio:
-    """P, D (which fails what it cannot fetch), and kvferry's router in front of them, configured as documented."""
+    """P, D (which fails what it cannot fetch), and kvferry's router in front of them, configured as
+    documented.
+    """
 
     fleet: Fleet
     p: Engine
@@ -45,7 +49,10 @@ def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
 def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
     for_p, for_d, _ = documented("On one host")
     with Fleet(tmp_path_factory.mktemp("trio"), model) as fleet:
-        p, d = fleet.vllm("prefill", transfer=for_p.transfer), fleet.vllm("decode", transfer=for_d.transfer, cores="1")
+        p, d = (
+            fleet.vllm("prefill", transfer=for_p.transfer),
+            fleet.vllm("decode", transfer=for_d.transfer, cores="1"),
+        )
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
         yield Trio(fleet, p, d, router)

@@ -11,7 +11,9 @@ from tests.vllm.fleet import ROOT
 
 @dataclass(frozen=True)
 class Documented:
-    """One command: variables set before it, its words, and its `--kv-transfer-config`, if it has one."""
+    """One command: variables set before it, its words, and its `--kv-transfer-config`, if it has
+    one.
+    """
 
     environment: Mapping[str, str]
     words: tuple[str, ...]
@@ -24,8 +26,15 @@ class Documented:
 
 def documented(section: str) -> list[Documented]:
     """The commands of one section, in the order they stand there."""
-    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    return [_take_apart(shlex.split(block.replace("\\\n", " "))) for block in text.split("```")[1::2]]
+    text = (
+        (ROOT / "docs" / "vllm.md")
+        .read_text(encoding="utf-8")
+        .split(f"## {section}\n")[1]
+        .split("\n## ")[0]
+    )
+    return [
+        _take_apart(shlex.split(block.replace("\\\n", " "))) for block in text.split("```")[1::2]
+    ]
 
 
 def _take_apart(words: list[str]) -> Documented:

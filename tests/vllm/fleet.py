@@ -1,4 +1,6 @@
-"""Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of them outlives the `with` block."""
+"""Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of
+them outlives the `with` block.
+"""
 
 import json
 import secrets
@@ -26,16 +28,27 @@ LOOPBACK = "127.0.0.1"
 OUR_ROUTER = "kvferry router"
 VLLM = ForkServer(
     PYTHON,
-    ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
+    (
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3",
+    ),
     {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
 )
-BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
+BY_MODULE_PATH = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "kvferry.vllm",
+    "kv_role": "kv_both",
+}
 BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
 class Fleet(ProcessRegistry):
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
-        """`secret`: another fleet's, to hand over to its members; empty: members find one by themselves."""
+        """`secret`: another fleet's, to hand over to its members; empty: members find one by
+        themselves.
+        """
         super().__init__(directory, 20.0, VLLM)
         self._model = model
         chosen = secrets.token_hex(32) if secret is None else secret.decode()
@@ -58,38 +71,89 @@ class Fleet(ProcessRegistry):
         host: str = LOOPBACK,
         inside: Sequence[str] = (),
     ) -> Engine:
-        """A vLLM server on its way; `ready` waits for it. `transfer=None`: it knows nothing of transfers. `ports`: HTTP, side channel.
+        """A vLLM server on its way; `ready` waits for it. `transfer=None`: it knows nothing of
+        transfers. `ports`: HTTP, side channel.
 
         `inside`: words that run a command elsewhere, where `host` is its address.
         """
         if transfer is not None:
             transfer = {**transfer, "kv_load_failure_policy": policy}
             if extra is not None:
-                transfer["kv_connector_extra_config"] = {**transfer.get("kv_connector_extra_config", {}), **extra}
+                transfer["kv_connector_extra_config"] = {
+                    **transfer.get("kv_connector_extra_config", {}),
+                    **extra,
+                }
         http, side_channel = ports or free_ports(2)
-        server = VllmServer(name, self._model, http, transfer, side_channel, flags=flags, environment=environment or {})
+        server = VllmServer(
+            name,
+            self._model,
+            http,
+            transfer,
+            side_channel,
+            flags=flags,
+            environment=environment or {},
+        )
         binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
         command = [*inside, *server.command(PYTHON), "--host", host]
-        return self._start(name, command, {**server.variables(), **binding, **(environment or {})}, Address(host, http))
+        return self._start(
+            name,
+            command,
+            {**server.variables(), **binding, **(environment or {})},
+            Address(host, http),
+        )
 
     def embedded(self, name: str) -> Engine:
         (port,) = free_ports(1)
-        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", LOOPBACK, "--port", str(port)]
-        return self._start(name, [*command, "--served-model-name", "tiny"], {}, Address(LOOPBACK, port))
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry",
+            "serve",
+            str(self._model),
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(port),
+        ]
+        return self._start(
+            name, [*command, "--served-model-name", "tiny"], {}, Address(LOOPBACK, port)
+        )
 
-    def kvferry_router(self, prefill: Sequence[Engine], decode: Sequence[Engine], environment: Mapping[str, str] | None = None) -> Engine:
+    def kvferry_router(
+        self,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        environment: Mapping[str, str] | None = None,
+    ) -> Engine:
         (port,) = free_ports(1)
-        command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry",
+            "proxy",
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(port),
+        ]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
         return self._start(OUR_ROUTER, command, environment or {}, Address(LOOPBACK, port))
 
-    def router(self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Engine:
+    def router(
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> Engine:
         """Somebody else's router, listening on `port`."""
         return self._start(name, list(command), dict(environment or {}), Address(LOOPBACK, port))
 
-    def _start(self, name: str, command: list[str], environment: Mapping[str, str], address: Address) -> Engine:
+    def _start(
+        self, name: str, command: list[str], environment: Mapping[str, str], address: Address
+    ) -> Engine:
         return Engine(self.add(name, command, {**self._secret, **environment}), address)
 
     def stop(self, engine: Engine) -> None:
@@ -98,23 +162,38 @@ class Fleet(ProcessRegistry):
 
 
 def ready(*engines: Engine) -> None:
-    """Wait until all answer /health, and our router has noticed those that it was started before."""
+    """Wait until all answer /health, and our router has noticed those that it was started
+    before.
+    """
     deadline = time.monotonic() + START_S
     waiting = list(engines)
     while waiting:
-        waiting = [engine for engine in waiting if not is_healthy(engine.address) or not _has_noticed_all(engine)]
+        waiting = [
+            engine
+            for engine in waiting
+            if not is_healthy(engine.address) or not _has_noticed_all(engine)
+        ]
         for engine in waiting:
             try:
                 engine.process.check_alive()
             except KVFerryError as error:
-                raise AssertionError("\n".join([*engine.process.tail(TAIL_LINES), str(error)])) from None
+                raise AssertionError(
+                    "\n".join([*engine.process.tail(TAIL_LINES), str(error)])
+                ) from None
             is_late = time.monotonic() > deadline
-            assert not is_late, "\n".join([*engine.process.tail(TAIL_LINES), f"{engine.process.name} is not healthy after {START_S:g} s"])
+            assert not is_late, "\n".join(
+                [
+                    *engine.process.tail(TAIL_LINES),
+                    f"{engine.process.name} is not healthy after {START_S:g} s",
+                ]
+            )
         time.sleep(0.2 if waiting else 0)
 
 
 def _has_noticed_all(engine: Engine) -> bool:
-    """A router looks every second for instances that were not there, and lets D compute alone until P is."""
+    """A router looks every second for instances that were not there, and lets D compute alone until
+    P is.
+    """
     if engine.process.name != OUR_ROUTER:
         return True
     connection = HTTPConnection(engine.address.host, engine.address.port, timeout=5)

@@ -1,4 +1,6 @@
-"""Prompts, and what a vLLM answers to them that knows nothing of transfers: asked once, for all tests that compare with it."""
+"""Prompts, and what a vLLM answers to them that knows nothing of transfers: asked once, for all
+tests that compare with it.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -33,7 +35,13 @@ def ask_plain(fleet: Fleet) -> Right:
 
 
 async def chat(engine: Engine, text: str) -> str:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     async with new_session(120) as session:
         answer = await post(session, engine, body, "/v1/chat/completions")
     assert answer.is_ok, answer.body

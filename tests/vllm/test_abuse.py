@@ -1,7 +1,9 @@
-"""What clients, forgers, port scanners and dying peers do to real vLLM with kvferry inside: nothing dies, nothing leaks, no wrong token.
+"""What clients, forgers, port scanners and dying peers do to real vLLM with kvferry inside: nothing
+dies, nothing leaks, no wrong token.
 
-Around each case stands `unharmed`: the engines live on in the same processes, their blocks are free again, and the next good request is
-right. A request that takes longer than its deadline fails its test.
+Around each case stands `unharmed`: the engines live on in the same processes, their blocks are free
+again, and the next good request is right. A request that takes longer than its deadline fails its
+test.
 """
 
 import asyncio
@@ -16,7 +18,17 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from tests.e2e.forgeries import forged_params, knock, malformed_params, send_as_member
-from tests.e2e.harness import PREFILL_PARAMS, Answer, Engine, Prompt, ask, metrics, new_session, prefill, until
+from tests.e2e.harness import (
+    PREFILL_PARAMS,
+    Answer,
+    Engine,
+    Prompt,
+    ask,
+    metrics,
+    new_session,
+    prefill,
+    until,
+)
 from tests.vllm.conftest import Trio
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from tests.vllm.wire import greet, listening, send_noise, side_channel
@@ -50,15 +62,22 @@ def vllm_cluster(trio: Trio) -> Iterator[VllmCluster]:
 
 @pytest.fixture(params=["fail", "recompute"])
 def d(request: pytest.FixtureRequest, vllm_cluster: VllmCluster) -> Decoder:
-    return Decoder(vllm_cluster.trio.d if request.param == "fail" else vllm_cluster.lenient, request.param)
+    return Decoder(
+        vllm_cluster.trio.d if request.param == "fail" else vllm_cluster.lenient, request.param
+    )
 
 
-def nobodys_params(genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey) -> Iterator[dict[str, Any]]:
+def nobodys_params(
+    genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey
+) -> Iterator[dict[str, Any]]:
     """Parameters under which nothing can be fetched."""
     yield from forged_params()
     without_ticket = {name: value for name, value in genuine.items() if name != "ticket"}
     yield without_ticket
-    yield from ({name: value for name, value in without_ticket.items() if name != left_out} for left_out in ("remote_host", "tp_size"))
+    yield from (
+        {name: value for name, value in without_ticket.items() if name != left_out}
+        for left_out in ("remote_host", "tp_size")
+    )
     raw = bytearray(base64.urlsafe_b64decode(genuine["ticket"]))
     raw[len(raw) // 2] ^= 1
     yield {**genuine, "ticket": base64.urlsafe_b64encode(raw).decode()}
@@ -68,7 +87,9 @@ def nobodys_params(genuine: Mapping[str, Any], another_key: TicketKey, key: Tick
     yield {**genuine, "do_remote_prefill": "yes"}
 
 
-def test_parameters_without_a_genuine_ticket_get_the_failure_policy(vllm_cluster: VllmCluster, d: Decoder) -> None:
+def test_parameters_without_a_genuine_ticket_get_the_failure_policy(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
     """T1 and T3 of the list that a pull connector is measured by are among them."""
 
     async def check() -> None:
@@ -82,21 +103,44 @@ def test_parameters_without_a_genuine_ticket_get_the_failure_policy(vllm_cluster
     asyncio.run(check())
 
 
-def test_what_stands_beside_a_genuine_ticket_is_not_used(vllm_cluster: VllmCluster, d: Decoder) -> None:
+def test_what_stands_beside_a_genuine_ticket_is_not_used(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
     lies: list[dict[str, Any]] = [
-        {"remote_host": "192.0.2.1", "remote_port": 1, "remote_block_ids": [[99_999]], "tp_size": 64},
-        {"remote_host": None, "remote_engine_id": ["x"], "remote_request_id": {"a": 1}, "pp_size": "1", "dcp_size": -1},
+        {
+            "remote_host": "192.0.2.1",
+            "remote_port": 1,
+            "remote_block_ids": [[99_999]],
+            "tp_size": 64,
+        },
+        {
+            "remote_host": None,
+            "remote_engine_id": ["x"],
+            "remote_request_id": {"a": 1},
+            "pp_size": "1",
+            "dcp_size": -1,
+        },
         {"remote_block_ids": [list(range(50_000))], "remote_num_tokens": 10**9},
         {"remote_block_ids": {"a": [[]]}, "padding": "x" * 1_000_000, "transfer_mode": "push"},
         {str(number): number for number in range(5_000)},
-        {"prompt_token_ids": [1, 2, 3], "_remote_blocks_processed": True, "_p_side_truncated": True},
+        {
+            "prompt_token_ids": [1, 2, 3],
+            "_remote_blocks_processed": True,
+            "_p_side_truncated": True,
+        },
     ]
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             for lie in lies:
                 prompt = fresh()
-                answer = await ask_wrongly(session, vllm_cluster, d, prompt, {**await prefill(session, vllm_cluster.trio.p, prompt), **lie})
+                answer = await ask_wrongly(
+                    session,
+                    vllm_cluster,
+                    d,
+                    prompt,
+                    {**await prefill(session, vllm_cluster.trio.p, prompt), **lie},
+                )
                 assert answer.is_ok, answer.body
 
     asyncio.run(check())
@@ -105,10 +149,20 @@ def test_what_stands_beside_a_genuine_ticket_is_not_used(vllm_cluster: VllmClust
 def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) -> None:
     prompt = fresh(40, max_tokens=1)
     targets = [vllm_cluster.trio.d, vllm_cluster.lenient, vllm_cluster.trio.p]
-    # Deep ones pass JSON and msgpack, and would end the engine when it pickles them for its workers.
-    deep = [nested(200), nested(300), {"do_remote_prefill": True, "ticket": nested(400)}, {"do_remote_decode": True, "x": nested(400)}]
+    # Deep ones pass JSON and msgpack, and would end the engine when it pickles them for its
+    # workers.
+    deep = [
+        nested(200),
+        nested(300),
+        {"do_remote_prefill": True, "ticket": nested(400)},
+        {"do_remote_decode": True, "x": nested(400)},
+    ]
     cases = [*zip(examples(60), itertools.cycle(targets), strict=False)]
-    cases += [(params, target) for params in [*deep, {"do_remote_prefill": "\ud800"}] for target in targets]
+    cases += [
+        (params, target)
+        for params in [*deep, {"do_remote_prefill": "\ud800"}]
+        for target in targets
+    ]
 
     async def check() -> None:
         async with unharmed(vllm_cluster) as session:
@@ -123,7 +177,13 @@ def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) ->
 def examples(count: int) -> list[Any]:
     found: list[Any] = []
 
-    @settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(malformed_params)
     def collect(params: Any) -> None:
         found.append(params)
@@ -139,8 +199,12 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """T6: D's prompt is longer than P's, or shorter, or another; also by whole blocks and at their edges."""
+def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
+    """T6: D's prompt is longer than P's, or shorter, or another; also by whole blocks and at their
+    edges.
+    """
 
     def variants(tokens: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
         other = fresh(len(tokens)).token_ids
@@ -168,7 +232,9 @@ def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(vllm_cl
     asyncio.run(check())
 
 
-def test_a_ticket_used_again_never_gives_wrong_tokens(vllm_cluster: VllmCluster, d: Decoder) -> None:
+def test_a_ticket_used_again_never_gives_wrong_tokens(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
     """By the same prompt and by another, one after the other and at the same time."""
 
     async def check() -> None:
@@ -179,8 +245,16 @@ def test_a_ticket_used_again_never_gives_wrong_tokens(vllm_cluster: VllmCluster,
                 await ask_wrongly(session, vllm_cluster, d, prompt, params)
             first = fresh()
             params = await prefill(session, vllm_cluster.trio.p, first)
-            prompts = [first, fresh(), Prompt((*first.token_ids[:70], *fresh(30).token_ids), 8), first, fresh()]
-            answers = await asyncio.gather(*(ask_wrongly(session, vllm_cluster, d, prompt, params) for prompt in prompts))
+            prompts = [
+                first,
+                fresh(),
+                Prompt((*first.token_ids[:70], *fresh(30).token_ids), 8),
+                first,
+                fresh(),
+            ]
+            answers = await asyncio.gather(
+                *(ask_wrongly(session, vllm_cluster, d, prompt, params) for prompt in prompts)
+            )
             assert answers[0].is_ok
 
     asyncio.run(check())
@@ -194,15 +268,21 @@ def test_one_ticket_may_be_read_by_two_engines_at_the_same_time(vllm_cluster: Vl
             for _ in range(3):
                 prompt = fresh(300)
                 params = await prefill(session, vllm_cluster.trio.p, prompt)
-                answers = await asyncio.gather(*(ask_wrongly(session, vllm_cluster, one, prompt, params) for one in both))
+                answers = await asyncio.gather(
+                    *(ask_wrongly(session, vllm_cluster, one, prompt, params) for one in both)
+                )
                 assert answers[1].is_ok
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("do_remote_prefill", [True, False])
-def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(vllm_cluster: VllmCluster, do_remote_prefill: bool) -> None:
-    """T7: P's own ticket at P, and parameters as a D of a multi-turn router would send them, twice."""
+def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(
+    vllm_cluster: VllmCluster, do_remote_prefill: bool
+) -> None:
+    """T7: P's own ticket at P, and parameters as a D of a multi-turn router would send them,
+    twice.
+    """
 
     async def check() -> None:
         p = Decoder(vllm_cluster.trio.p, "fail")
@@ -211,70 +291,146 @@ def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(vllm_clu
                 prompt = fresh()
                 params = await prefill(session, vllm_cluster.trio.p, prompt)
                 assert (await ask_wrongly(session, vllm_cluster, p, prompt, params)).is_ok
-                backward = {**params, "do_remote_prefill": do_remote_prefill, "do_remote_decode": True, "remote_engine_id": "decode"}
-                answer = await ask_wrongly(session, vllm_cluster, p, prompt, {**backward, "remote_num_tokens": 96})
+                backward = {
+                    **params,
+                    "do_remote_prefill": do_remote_prefill,
+                    "do_remote_decode": True,
+                    "remote_engine_id": "decode",
+                }
+                answer = await ask_wrongly(
+                    session, vllm_cluster, p, prompt, {**backward, "remote_num_tokens": 96}
+                )
                 assert answer.is_ok != do_remote_prefill
                 if answer.is_ok:
                     await ask_wrongly(
-                        session, vllm_cluster, Decoder(vllm_cluster.trio.d, "fail"), prompt, answer.body["kv_transfer_params"]
+                        session,
+                        vllm_cluster,
+                        Decoder(vllm_cluster.trio.d, "fail"),
+                        prompt,
+                        answer.body["kv_transfer_params"],
                     )
 
     asyncio.run(check())
 
 
 def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """T11: P has computed the prompt four times and answers with the parameters of one; then nobody comes at all."""
+    """T11: P has computed the prompt four times and answers with the parameters of one; then nobody
+    comes at all.
+    """
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             prompt = fresh(200)
             four = {"n": 4, **ONLY_THE_BEST}
-            made = await ask(session, vllm_cluster.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)
-            answer = await ask(session, d.engine, prompt, kv_transfer_params=made.body["kv_transfer_params"], **four)
-            assert answer.token_ids == (await ask(session, vllm_cluster.trio.p, prompt)).token_ids * 4
-            assert (await ask(session, vllm_cluster.brief, fresh(), max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)).is_ok
+            made = await ask(
+                session,
+                vllm_cluster.trio.p,
+                prompt,
+                max_tokens=1,
+                kv_transfer_params=PREFILL_PARAMS,
+                **four,
+            )
+            answer = await ask(
+                session,
+                d.engine,
+                prompt,
+                kv_transfer_params=made.body["kv_transfer_params"],
+                **four,
+            )
+            assert (
+                answer.token_ids == (await ask(session, vllm_cluster.trio.p, prompt)).token_ids * 4
+            )
+            assert (
+                await ask(
+                    session,
+                    vllm_cluster.brief,
+                    fresh(),
+                    max_tokens=1,
+                    kv_transfer_params=PREFILL_PARAMS,
+                    **four,
+                )
+            ).is_ok
 
     asyncio.run(check())
 
 
 def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """Streamed, of one token, of many tokens, longer than the context; the parameters of a stream reach nobody."""
+    """Streamed, of one token, of many tokens, longer than the context; the parameters of a stream
+    reach nobody.
+    """
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             prompt = fresh()
             right = await ask(session, vllm_cluster.trio.p, prompt)
-            assert (await stream(session, vllm_cluster.brief, prompt, kv_transfer_params=PREFILL_PARAMS),) == right.token_ids
+            assert (
+                await stream(
+                    session, vllm_cluster.brief, prompt, kv_transfer_params=PREFILL_PARAMS
+                ),
+            ) == right.token_ids
             params = await prefill(session, vllm_cluster.trio.p, prompt)
-            assert (await stream(session, d.engine, prompt, kv_transfer_params=params),) == right.token_ids
+            assert (
+                await stream(session, d.engine, prompt, kv_transfer_params=params),
+            ) == right.token_ids
 
             prompt = fresh(64)
-            answer = await ask_wrongly(session, vllm_cluster, d, prompt, await prefill(session, vllm_cluster.trio.p, prompt), max_tokens=1)
+            answer = await ask_wrongly(
+                session,
+                vllm_cluster,
+                d,
+                prompt,
+                await prefill(session, vllm_cluster.trio.p, prompt),
+                max_tokens=1,
+            )
             assert answer.is_ok
 
             prompt = fresh(60, max_tokens=20)
-            decoded = await ask(session, vllm_cluster.trio.p, prompt, kv_transfer_params=PREFILL_PARAMS)
-            assert (await ask_wrongly(session, vllm_cluster, d, prompt, decoded.body["kv_transfer_params"])).is_ok
+            decoded = await ask(
+                session, vllm_cluster.trio.p, prompt, kv_transfer_params=PREFILL_PARAMS
+            )
+            assert (
+                await ask_wrongly(
+                    session, vllm_cluster, d, prompt, decoded.body["kv_transfer_params"]
+                )
+            ).is_ok
 
             too_long = fresh(CONTEXT + 10)
-            assert (await ask(session, vllm_cluster.trio.p, too_long, kv_transfer_params=PREFILL_PARAMS)).status == 400
-            # D tells P that it will not come: without that, P would hold the blocks for its whole lease.
+            assert (
+                await ask(session, vllm_cluster.trio.p, too_long, kv_transfer_params=PREFILL_PARAMS)
+            ).status == 400
+            # D tells P that it will not come: without that, P would hold the blocks for its whole
+            # lease.
             params = await prefill(session, vllm_cluster.trio.p, fresh())
             assert (await ask(session, d.engine, too_long, kv_transfer_params=params)).status == 400
-            assert (await ask(session, d.engine, too_long, kv_transfer_params={"do_remote_prefill": True})).status == 400
+            assert (
+                await ask(
+                    session, d.engine, too_long, kv_transfer_params={"do_remote_prefill": True}
+                )
+            ).status == 400
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("name", ["a,b", "HB:1,2:3", "0_1", "x" * 600, "É ö %s {}"])
-def test_ids_that_clients_choose_change_nothing(vllm_cluster: VllmCluster, d: Decoder, name: str) -> None:
+def test_ids_that_clients_choose_change_nothing(
+    vllm_cluster: VllmCluster, d: Decoder, name: str
+) -> None:
     """T10, and two requests of one name at the same time."""
 
     async def check() -> None:
-        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S), aiohttp.ClientSession(headers={"X-Request-Id": name}) as named:
+        async with (
+            unharmed(vllm_cluster, d.engine, timeout_s=SOON_S),
+            aiohttp.ClientSession(headers={"X-Request-Id": name}) as named,
+        ):
 
             async def one(prompt: Prompt) -> None:
-                answer = await ask(named, vllm_cluster.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
+                answer = await ask(
+                    named,
+                    vllm_cluster.trio.p,
+                    prompt,
+                    max_tokens=1,
+                    kv_transfer_params=PREFILL_PARAMS,
+                )
                 await ask_wrongly(named, vllm_cluster, d, prompt, answer.body["kv_transfer_params"])
 
             await asyncio.wait_for(asyncio.gather(*(one(fresh()) for _ in range(3))), DEADLINE_S)
@@ -282,18 +438,31 @@ def test_ids_that_clients_choose_change_nothing(vllm_cluster: VllmCluster, d: De
     asyncio.run(check())
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """T2 among it: some wait in D's queue, load or decode when they leave, some with parameters that name nobody."""
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
+    """T2 among it: some wait in D's queue, load or decode when they leave, some with parameters
+    that name nobody.
+    """
 
     async def check() -> None:
         rng = random.Random(d.policy)
         async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
-            load = [asyncio.create_task(ask(session, d.engine, fresh(40, max_tokens=150))) for _ in range(6)]
+            load = [
+                asyncio.create_task(ask(session, d.engine, fresh(40, max_tokens=150)))
+                for _ in range(6)
+            ]
             leaving = []
             for number in range(24):
                 prompt = fresh(300, max_tokens=40)
-                params = {"do_remote_prefill": True} if number % 6 == 5 else await prefill(session, vllm_cluster.trio.p, prompt)
-                leaving.append(asyncio.create_task(ask(session, d.engine, prompt, kv_transfer_params=params)))
+                params = (
+                    {"do_remote_prefill": True}
+                    if number % 6 == 5
+                    else await prefill(session, vllm_cluster.trio.p, prompt)
+                )
+                leaving.append(
+                    asyncio.create_task(ask(session, d.engine, prompt, kv_transfer_params=params))
+                )
                 if number % 2:
                     await asyncio.sleep(rng.random() * 0.5)
                     for task in leaving:
@@ -306,13 +475,22 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(vllm_cluster: Vll
     asyncio.run(check())
 
 
-def test_clients_that_leave_the_prefill_side_leave_nothing_behind(vllm_cluster: VllmCluster) -> None:
+def test_clients_that_leave_the_prefill_side_leave_nothing_behind(
+    vllm_cluster: VllmCluster,
+) -> None:
     async def check() -> None:
         rng = random.Random(3)
         async with unharmed(vllm_cluster) as session:
             for _ in range(16):
                 tasks = [
-                    asyncio.create_task(ask(session, vllm_cluster.brief, fresh(length, max_tokens=1), kv_transfer_params=PREFILL_PARAMS))
+                    asyncio.create_task(
+                        ask(
+                            session,
+                            vllm_cluster.brief,
+                            fresh(length, max_tokens=1),
+                            kv_transfer_params=PREFILL_PARAMS,
+                        )
+                    )
                     for length in (1000, 400)
                 ]
                 await asyncio.sleep(rng.random() * 0.4)
@@ -324,7 +502,9 @@ def test_clients_that_leave_the_prefill_side_leave_nothing_behind(vllm_cluster: 
 
 
 def test_noise_at_every_port_changes_nothing(vllm_cluster: VllmCluster) -> None:
-    """T4: side channels and the ports of the workers, of P and of D; by strangers, and by a member of the cluster with a bug."""
+    """T4: side channels and the ports of the workers, of P and of D; by strangers, and by a member
+    of the cluster with a bug.
+    """
     secret = vllm_cluster.trio.fleet.secret
 
     async def check() -> None:
@@ -343,16 +523,28 @@ def test_noise_at_every_port_changes_nothing(vllm_cluster: VllmCluster) -> None:
 
 
 def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmCluster) -> None:
-    """T5: our transports use none; what vLLM's connector would read as news of a request must not even be looked at."""
+    """T5: our transports use none; what vLLM's connector would read as news of a request must not
+    even be looked at.
+    """
     from nixl._api import nixl_agent, nixl_agent_config
 
-    notes = [b"no colon", b"request:many", b"\xff\xfe\x00", b"HB:", b"PUSH_REG:" + b"x" * 5_000, b"", b"a" * 100_000]
+    notes = [
+        b"no colon",
+        b"request:many",
+        b"\xff\xfe\x00",
+        b"HB:",
+        b"PUSH_REG:" + b"x" * 5_000,
+        b"",
+        b"a" * 100_000,
+    ]
 
     async def check() -> None:
         async with unharmed(vllm_cluster) as session:
             stranger = nixl_agent("stranger", nixl_agent_config(backends=["UCX"]))
             for engine in (vllm_cluster.trio.p, vllm_cluster.trio.d):
-                layout = greet(vllm_cluster.trio.fleet.secret, await side_channel(session, engine, fresh()))
+                layout = greet(
+                    vllm_cluster.trio.fleet.secret, await side_channel(session, engine, fresh())
+                )
                 blob = next(offer.blob for offer in layout.offers if offer.transport == "nixl")
                 _, metadata = msgspec.msgpack.decode(blob)
                 name = stranger.add_remote_agent(metadata)
@@ -364,8 +556,12 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmClu
     asyncio.run(check())
 
 
-def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """T9: by then P has given the blocks to other prompts. Once D learns of it on attaching, once it was asked before and stalled."""
+def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(
+    vllm_cluster: VllmCluster, d: Decoder
+) -> None:
+    """T9: by then P has given the blocks to other prompts. Once D learns of it on attaching, once
+    it was asked before and stalled.
+    """
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine) as session:
@@ -374,19 +570,26 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(vllm_cluster: 
                 failed = (await metrics(session, d.engine))[FAILED]
                 prompt = fresh(300)
                 params = await prefill(session, vllm_cluster.brief, prompt)
-                # In a session of its own: the API server closes connections that were idle before it stalled.
+                # In a session of its own: the API server closes connections that were idle before
+                # it stalled.
                 async with new_session(DEADLINE_S) as own:
                     if is_paused:
                         d.engine.pause()
-                        late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
+                        late = asyncio.create_task(
+                            ask(own, d.engine, prompt, kv_transfer_params=params)
+                        )
                     try:
                         await assert_free(session, vllm_cluster.brief)
                         for _ in range(7):
-                            assert (await ask(session, vllm_cluster.brief, fresh(1500, max_tokens=1))).is_ok
+                            assert (
+                                await ask(session, vllm_cluster.brief, fresh(1500, max_tokens=1))
+                            ).is_ok
                     finally:
                         d.engine.resume()
                     if not is_paused:
-                        late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
+                        late = asyncio.create_task(
+                            ask(own, d.engine, prompt, kv_transfer_params=params)
+                        )
                     answer = await late
                 assert answer.is_ok == d.computes
                 right = await ask(session, vllm_cluster.trio.p, prompt)
@@ -398,7 +601,9 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(vllm_cluster: 
 
 
 def test_a_silent_prefill_side_delays_nobody_elses_first_contact(vllm_cluster: VllmCluster) -> None:
-    """T13: D knows nobody any more; four requests wait for a P that does not answer while another P's blocks are fetched."""
+    """T13: D knows nobody any more; four requests wait for a P that does not answer while another
+    P's blocks are fetched.
+    """
     d = vllm_cluster.lenient
 
     async def check() -> None:
@@ -411,7 +616,10 @@ def test_a_silent_prefill_side_delays_nobody_elses_first_contact(vllm_cluster: V
             finished = (await metrics(session, d))[FINISHED]
             vllm_cluster.brief.pause()
             try:
-                waiting = [asyncio.create_task(ask(session, d, p, kv_transfer_params=t)) for p, t in zip(lost, tickets, strict=True)]
+                waiting = [
+                    asyncio.create_task(ask(session, d, p, kv_transfer_params=t))
+                    for p, t in zip(lost, tickets, strict=True)
+                ]
                 await until("D waits for all four", lambda: _is_pulling(session, d, 4))
                 answer = await ask(session, d, prompt, kv_transfer_params=params)
                 assert not any(task.done() for task in waiting)
@@ -435,13 +643,19 @@ async def _is_pulling(session: aiohttp.ClientSession, engine: Engine, count: int
     return (await metrics(session, engine))["kvferry:num_transfers"] >= count
 
 
-def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(vllm_cluster: VllmCluster) -> None:
-    """T12: killed with -9 while both read; stalled before that, so that some have bytes and no confirmation. Then another incarnation of it
-    answers at the same address, and does not honour the tickets of the old one."""
+def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(
+    vllm_cluster: VllmCluster,
+) -> None:
+    """T12: killed with -9 while both read; stalled before that, so that some have bytes and no
+    confirmation. Then another incarnation of it answers at the same address, and does not honour
+    the tickets of the old one.
+    """
     both = [Decoder(vllm_cluster.trio.d, "fail"), Decoder(vllm_cluster.lenient, "recompute")]
     prompts = {decoder.policy: [fresh(64) for _ in range(30)] for decoder in both}
 
-    async def outcome(session: aiohttp.ClientSession, decoder: Decoder, prompt: Prompt, params: dict[str, Any]) -> Answer:
+    async def outcome(
+        session: aiohttp.ClientSession, decoder: Decoder, prompt: Prompt, params: dict[str, Any]
+    ) -> Answer:
         answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params)
         assert not answer.is_ok or answer == await ask(session, vllm_cluster.trio.p, prompt)
         assert answer.is_ok or not decoder.computes
@@ -451,22 +665,38 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(vllm_cl
         async with new_session(DEADLINE_S) as session:
             asked: dict[str, list[asyncio.Task[Answer]]] = {"fail": [], "recompute": []}
             for decoder in both:
-                made = await asyncio.gather(*(prefill(session, vllm_cluster.brief, prompt) for prompt in prompts[decoder.policy]))
+                made = await asyncio.gather(
+                    *(
+                        prefill(session, vllm_cluster.brief, prompt)
+                        for prompt in prompts[decoder.policy]
+                    )
+                )
                 pairs = list(zip(prompts[decoder.policy], made, strict=True))
-                asked[decoder.policy] += [asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[:10]]
-                done, _ = await asyncio.wait(asked[decoder.policy], return_when=asyncio.FIRST_COMPLETED)
+                asked[decoder.policy] += [
+                    asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[:10]
+                ]
+                done, _ = await asyncio.wait(
+                    asked[decoder.policy], return_when=asyncio.FIRST_COMPLETED
+                )
                 assert any(task.result().is_ok for task in done)
                 if decoder is both[-1]:
                     vllm_cluster.brief.pause()
-                asked[decoder.policy] += [asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[10:20]]
+                asked[decoder.policy] += [
+                    asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[10:20]
+                ]
                 if decoder is both[-1]:
-                    await until("D waits for some", lambda: _is_pulling(session, vllm_cluster.lenient, 1))
+                    await until(
+                        "D waits for some", lambda: _is_pulling(session, vllm_cluster.lenient, 1)
+                    )
                     kill(vllm_cluster.brief)
                 leftover[decoder.policy] = pairs[20:]
             for decoder in both:
                 tasks = [
                     *asked[decoder.policy],
-                    *(asyncio.create_task(outcome(session, decoder, *pair)) for pair in leftover[decoder.policy]),
+                    *(
+                        asyncio.create_task(outcome(session, decoder, *pair))
+                        for pair in leftover[decoder.policy]
+                    ),
                 ]
                 answers = await asyncio.gather(*tasks)
                 assert decoder.computes or not all(answer.is_ok for answer in answers)
@@ -478,8 +708,12 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(vllm_cl
     async def go_on() -> None:
         async with unharmed(vllm_cluster) as session:
             for decoder in both:
-                assert (await ask_wrongly(session, vllm_cluster, decoder, *leftover[decoder.policy][0])).is_ok == decoder.computes
+                assert (
+                    await ask_wrongly(session, vllm_cluster, decoder, *leftover[decoder.policy][0])
+                ).is_ok == decoder.computes
                 for _ in range(5):
-                    await assert_hands_over(session, vllm_cluster, decoder.engine, vllm_cluster.brief)
+                    await assert_hands_over(
+                        session, vllm_cluster, decoder.engine, vllm_cluster.brief
+                    )
 
     asyncio.run(go_on())

@@ -15,7 +15,25 @@ INSIDE = ROOT / "tests/vllm/inside"
 def test_inside_vllm() -> None:
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
-    command = [str(PYTHON), "-m", "pytest", "-c", str(INSIDE / "pytest.ini"), "-q", "-p", "no:cacheprovider", str(INSIDE)]
+    command = [
+        str(PYTHON),
+        "-m",
+        "pytest",
+        "-c",
+        str(INSIDE / "pytest.ini"),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(INSIDE),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
     assert run.returncode == 0, run.stdout[-20_000:]

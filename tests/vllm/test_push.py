@@ -1,7 +1,8 @@
-"""Push in real vLLM: both legs of a request at once behind kvferry's router, right tokens, and nothing left whoever leaves when.
+"""Push in real vLLM: both legs of a request at once behind kvferry's router, right tokens, and
+nothing left whoever leaves when.
 
-One P, one D and one router, started as documented. Leases are so long that blocks which are free soon were released, and prefills are
-cut into chunks.
+One P, one D and one router, started as documented. Leases are so long that blocks which are free
+soon were released, and prefills are cut into chunks.
 """
 
 import asyncio
@@ -14,7 +15,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.e2e.harness import PREFILL_PARAMS, Answer, Engine, Prompt, ask, ask_all, metrics, new_session, prefill, until
+from tests.e2e.harness import (
+    PREFILL_PARAMS,
+    Answer,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    metrics,
+    new_session,
+    prefill,
+    until,
+)
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
@@ -58,20 +70,37 @@ class Pushing:
             port=params["remote_port"],
             tp_size=params["tp_size"],
         )
-        return PushTicketKey(ClusterSecret.load({"KVFERRY_SECRET": self.fleet.secret.decode()}).key).sign(ticket)
+        return PushTicketKey(
+            ClusterSecret.load({"KVFERRY_SECRET": self.fleet.secret.decode()}).key
+        ).sign(ticket)
 
     async def ask_p(self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, self.p, prompt, max_tokens=1, kv_transfer_params={**PREFILL_PARAMS, "push_ticket": ticket})
+        return await ask(
+            session,
+            self.p,
+            prompt,
+            max_tokens=1,
+            kv_transfer_params={**PREFILL_PARAMS, "push_ticket": ticket},
+        )
 
     async def ask_d(self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, self.d, prompt, kv_transfer_params={"do_remote_prefill": True, "push_ticket": ticket})
+        return await ask(
+            session,
+            self.d,
+            prompt,
+            kv_transfer_params={"do_remote_prefill": True, "push_ticket": ticket},
+        )
 
     async def waits(self, session: aiohttp.ClientSession) -> None:
         """D has blocks for a request and has told P of it."""
 
         async def is_waiting() -> bool:
             seen = await metrics(session, self.d)
-            return seen["kvferry:num_transfers"] == 1 and seen["kvferry:num_peers"] > 0 and seen["vllm:kv_cache_usage_perc"] > 0
+            return (
+                seen["kvferry:num_transfers"] == 1
+                and seen["kvferry:num_peers"] > 0
+                and seen["vllm:kv_cache_usage_perc"] > 0
+            )
 
         await until("D waits for P", is_waiting)
 
@@ -104,15 +133,24 @@ def test_tokens_with_both_legs_at_once_equal_a_plain_vllms(right: Right, pushing
         async with new_session(60) as session:
             # From its answer the router learns that P pushes.
             assert (await ask(session, pushing.router, fresh(20))).is_ok
-            before, legs = await metrics(session, pushing.d), (await metrics(session, pushing.router)).get(AT_ONCE, 0)
-            assert await ask_all(pushing.router, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
+            before, legs = (
+                await metrics(session, pushing.d),
+                (await metrics(session, pushing.router)).get(AT_ONCE, 0),
+            )
+            assert (
+                await ask_all(pushing.router, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
+            )
             after = await metrics(session, pushing.d)
             assert (await metrics(session, pushing.router))[AT_ONCE] - legs == len(PROMPTS)
             # Not because nothing moved.
-            assert after[MOVED] - before[MOVED] >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
+            assert (
+                after[MOVED] - before[MOVED]
+                >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
+            )
             assert after[FINISHED] - before[FINISHED] == len(PROMPTS)
             assert after[FAILED] == before[FAILED]
-            # P computes 256 tokens at a time, of several prompts; of long ones most had moved when the last was computed.
+            # P computes 256 tokens at a time, of several prompts; of long ones most had moved when
+            # the last was computed.
             pushed, left = (after[name] - before.get(name, 0) for name in PUSHED)
             assert 0 < left < pushed
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
@@ -123,10 +161,19 @@ def test_tokens_with_both_legs_at_once_equal_a_plain_vllms(right: Right, pushing
 def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, pushing: Pushing) -> None:
     """The negative control of the comparison above: it must see a wrong byte."""
     transfer = documented("Push")[1].transfer
-    d = pushing.fleet.vllm("corrupted decode", transfer=transfer, cores="1", environment={"KVFERRY_FAULTS": "corrupt:every=1"})
+    d = pushing.fleet.vllm(
+        "corrupted decode",
+        transfer=transfer,
+        cores="1",
+        environment={"KVFERRY_FAULTS": "corrupt:every=1"},
+    )
     router = pushing.fleet.kvferry_router([pushing.p], [d])
     ready(d, router)
-    chosen = [(prompt, answer) for prompt, answer in zip(PROMPTS, right.vllm, strict=True) if len(prompt.token_ids) < 200][:8]
+    chosen = [
+        (prompt, answer)
+        for prompt, answer in zip(PROMPTS, right.vllm, strict=True)
+        if len(prompt.token_ids) < 200
+    ][:8]
 
     async def check() -> list[Answer]:
         async with new_session(120) as session:
@@ -141,18 +188,27 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, pushing
         pushing.fleet.stop(router)
         pushing.fleet.stop(d)
     assert [answer.status for answer in answers] == [200] * len(chosen)
-    assert all(answer.token_ids != plain.token_ids for answer, (_, plain) in zip(answers, chosen, strict=True))
+    assert all(
+        answer.token_ids != plain.token_ids
+        for answer, (_, plain) in zip(answers, chosen, strict=True)
+    )
 
 
 def test_chats_streams_and_choices_equal_a_plain_vllms(right: Right, pushing: Pushing) -> None:
     async def check() -> None:
         assert [await chat(pushing.router, text) for text in CHATS] == right.chats
-        chosen = [pair for pair in zip(PROMPTS, right.vllm, strict=True) if len(pair[0].token_ids) > 300][:4]
+        chosen = [
+            pair for pair in zip(PROMPTS, right.vllm, strict=True) if len(pair[0].token_ids) > 300
+        ][:4]
         async with new_session(120) as session:
             for prompt, answer in chosen:
                 # Other salts: what D has in its own cache is not used again.
-                assert (await stream(session, pushing.router, prompt, cache_salt="streamed"),) == answer.token_ids
-                four = await ask(session, pushing.router, prompt, n=4, cache_salt="four", **ONLY_THE_BEST)
+                assert (
+                    await stream(session, pushing.router, prompt, cache_salt="streamed"),
+                ) == answer.token_ids
+                four = await ask(
+                    session, pushing.router, prompt, n=4, cache_salt="four", **ONLY_THE_BEST
+                )
                 assert four.token_ids == answer.token_ids * 4, four.body
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
 
@@ -182,12 +238,16 @@ def test_whichever_leg_is_first_waits_for_the_other(pushing: Pushing, first: str
 
 
 @pytest.mark.parametrize("moment", ["before P comes", "before D comes", "in its stream"])
-def test_a_client_that_leaves_frees_both_sides_long_before_the_lease_ends(pushing: Pushing, moment: str) -> None:
+def test_a_client_that_leaves_frees_both_sides_long_before_the_lease_ends(
+    pushing: Pushing, moment: str
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             prompt = fresh(700, max_tokens=500)
             if moment == "in its stream":
-                async with session.post(f"{pushing.router.url}/v1/completions", json={**prompt.body(), "stream": True}) as response:
+                async with session.post(
+                    f"{pushing.router.url}/v1/completions", json={**prompt.body(), "stream": True}
+                ) as response:
                     assert response.status == 200
                     await response.content.readline()
             else:
@@ -205,7 +265,9 @@ def test_a_client_that_leaves_frees_both_sides_long_before_the_lease_ends(pushin
     asyncio.run(check())
 
 
-async def leave(session: aiohttp.ClientSession, pushing: Pushing, prompt: Prompt, ticket: str) -> None:
+async def leave(
+    session: aiohttp.ClientSession, pushing: Pushing, prompt: Prompt, ticket: str
+) -> None:
     """Ask D, and hang up once it has the request."""
 
     async def has_come() -> bool:
@@ -226,8 +288,13 @@ async def assert_hands_over(session: aiohttp.ClientSession, pushing: Pushing) ->
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(pushing: Pushing) -> None:
-    """Thirty of them, after anything between no time and a second, while as many others stay and get the right tokens."""
-    staying, leaving = [fresh(_rng.randrange(40, 900), 8) for _ in range(30)], [fresh(_rng.randrange(40, 900), 60) for _ in range(30)]
+    """Thirty of them, after anything between no time and a second, while as many others stay and
+    get the right tokens.
+    """
+    staying, leaving = (
+        [fresh(_rng.randrange(40, 900), 8) for _ in range(30)],
+        [fresh(_rng.randrange(40, 900), 60) for _ in range(30)],
+    )
 
     async def give_up(session: aiohttp.ClientSession, prompt: Prompt, after_s: float) -> None:
         try:
@@ -246,7 +313,9 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(pushing: Pushing)
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
             assert answers == await ask_all(pushing.p, staying, concurrency=4, timeout_s=240)
             # What a client left behind in D's cache is right as well.
-            assert await ask_all(pushing.d, leaving[::5], timeout_s=240) == await ask_all(pushing.p, leaving[::5], timeout_s=240)
+            assert await ask_all(pushing.d, leaving[::5], timeout_s=240) == await ask_all(
+                pushing.p, leaving[::5], timeout_s=240
+            )
             assert (await metrics(session, pushing.d))[FAILED] >= before
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
             await assert_hands_over(session, pushing)
@@ -254,14 +323,22 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(pushing: Pushing)
     asyncio.run(check())
 
 
-def test_a_prefill_leg_that_ends_without_blocks_fails_the_decode_leg_at_once(pushing: Pushing) -> None:
+def test_a_prefill_leg_that_ends_without_blocks_fails_the_decode_leg_at_once(
+    pushing: Pushing,
+) -> None:
     async def check() -> None:
         async with new_session() as session:
             ticket, prompt = await pushing.ticket(session), fresh(1500)
             waiting = asyncio.create_task(pushing.ask_d(session, prompt, ticket))
             await pushing.waits(session)
-            body: dict[str, Any] = {"max_tokens": 400, "kv_transfer_params": {**PREFILL_PARAMS, "push_ticket": ticket}, "stream": True}
-            async with session.post(f"{pushing.p.url}/v1/completions", json={**prompt.body(), **body}) as response:
+            body: dict[str, Any] = {
+                "max_tokens": 400,
+                "kv_transfer_params": {**PREFILL_PARAMS, "push_ticket": ticket},
+                "stream": True,
+            }
+            async with session.post(
+                f"{pushing.p.url}/v1/completions", json={**prompt.body(), **body}
+            ) as response:
                 await response.content.readline()
             answer = await waiting
             assert answer.status == 500, answer.body
@@ -269,16 +346,22 @@ def test_a_prefill_leg_that_ends_without_blocks_fails_the_decode_leg_at_once(pus
             await assert_hands_over(session, pushing)
 
     asyncio.run(check())
-    assert any("nothing to hand over" in line for line in pushing.d.process.tail(200)), pushing.d.process.tail(200)
+    assert any("nothing to hand over" in line for line in pushing.d.process.tail(200)), (
+        pushing.d.process.tail(200)
+    )
 
 
-def test_a_prefill_engine_that_dies_fails_the_decode_leg_that_waits_for_it(pushing: Pushing) -> None:
+def test_a_prefill_engine_that_dies_fails_the_decode_leg_that_waits_for_it(
+    pushing: Pushing,
+) -> None:
     """The last one here: P is gone afterwards."""
 
     async def check() -> None:
         async with new_session() as session:
             prompt = fresh(700)
-            waiting = asyncio.create_task(pushing.ask_d(session, prompt, await pushing.ticket(session)))
+            waiting = asyncio.create_task(
+                pushing.ask_d(session, prompt, await pushing.ticket(session))
+            )
             await pushing.waits(session)
             kill(pushing.p)
             answer = await waiting

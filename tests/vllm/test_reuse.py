@@ -1,6 +1,8 @@
-"""Conversations between real vLLM servers behind kvferry's router: P fetches from D what it lacks, and every answer is a single vLLM's.
+"""Conversations between real vLLM servers behind kvferry's router: P fetches from D what it lacks,
+and every answer is a single vLLM's.
 
-P remembers nothing (no prefix cache), so it lacks all that was said before; asked without a transfer it is the single vLLM to compare with.
+P remembers nothing (no prefix cache), so it lacks all that was said before; asked without a
+transfer it is the single vLLM to compare with.
 """
 
 import asyncio
@@ -30,7 +32,11 @@ ANSWER_TOKENS = 24
 EAGER = {"kv_recompute_threshold": 0, "kv_lease_duration": 600}
 UNCACHED = "--no-enable-prefix-caching"
 PULLED, BYTES = "kvferry:reuse_loaded_tokens_total", "kvferry:reuse_loaded_bytes_total"
-KEPT, EVICTED, LAPSED = "kvferry:retained_turns_total", "kvferry:retained_turns_evicted_total", "kvferry:retained_turns_expired_total"
+KEPT, EVICTED, LAPSED = (
+    "kvferry:retained_turns_total",
+    "kvferry:retained_turns_evicted_total",
+    "kvferry:retained_turns_expired_total",
+)
 REFUSED = "kvferry:reuse_skipped_refused_total"
 
 _rng = random.Random(60)
@@ -72,26 +78,42 @@ async def counted(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int, 
     """Tokens fetched, bytes fetched, tokens computed."""
     async with session.get(f"{p.url}/metrics") as response:
         lines = (await response.text()).splitlines()
-    [computed] = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total") and '"local_compute"' in line]
+    [computed] = [
+        line
+        for line in lines
+        if line.startswith("vllm:prompt_tokens_by_source_total") and '"local_compute"' in line
+    ]
     seen = await metrics(session, p)
     return int(seen[PULLED]), int(seen[BYTES]), int(float(computed.rpartition(" ")[2]))
 
 
-async def take_turn(session: aiohttp.ClientSession, scene: Scene, name: str, prompt: tuple[int, ...]) -> Told:
+async def take_turn(
+    session: aiohttp.ClientSession, scene: Scene, name: str, prompt: tuple[int, ...]
+) -> Told:
     """Streamed. The answer is not looked at. Nobody else may talk to P meanwhile."""
     before = await counted(session, scene.p)
-    answer = await stream(session, scene.router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name)
-    return Told(prompt, answer, *(now - then for now, then in zip(await counted(session, scene.p), before, strict=True)))
+    answer = await stream(
+        session, scene.router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name
+    )
+    return Told(
+        prompt,
+        answer,
+        *(now - then for now, then in zip(await counted(session, scene.p), before, strict=True)),
+    )
 
 
-async def alone(session: aiohttp.ClientSession, p: Engine, prompt: tuple[int, ...]) -> tuple[int, ...]:
+async def alone(
+    session: aiohttp.ClientSession, p: Engine, prompt: tuple[int, ...]
+) -> tuple[int, ...]:
     """What one vLLM says that computes everything itself."""
     return (await ask(session, p, Prompt(prompt, ANSWER_TOKENS))).token_ids[0]
 
 
 @asynccontextmanager
 async def talking(scene: Scene) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    """A new conversation of the fleet that has been asked so often already that everybody knows everybody."""
+    """A new conversation of the fleet that has been asked so often already that everybody knows
+    everybody.
+    """
     async with new_session(120) as session:
 
         async def is_fetched() -> bool:
@@ -139,13 +161,18 @@ def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
                 assert told.answer == await alone(session, scene.p, told.prompt)
                 before = told
             seen = await metrics(session, scene.p)
-            assert (seen["kvferry:failed_loads_total"], seen["kvferry:reuse_failed_loads_total"]) == (0, 0)
+            assert (
+                seen["kvferry:failed_loads_total"],
+                seen["kvferry:reuse_failed_loads_total"],
+            ) == (0, 0)
 
     asyncio.run(check())
 
 
 def without_thoughts(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a segment from the middle of its answer is missing."""
+    """A client that strips what the model thought: a segment from the middle of its answer is
+    missing.
+    """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
 
@@ -168,14 +195,21 @@ def cut_short(told: Told) -> tuple[int, ...]:
     return told.prompt[:50]
 
 
-@pytest.mark.parametrize("change", [without_thoughts, edited, led_otherwise, retokenised, cut_short])
-def test_only_what_both_texts_have_in_common_is_fetched(scene: Scene, change: Callable[[Told], tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "change", [without_thoughts, edited, led_otherwise, retokenised, cut_short]
+)
+def test_only_what_both_texts_have_in_common_is_fetched(
+    scene: Scene, change: Callable[[Told], tuple[int, ...]]
+) -> None:
     async def check() -> None:
         async with talking(scene) as (session, name):
             first = await take_turn(session, scene, name, says(100))
             prompt = change(first)
             said = first.prompt + first.answer
-            common = next((i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b), min(len(said), len(prompt)))
+            common = next(
+                (i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b),
+                min(len(said), len(prompt)),
+            )
             told = await take_turn(session, scene, name, prompt)
             assert told.num_pulled == common // BLOCK * BLOCK
             assert told.answer == await alone(session, scene.p, prompt)
@@ -188,26 +222,50 @@ def test_only_what_both_texts_have_in_common_is_fetched(scene: Scene, change: Ca
 
 
 def test_chats_go_on_whatever_becomes_of_the_text(scene: Scene) -> None:
-    """Not streamed, as text: what the model said comes back in whatever tokens the tokenizer makes of it, the second time with a changed
-    space, the third without its first words."""
+    """Not streamed, as text: what the model said comes back in whatever tokens the tokenizer makes
+    of it, the second time with a changed space, the third without its first words.
+    """
 
     def body(messages: list[dict[str, str]]) -> dict[str, Any]:
-        return {"model": "tiny", "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        return {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
 
     async def check() -> None:
         async with talking(scene) as (session, name):
             messages = [{"role": "system", "content": "You know all transfer workers. " * 8}]
-            changes: list[Callable[[str], str]] = [str, lambda text: text + " ", lambda text: text[len(text) // 2 :], str]
+            changes: list[Callable[[str], str]] = [
+                str,
+                lambda text: text + " ",
+                lambda text: text[len(text) // 2 :],
+                str,
+            ]
             for number, change in enumerate(changes):
-                messages.append({"role": "user", "content": f"Where does ferry {number} of {name} go?"})
+                messages.append(
+                    {"role": "user", "content": f"Where does ferry {number} of {name} go?"}
+                )
                 pulled, _, _ = await counted(session, scene.p)
-                through = await post(session, scene.router, {**body(messages), "conversation_id": name}, "/v1/chat/completions")
+                through = await post(
+                    session,
+                    scene.router,
+                    {**body(messages), "conversation_id": name},
+                    "/v1/chat/completions",
+                )
                 assert through.is_ok, through.body
                 assert "kv_transfer_params" not in through.body
                 assert ((await counted(session, scene.p))[0] > pulled) is (number > 0)
                 direct = await post(session, scene.p, body(messages), "/v1/chat/completions")
                 assert through.body["choices"] == direct.body["choices"]
-                messages.append({"role": "assistant", "content": change(through.body["choices"][0]["message"]["content"])})
+                messages.append(
+                    {
+                        "role": "assistant",
+                        "content": change(through.body["choices"][0]["message"]["content"]),
+                    }
+                )
 
     asyncio.run(check())
 
@@ -216,7 +274,9 @@ def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(scene: Scene
     """The negative control of all these comparisons."""
     transfer = documented("Conversations")[0].transfer
     faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
-    p = scene.fleet.vllm("corrupted prefill", UNCACHED, transfer=transfer, extra=EAGER, environment=faults)
+    p = scene.fleet.vllm(
+        "corrupted prefill", UNCACHED, transfer=transfer, extra=EAGER, environment=faults
+    )
     ready(p)
     router = scene.fleet.kvferry_router([p], [scene.d])
     ready(router)
@@ -236,13 +296,22 @@ def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(scene: Scene
 
 
 def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> None:
-    """A D with so few blocks that it can keep less than half of what is said, and keeps nothing for long."""
+    """A D with so few blocks that it can keep less than half of what is said, and keeps nothing for
+    long.
+    """
     transfer = {**documented("Conversations")[1].transfer, "engine_id": "small"}
     ports = free_ports(2)
     few = ("--num-gpu-blocks-override", "72")
 
     def start(**extra: Any) -> Engine:
-        d = scene.fleet.vllm("small decode", *few, transfer=transfer, extra={**EAGER, **extra}, cores="1", ports=(ports[0], ports[1]))
+        d = scene.fleet.vllm(
+            "small decode",
+            *few,
+            transfer=transfer,
+            extra={**EAGER, **extra},
+            cores="1",
+            ports=(ports[0], ports[1]),
+        )
         ready(d)
         return d
 
@@ -253,7 +322,9 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
     async def converse(session: aiohttp.ClientSession) -> None:
         name, prompt = f"talk {next(_names)}", says(60)
         for _ in range(3):
-            answer = await stream(session, router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name)
+            answer = await stream(
+                session, router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name
+            )
             assert answer == await alone(session, scene.p, prompt)
             prompt += answer + says()
 
@@ -275,8 +346,12 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
         """The next turn of a conversation whose D was killed and is another one now."""
         async with new_session(120) as session:
             first = Prompt(says(100), ANSWER_TOKENS)
-            made = await ask(session, scene.p, first, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-            kept = (await ask(session, d, first, kv_transfer_params=made.body["kv_transfer_params"])).body["kv_transfer_params"]
+            made = await ask(
+                session, scene.p, first, max_tokens=1, kv_transfer_params={"do_remote_decode": True}
+            )
+            kept = (
+                await ask(session, d, first, kv_transfer_params=made.body["kv_transfer_params"])
+            ).body["kv_transfer_params"]
             name = f"talk {next(_names)}"
             before = await stream(session, router, first, conversation_id=name)
             kill(d)
@@ -294,14 +369,19 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
             async def is_served() -> bool:
                 body = {**Prompt(prompt, ANSWER_TOKENS).body(), "conversation_id": name}
                 answer = await post(session, router, body)
-                assert not answer.is_ok or answer.token_ids[0] == await alone(session, scene.p, prompt)
+                assert not answer.is_ok or answer.token_ids[0] == await alone(
+                    session, scene.p, prompt
+                )
                 return answer.is_ok
 
             await until("the router has found the new D", is_served, 60)
 
             async def is_over() -> bool:
                 seen = await metrics(session, new)
-                return seen[LAPSED] == seen[KEPT] > 0 and seen["kvferry:num_retained_turns"] == seen["vllm:kv_cache_usage_perc"] == 0
+                return (
+                    seen[LAPSED] == seen[KEPT] > 0
+                    and seen["kvferry:num_retained_turns"] == seen["vllm:kv_cache_usage_perc"] == 0
+                )
 
             await until("all kept turns have run out", is_over, 60)
             scene.fleet.stop(new)

@@ -1,4 +1,6 @@
-"""The same P and D behind three routers: ours, one like upstream's toy proxy, and vllm-router. Right tokens, and free blocks after."""
+"""The same P and D behind three routers: ours, one like upstream's toy proxy, and vllm-router.
+Right tokens, and free blocks after.
+"""
 
 import asyncio
 import random
@@ -41,7 +43,9 @@ class Routed:
 
 @pytest.fixture(scope="module", params=["kvferry", "toy", "vllm-router"])
 def routed(request: pytest.FixtureRequest, trio: Trio) -> Iterator[Routed]:
-    start = {"kvferry": _start_kvferry, "toy": _start_toy, "vllm-router": _start_vllm_router}[request.param]
+    start = {"kvferry": _start_kvferry, "toy": _start_toy, "vllm-router": _start_vllm_router}[
+        request.param
+    ]
     router = start(trio)
     ready(router)
     yield Routed(request.param, trio.p, trio.d, router)
@@ -55,11 +59,25 @@ def _start_kvferry(trio: Trio) -> Engine:
 def _start_toy(trio: Trio) -> Engine:
     tools = Tools(ROUTER_PYTHON)
     if not ROUTER_PYTHON.exists() or missing_packages(Router.TOY, tools):
-        pytest.skip("what vLLM's toy proxy is made of is not installed here; make setup-vllm does it")
+        pytest.skip(
+            "what vLLM's toy proxy is made of is not installed here; make setup-vllm does it"
+        )
     (port,) = free_ports(1)
-    command = [str(tools.python), str(tools.toy_program), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(tools.python),
+        str(tools.toy_program),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     for role, engine in (("prefiller", trio.p), ("decoder", trio.d)):
-        command += [f"--{role}-hosts", engine.address.host, f"--{role}-ports", str(engine.address.port)]
+        command += [
+            f"--{role}-hosts",
+            engine.address.host,
+            f"--{role}-ports",
+            str(engine.address.port),
+        ]
     return trio.fleet.router("toy", command, port)
 
 
@@ -67,9 +85,29 @@ def _start_vllm_router(trio: Trio) -> Engine:
     if not VLLM_ROUTER.exists():
         pytest.skip("vllm-router is not installed here; make setup-vllm does it")
     port, prometheus = free_ports(2)
-    command = [str(VLLM_ROUTER), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", trio.p.url, "--decode", trio.d.url]
-    return trio.fleet.router("vllm-router", [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"], port)
+    command = [
+        str(VLLM_ROUTER),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(prometheus),
+    ]
+    command += [
+        "--vllm-pd-disaggregation",
+        "--kv-connector",
+        "nixl",
+        "--prefill",
+        trio.p.url,
+        "--decode",
+        trio.d.url,
+    ]
+    return trio.fleet.router(
+        "vllm-router",
+        [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"],
+        port,
+    )
 
 
 async def moved_bytes(session: aiohttp.ClientSession, engine: Engine) -> float:
@@ -91,13 +129,18 @@ def test_prompts_of_every_length_give_the_tokens_of_one_engine(routed: Routed, l
             assert answer == await ask(session, routed.p, prompt)
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             # Not because D computed it all by itself.
-            assert await moved_bytes(session, routed.d) - before == -(-length // BLOCK_TOKENS) * BLOCK_BYTES
+            assert (
+                await moved_bytes(session, routed.d) - before
+                == -(-length // BLOCK_TOKENS) * BLOCK_BYTES
+            )
 
     asyncio.run(check())
 
 
 def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -> None:
-    """A full hit, and prompts that go on where one it has ends: within the block, at its edge, blocks later."""
+    """A full hit, and prompts that go on where one it has ends: within the block, at its edge,
+    blocks later.
+    """
 
     async def check() -> None:
         async with new_session() as session:
@@ -108,10 +151,13 @@ def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -
             assert await ask(session, routed.router, known) == await ask(session, routed.p, known)
             for length in (65, 70, 96, 200):
                 longer = Prompt(whole.token_ids[:length])
-                assert await ask(session, routed.router, longer) == await ask(session, routed.p, longer), length
+                assert await ask(session, routed.router, longer) == await ask(
+                    session, routed.p, longer
+                ), length
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             fetched = (await moved_bytes(session, routed.d) - before) / BLOCK_BYTES
-            # Only what D lacks: a block for 64 (no engine takes a whole prompt from its cache), for 65, for 70 and for 96, four for 200.
+            # Only what D lacks: a block for 64 (no engine takes a whole prompt from its cache), for
+            # 65, for 70 and for 96, four for 200.
             assert fetched == 8
 
     asyncio.run(check())
@@ -121,12 +167,23 @@ def test_streams_and_chats_give_the_answers_of_one_engine(routed: Routed) -> Non
     async def check() -> None:
         async with new_session() as session:
             prompt = routed.prompt(150, "stream", max_tokens=24)
-            tokens = await stream(session, routed.router, prompt, stream_options={"include_usage": True}, min_tokens=2)
+            tokens = await stream(
+                session, routed.router, prompt, stream_options={"include_usage": True}, min_tokens=2
+            )
             assert (tokens,) == (await ask(session, routed.p, prompt)).token_ids
-            text = f"Where does the transfer worker of {routed.name} go, and what does it carry? " * 8
-            chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_completion_tokens": 12}
+            text = (
+                f"Where does the transfer worker of {routed.name} go, and what does it carry? " * 8
+            )
+            chat = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": text}],
+                "max_completion_tokens": 12,
+            }
             chat |= {"temperature": 0, "ignore_eos": True}
-            through, direct = [await post(session, engine, chat, "/v1/chat/completions") for engine in (routed.router, routed.p)]
+            through, direct = [
+                await post(session, engine, chat, "/v1/chat/completions")
+                for engine in (routed.router, routed.p)
+            ]
             assert through.body["choices"] == direct.body["choices"]
             assert through.body["choices"][0]["message"]["content"]
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
@@ -143,7 +200,9 @@ def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Route
             answer = await ask(session, routed.router, prompt, n=4, **ONLY_THE_BEST)
             assert answer.is_ok, answer.body
             assert answer.token_ids == (await ask(session, routed.p, prompt)).token_ids * 4
-            warm = await ask(session, routed.router, routed.prompt(210, "warm choices"), n=4, temperature=1.0)
+            warm = await ask(
+                session, routed.router, routed.prompt(210, "warm choices"), n=4, temperature=1.0
+            )
             assert [len(choice) for choice in warm.token_ids] == [16] * 4
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             assert (await metrics(session, routed.d))[pulls] - before == 2

@@ -1,4 +1,6 @@
-"""Prefill and decode with one and two tensor-parallel workers, in every combination, in real vLLM."""
+"""Prefill and decode with one and two tensor-parallel workers, in every combination, in real
+vLLM.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -42,7 +44,9 @@ def right(one: Engine) -> list[Answer]:
 
 
 def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
-    """Tokens of all prompts through both; afterwards nothing is kept on either side. `salt`: nothing is taken from a cache."""
+    """Tokens of all prompts through both; afterwards nothing is kept on either side. `salt`:
+    nothing is taken from a cache.
+    """
     router = fleet.kvferry_router([p], [d])
     ready(router)
 
@@ -60,11 +64,15 @@ def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
     return answers
 
 
-def test_two_workers_prefill_and_one_decodes(fleet: Fleet, one: Engine, two: Engine, right: list[Answer]) -> None:
+def test_two_workers_prefill_and_one_decodes(
+    fleet: Fleet, one: Engine, two: Engine, right: list[Answer]
+) -> None:
     assert hand_over(fleet, two, one, "two to one") == right
 
 
-def test_one_worker_prefills_and_two_decode(fleet: Fleet, one: Engine, two: Engine, right: list[Answer]) -> None:
+def test_one_worker_prefills_and_two_decode(
+    fleet: Fleet, one: Engine, two: Engine, right: list[Answer]
+) -> None:
     assert hand_over(fleet, one, two, "one to two") == right
 
 

@@ -1,4 +1,6 @@
-"""Right tokens through prefill and decode in real vLLM: against a plain vLLM, and against the embedded engine."""
+"""Right tokens through prefill and decode in real vLLM: against a plain vLLM, and against the
+embedded engine.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -26,9 +28,13 @@ def test_tokens_through_prefill_and_decode_equal_a_plain_vllms(right: Right, tri
             assert await ask_all(trio.router, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
             after = await metrics(session, trio.d)
             # Not because nothing moved.
-            moved = after["vllm:nixl_bytes_transferred_sum"] - before["vllm:nixl_bytes_transferred_sum"]
+            moved = (
+                after["vllm:nixl_bytes_transferred_sum"] - before["vllm:nixl_bytes_transferred_sum"]
+            )
             assert moved >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
-            assert after["kvferry:finished_loads_total"] - before["kvferry:finished_loads_total"] == len(PROMPTS)
+            assert after["kvferry:finished_loads_total"] - before[
+                "kvferry:finished_loads_total"
+            ] == len(PROMPTS)
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -40,27 +46,40 @@ def test_chat_and_streaming_equal_a_plain_vllms(right: Right, trio: Trio) -> Non
         async with new_session(120) as session:
             for prompt, answer in list(zip(PROMPTS, right.vllm, strict=True))[:8]:
                 # Another salt: what D has in its own cache is not used again.
-                assert (await stream(session, trio.router, prompt, cache_salt="streamed"),) == answer.token_ids
+                assert (
+                    await stream(session, trio.router, prompt, cache_salt="streamed"),
+                ) == answer.token_ids
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
 
 
 def test_four_choices_read_one_ticket_once(right: Right, trio: Trio) -> None:
-    # vLLM refuses several choices at temperature 0; with the best token alone to choose from, it is the same.
-    chosen = [(prompt, answer) for prompt, answer in zip(PROMPTS, right.vllm, strict=True) if len(prompt.token_ids) > 300][:6]
+    # vLLM refuses several choices at temperature 0; with the best token alone to choose from, it is
+    # the same.
+    chosen = [
+        (prompt, answer)
+        for prompt, answer in zip(PROMPTS, right.vllm, strict=True)
+        if len(prompt.token_ids) > 300
+    ][:6]
     fours: list[dict[str, Any]] = [
-        {"n": 4, "temperature": 1.0, "top_k": 1, "cache_salt": f"salt {number}"} for number in range(len(chosen))
+        {"n": 4, "temperature": 1.0, "top_k": 1, "cache_salt": f"salt {number}"}
+        for number in range(len(chosen))
     ]
 
     async def check() -> None:
         async with new_session(120) as session:
             before = (await metrics(session, trio.d))["vllm:nixl_bytes_transferred_sum"]
-            asked = [ask(session, trio.router, prompt, **four) for (prompt, _), four in zip(chosen, fours, strict=True)]
+            asked = [
+                ask(session, trio.router, prompt, **four)
+                for (prompt, _), four in zip(chosen, fours, strict=True)
+            ]
             for answer, (_, one) in zip(await asyncio.gather(*asked), chosen, strict=True):
                 assert answer.token_ids == one.token_ids * 4, answer.body
             moved = (await metrics(session, trio.d))["vllm:nixl_bytes_transferred_sum"] - before
-            whole_blocks = sum(-(-len(prompt.token_ids) // 32) * 32 for prompt, _ in chosen) * BYTES_PER_TOKEN
+            whole_blocks = (
+                sum(-(-len(prompt.token_ids) // 32) * 32 for prompt, _ in chosen) * BYTES_PER_TOKEN
+            )
             assert moved == whole_blocks
             hot = await ask(session, trio.router, replace(chosen[0][0], temperature=1.0, n=4))
             assert len(set(hot.token_ids)) > 1, hot.body
@@ -71,11 +90,15 @@ def test_four_choices_read_one_ticket_once(right: Right, trio: Trio) -> None:
 
 def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, trio: Trio) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    d = trio.fleet.vllm("corrupted decode", cores="1", environment={"KVFERRY_FAULTS": "corrupt:every=1"})
+    d = trio.fleet.vllm(
+        "corrupted decode", cores="1", environment={"KVFERRY_FAULTS": "corrupt:every=1"}
+    )
     router = trio.fleet.kvferry_router([trio.p], [d])
     ready(d, router)
     chosen = [
-        (Prompt(prompt.token_ids), answer) for prompt, answer in zip(PROMPTS, right.vllm, strict=True) if len(prompt.token_ids) < 200
+        (Prompt(prompt.token_ids), answer)
+        for prompt, answer in zip(PROMPTS, right.vllm, strict=True)
+        if len(prompt.token_ids) < 200
     ][:8]
     try:
         answers = asyncio.run(ask_all(router, [prompt for prompt, _ in chosen], timeout_s=120))
@@ -83,4 +106,7 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, trio: T
         trio.fleet.stop(router)
         trio.fleet.stop(d)
     assert [answer.status for answer in answers] == [200] * len(chosen)
-    assert all(answer.token_ids != plain.token_ids for answer, (_, plain) in zip(answers, chosen, strict=True))
+    assert all(
+        answer.token_ids != plain.token_ids
+        for answer, (_, plain) in zip(answers, chosen, strict=True)
+    )

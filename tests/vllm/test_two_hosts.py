@@ -1,4 +1,6 @@
-"""The documented commands for two hosts. The second host is a network namespace, and NIXL goes by TCP: no memory is shared."""
+"""The documented commands for two hosts. The second host is a network namespace, and NIXL goes by
+TCP: no memory is shared.
+"""
 
 import asyncio
 import os
@@ -45,26 +47,44 @@ def other_host() -> Iterator[list[str]]:
         ip("netns", "del", name)
 
 
-def test_the_documented_commands_for_two_hosts(tmp_path: Path, model: Path, other_host: list[str]) -> None:
+def test_the_documented_commands_for_two_hosts(
+    tmp_path: Path, model: Path, other_host: list[str]
+) -> None:
     for_p, for_d, for_router = documented("On two hosts")
     (tmp_path / "secret").write_text(secrets.token_hex(32))
     (tmp_path / "secret").chmod(0o600)
 
     def here(variables: dict[str, str]) -> dict[str, str]:
         moved = {name: NAMES.get(value, value) for name, value in variables.items()}
-        return {**moved, "KVFERRY_SECRET_FILE": str(tmp_path / moved["KVFERRY_SECRET_FILE"]), "UCX_TLS": "tcp"}
+        return {
+            **moved,
+            "KVFERRY_SECRET_FILE": str(tmp_path / moved["KVFERRY_SECRET_FILE"]),
+            "UCX_TLS": "tcp",
+        }
 
     with Fleet(tmp_path / "fleet", model, secret=b"") as fleet:
         p = fleet.vllm(
-            "prefill", transfer=for_p.transfer, environment=here(dict(for_p.environment)), host=NAMES["10.0.0.1"], inside=other_host
+            "prefill",
+            transfer=for_p.transfer,
+            environment=here(dict(for_p.environment)),
+            host=NAMES["10.0.0.1"],
+            inside=other_host,
         )
-        d = fleet.vllm("decode", transfer=for_d.transfer, environment=here(dict(for_d.environment)), host=NAMES["10.0.0.2"], cores="1")
+        d = fleet.vllm(
+            "decode",
+            transfer=for_d.transfer,
+            environment=here(dict(for_d.environment)),
+            host=NAMES["10.0.0.2"],
+            cores="1",
+        )
         router = fleet.kvferry_router([p], [d], here(dict(for_router.environment)))
         ready(p, d, router)
         prompts = random_prompts(12, seed=31, longest=500)
 
         async def check() -> None:
-            assert await ask_all(router, prompts, concurrency=4, timeout_s=120) == await ask_all(p, prompts, timeout_s=120)
+            assert await ask_all(router, prompts, concurrency=4, timeout_s=120) == await ask_all(
+                p, prompts, timeout_s=120
+            )
             async with new_session() as session:
                 assert (await metrics(session, d))["kvferry:finished_loads_total"] == len(prompts)
                 await assert_free(session, p, d)

@@ -1,4 +1,6 @@
-"""Two sets of weights that give different KV have different fingerprints; one set has one, wherever it lies."""
+"""Two sets of weights that give different KV have different fingerprints; one set has one, wherever
+it lies.
+"""
 
 import json
 import shutil
@@ -29,9 +31,13 @@ def test_other_weights_of_the_same_shape_differ(model: Path, tmp_path: Path) -> 
     assert sample_weights(str(model), None) != sample_weights(str(tmp_path / "b"), None)
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "model.layers.1.self_attn.attn.k_scale"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.input_layernorm.weight", "model.layers.1.self_attn.attn.k_scale"]
+)
 def test_one_small_tensor_is_enough_to_differ(model: Path, tmp_path: Path, name: str) -> None:
-    tensors = load_file(model / "model.safetensors") | {"model.layers.1.self_attn.attn.k_scale": np.ones(1, np.float32)}
+    tensors = load_file(model / "model.safetensors") | {
+        "model.layers.1.self_attn.attn.k_scale": np.ones(1, np.float32)
+    }
     save_file(tensors, model / "model.safetensors")
     shutil.copytree(model, tmp_path / "b")
     save_file(tensors | {name: tensors[name] * 1.5}, tmp_path / "b" / "model.safetensors")
@@ -49,7 +55,9 @@ def test_files_beside_those_of_the_index_do_not_count(model: Path) -> None:
 def test_weights_in_one_file_of_any_kind_are_sampled(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(name.encode() * 10_000)
-    assert sample_weights(str(tmp_path / "a.gguf"), None) != sample_weights(str(tmp_path / "b.gguf"), None)
+    assert sample_weights(str(tmp_path / "a.gguf"), None) != sample_weights(
+        str(tmp_path / "b.gguf"), None
+    )
 
 
 def test_what_cannot_be_read_is_refused_by_name(model: Path, tmp_path: Path) -> None:
@@ -68,9 +76,14 @@ def test_a_name_that_means_the_same_everywhere_is_its_own_fingerprint() -> None:
 def test_an_adapter_is_known_by_its_weights_and_read_again_when_they_change(tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         (tmp_path / name).mkdir()
-        save_file({"lora_A": np.full(5000, value, np.float32)}, tmp_path / name / "adapter_model.safetensors")
+        save_file(
+            {"lora_A": np.full(5000, value, np.float32)},
+            tmp_path / name / "adapter_model.safetensors",
+        )
     a, b, c = (sample_adapter(str(tmp_path / name)) for name in "abc")
     assert a == b != c
-    save_file({"lora_A": np.full(5000, 2.0, np.float32)}, tmp_path / "a" / "adapter_model.safetensors")
+    save_file(
+        {"lora_A": np.full(5000, 2.0, np.float32)}, tmp_path / "a" / "adapter_model.safetensors"
+    )
     assert sample_adapter(str(tmp_path / "a")) == c
     assert sample_adapter("hub/adapter") == "hub/adapter"

@@ -1,4 +1,6 @@
-"""A model whose layers look back a window and for ever in turn: vLLM keeps two block tables and lets go of what is behind the window."""
+"""A model whose layers look back a window and for ever in turn: vLLM keeps two block tables and
+lets go of what is behind the window.
+"""
 
 import asyncio
 import json
@@ -20,7 +22,9 @@ LAYER_BYTES = 2 * 2 * 64 * 4
 
 
 def blocks_to_move(num_tokens: int) -> int:
-    """Of both kinds of layers together. D computes the last token itself, and needs what that one looks at."""
+    """Of both kinds of layers together. D computes the last token itself, and needs what that one
+    looks at.
+    """
     whole = -(-(num_tokens - 1) // BLOCK)
     return whole + whole - max(0, num_tokens - WINDOW) // BLOCK
 
@@ -44,18 +48,26 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
 
 def test_tokens_equal_a_single_engines_and_only_what_is_seen_is_moved(windowed: Trio) -> None:
     prompts = random_prompts(40, seed=51, longest=1200)
-    # Where the last token's window begins in the block that P lets go of when it has finished, D computes the prompt.
-    handed_over = [len(p.token_ids) for p in prompts if len(p.token_ids) < WINDOW or len(p.token_ids) % BLOCK != BLOCK - 1]
+    # Where the last token's window begins in the block that P lets go of when it has finished, D
+    # computes the prompt.
+    handed_over = [
+        len(p.token_ids)
+        for p in prompts
+        if len(p.token_ids) < WINDOW or len(p.token_ids) % BLOCK != BLOCK - 1
+    ]
     assert len(handed_over) < len(prompts)
 
     async def check() -> None:
         async with new_session(240) as session:
-            assert await ask_all(windowed.router, prompts, concurrency=8, timeout_s=240) == await ask_all(
-                windowed.p, prompts, timeout_s=240
-            )
+            assert await ask_all(
+                windowed.router, prompts, concurrency=8, timeout_s=240
+            ) == await ask_all(windowed.p, prompts, timeout_s=240)
             seen = await metrics(session, windowed.d)
             assert seen["kvferry:finished_loads_total"] == len(handed_over)
-            assert seen["vllm:nixl_bytes_transferred_sum"] == sum(map(blocks_to_move, handed_over)) * 2 * BLOCK * LAYER_BYTES
+            assert (
+                seen["vllm:nixl_bytes_transferred_sum"]
+                == sum(map(blocks_to_move, handed_over)) * 2 * BLOCK * LAYER_BYTES
+            )
             await assert_free(session, windowed.p, windowed.d)
 
     asyncio.run(check())
@@ -70,7 +82,9 @@ def test_a_prefix_of_what_was_handed_over_is_right_too(windowed: Trio) -> None:
             for length in (30, 64, 300, 690):
                 short = type(long)(long.token_ids[:length])
                 params = await prefill(session, windowed.p, long)
-                moved = await ask(session, windowed.d, short, kv_transfer_params=params, cache_salt=f"{length}")
+                moved = await ask(
+                    session, windowed.d, short, kv_transfer_params=params, cache_salt=f"{length}"
+                )
                 assert moved == await ask(session, windowed.p, short, cache_salt="other")
             await assert_free(session, windowed.p, windowed.d)
 

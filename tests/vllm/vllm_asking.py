@@ -11,17 +11,29 @@ ONLY_THE_BEST = {"temperature": 1.0, "top_k": 1}
 """Greedy tokens where vLLM refuses temperature 0: with several choices."""
 
 
-def random_prompts(count: int, seed: int, shortest: int = 20, longest: int = 1500, max_tokens: int = 16) -> list[Prompt]:
-    """Lengths over the whole range, many of them short; edges of blocks among them. All different."""
+def random_prompts(
+    count: int, seed: int, shortest: int = 20, longest: int = 1500, max_tokens: int = 16
+) -> list[Prompt]:
+    """Lengths over the whole range, many of them short; edges of blocks among them. All
+    different.
+    """
     rng = random.Random(seed)
     edges = [n for n in (31, 32, 33, 63, 64, 65, 96, 127, 128, 129) if shortest <= n <= longest]
     lengths = [
-        rng.choice(edges) if edges and rng.random() < 0.2 else int(shortest * (longest / shortest) ** rng.random()) for _ in range(count)
+        rng.choice(edges)
+        if edges and rng.random() < 0.2
+        else int(shortest * (longest / shortest) ** rng.random())
+        for _ in range(count)
     ]
-    return [Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), max_tokens) for length in lengths]
+    return [
+        Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), max_tokens)
+        for length in lengths
+    ]
 
 
-async def assert_free(session: aiohttp.ClientSession, *engines: Engine, timeout_s: float = 60) -> None:
+async def assert_free(
+    session: aiohttp.ClientSession, *engines: Engine, timeout_s: float = 60
+) -> None:
     """Sooner or later no block of theirs is in use, and nothing runs or waits."""
     names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -32,14 +44,20 @@ async def assert_free(session: aiohttp.ClientSession, *engines: Engine, timeout_
     await until("all KV blocks are free", is_free, timeout_s)
 
 
-async def stream(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any) -> tuple[int, ...]:
+async def stream(
+    session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any
+) -> tuple[int, ...]:
     """The token ids of a streamed completion, joined."""
     tokens: list[int] = []
-    async with session.post(f"{engine.url}/v1/completions", json={**prompt.body(), "stream": True, **changes}) as response:
+    async with session.post(
+        f"{engine.url}/v1/completions", json={**prompt.body(), "stream": True, **changes}
+    ) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 chunk = json.loads(line[6:])
                 assert "error" not in chunk, chunk
-                tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+                tokens += [
+                    token for choice in chunk["choices"] for token in choice.get("token_ids") or ()
+                ]
     return tuple(tokens)

@@ -46,7 +46,13 @@ def send_noise(secret: bytes, address: str) -> None:
     """Noise for a worker's control transport, which answers nothing it does not know."""
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
-        for frame in (b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0))):
+        for frame in (
+            b"",
+            b"\xc1",
+            os.urandom(500),
+            b"\x91" * 50_000,
+            codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)),
+        ):
             transport.send(address, frame)
         transport.poll(0.5)
     finally:

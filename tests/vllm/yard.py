@@ -1,4 +1,6 @@
-"""Two pairs of real vLLM servers with kvferry inside, to be abused, and what must be true of them afterwards."""
+"""Two pairs of real vLLM servers with kvferry inside, to be abused, and what must be true of them
+afterwards.
+"""
 
 import random
 from collections.abc import AsyncIterator
@@ -23,14 +25,18 @@ SOON_S = 20.0
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 BRIEF = {"kv_lease_duration": 4}
 FORGETFUL = {"engine_ttl": 1, "handshake_timeout": 10}
-"""Every peer is soon a stranger again, and a dead one is waited for long enough to see what others do meanwhile."""
+"""Every peer is soon a stranger again, and a dead one is waited for long enough to see what others
+do meanwhile.
+"""
 
 _rng = random.Random(20)
 
 
 @dataclass
 class VllmCluster:
-    """The trio, a second D that computes what it cannot fetch, and a second P with short leases and a small cache, which gets killed."""
+    """The trio, a second D that computes what it cannot fetch, and a second P with short leases and
+    a small cache, which gets killed.
+    """
 
     trio: Trio
     lenient: Engine
@@ -43,7 +49,9 @@ class VllmCluster:
 
     @classmethod
     def start(cls, trio: Trio) -> "VllmCluster":
-        lenient = trio.fleet.vllm("lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0")
+        lenient = trio.fleet.vllm(
+            "lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0"
+        )
         http, side_channel = free_ports(2)
         vllm_cluster = cls(trio, lenient, lenient, (http, side_channel))
         vllm_cluster.brief = vllm_cluster.start_brief()
@@ -63,7 +71,14 @@ class VllmCluster:
     def start_brief(self) -> Engine:
         flags = ("--num-gpu-blocks-override", "256")
         transfer = {**BY_MODULE_PATH, "engine_id": "brief"}
-        return self.trio.fleet.vllm("brief prefill", *flags, transfer=transfer, extra=BRIEF, cores="1", ports=self.brief_ports)
+        return self.trio.fleet.vllm(
+            "brief prefill",
+            *flags,
+            transfer=transfer,
+            extra=BRIEF,
+            cores="1",
+            ports=self.brief_ports,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,9 @@ def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
 
 
 @asynccontextmanager
-async def unharmed(vllm_cluster: VllmCluster, *decoders: Engine, timeout_s: float = 60) -> AsyncIterator[aiohttp.ClientSession]:
+async def unharmed(
+    vllm_cluster: VllmCluster, *decoders: Engine, timeout_s: float = 60
+) -> AsyncIterator[aiohttp.ClientSession]:
     """Around each case. `timeout_s`: how long blocks may take to come back."""
     before = [pids(engine) for engine in vllm_cluster.everybody]
     try:
@@ -103,23 +120,42 @@ def pids(engine: Engine) -> set[int]:
     return {process.pid for process in engine.family()}
 
 
-async def assert_hands_over(session: aiohttp.ClientSession, vllm_cluster: VllmCluster, decoder: Engine, p: Engine | None = None) -> None:
+async def assert_hands_over(
+    session: aiohttp.ClientSession,
+    vllm_cluster: VllmCluster,
+    decoder: Engine,
+    p: Engine | None = None,
+) -> None:
     prompt = fresh()
     finished = (await metrics(session, decoder))[FINISHED]
-    answer = await ask(session, decoder, prompt, kv_transfer_params=await prefill(session, p or vllm_cluster.trio.p, prompt))
+    answer = await ask(
+        session,
+        decoder,
+        prompt,
+        kv_transfer_params=await prefill(session, p or vllm_cluster.trio.p, prompt),
+    )
     assert answer == await ask(session, vllm_cluster.trio.p, prompt), answer.body
     assert (await metrics(session, decoder))[FINISHED] == finished + 1
 
 
 async def ask_wrongly(
-    session: aiohttp.ClientSession, vllm_cluster: VllmCluster, decoder: Decoder, prompt: Prompt, params: Any, **changes: Any
+    session: aiohttp.ClientSession,
+    vllm_cluster: VllmCluster,
+    decoder: Decoder,
+    prompt: Prompt,
+    params: Any,
+    **changes: Any,
 ) -> Answer:
-    """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing wrong afterwards."""
+    """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing
+    wrong afterwards.
+    """
     answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params, **changes)
     right = await ask(session, vllm_cluster.trio.p, prompt)
     assert right.is_ok
     if answer.is_ok:
-        assert answer.token_ids == tuple(choice[: len(answer.token_ids[0])] for choice in right.token_ids), params
+        assert answer.token_ids == tuple(
+            choice[: len(answer.token_ids[0])] for choice in right.token_ids
+        ), params
     assert await ask(session, decoder.engine, prompt) == right, params
     return answer
 

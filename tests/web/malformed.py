@@ -1,4 +1,6 @@
-"""Requests that are refused before any handler is asked, with the status each must get; None: any of 4xx. For every server of ours."""
+"""Requests that are refused before any handler is asked, with the status each must get; None: any
+of 4xx. For every server of ours.
+"""
 
 import asyncio
 import json
@@ -15,10 +17,19 @@ MALFORMED = [
     (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", None),
     (b"GET /%ff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
     (b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n", None),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", 417),
+    (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n",
+        417,
+    ),
     (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", None),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", 400),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n", 413),
+    (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n",
+        400,
+    ),
+    (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n",
+        413,
+    ),
 ]
 
 
@@ -27,7 +38,11 @@ async def assert_refused_without_echo(url: str, sent: bytes, status: int | None)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     writer.write(sent)
     head = await reader.readuntil(b"\r\n\r\n")
-    length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+    length = next(
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
+    )
     body = await reader.readexactly(length)
     writer.close()
     error = json.loads(body)["error"]

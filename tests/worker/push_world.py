@@ -1,9 +1,10 @@
-"""Two engines that push, as far as their transfer workers can tell: blocks that are computed, published, preempted, lent, freed and used
-again.
+"""Two engines that push, as far as their transfer workers can tell: blocks that are computed,
+published, preempted, lent, freed and used again.
 
-Whatever an engine may do with a block it does at the first moment it may: P's blocks are overwritten when a withdrawal has been commanded
-or the end of a lease has been reported; D's are the next owner's when the end of a transfer has been reported. Each rank of D remembers
-what has to be in the blocks that it does not lend, and every turn compares.
+Whatever an engine may do with a block it does at the first moment it may: P's blocks are
+overwritten when a withdrawal has been commanded or the end of a lease has been reported; D's are
+the next owner's when the end of a transfer has been reported. Each rank of D remembers what has to
+be in the blocks that it does not lend, and every turn compares.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,14 @@ from tests.worker.world import BLOCK_SIZE, LAYERS, NUM_BLOCKS, SECRET, Place, Si
 
 from kvferry.events import BytesMoved, Event, LeaseEnded, TransferFailed, TransferFinished
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.tickets import HOLE, PushTicket, PushTicketKey, Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import (
+    HOLE,
+    PushTicket,
+    PushTicketKey,
+    Ticket,
+    TicketKey,
+    runs_from_blocks,
+)
 from kvferry.testing.local import ManualClock
 from kvferry.transports.base import Completion, Handle
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
@@ -38,14 +46,18 @@ from kvferry.worker.commands import (
 MAX_TOKENS = 16
 HEADS = 2
 MAX_SILENCE_S = 200.0
-"""Without a fence, blocks come back from a producer that is silent for eleven leases, 330 s: none may be stopped for so long."""
+"""Without a fence, blocks come back from a producer that is silent for eleven leases, 330 s: none
+may be stopped for so long.
+"""
 Content = npt.NDArray[np.uint8]
 
 
 @lru_cache(maxsize=64)
 def kv_of(prompt: int) -> Content:
     """[layers, tokens, heads, content]: what any engine computes for this prompt, however often."""
-    return np.random.default_rng(prompt).integers(1, 256, (LAYERS, MAX_TOKENS, HEADS, 16), dtype=np.uint8)
+    return np.random.default_rng(prompt).integers(
+        1, 256, (LAYERS, MAX_TOKENS, HEADS, 16), dtype=np.uint8
+    )
 
 
 def tokens_of(prompt: int, num_tokens: int) -> Fingerprint:
@@ -53,8 +65,9 @@ def tokens_of(prompt: int, num_tokens: int) -> Fingerprint:
 
 
 class StormTransport(MemoryTransport):
-    """Copies slowly or fast, while the engine does something. Its fence closes some polls after it was told to; it says so when it is
-    closed, or, lying, at once."""
+    """Copies slowly or fast, while the engine does something. Its fence closes some polls after it
+    was told to; it says so when it is closed, or, lying, at once.
+    """
 
     def __init__(self, network: MemoryNetwork, fence_polls: int | None, lies: bool = False) -> None:
         super().__init__(network, supports_write_grants=fence_polls is not None)
@@ -79,11 +92,19 @@ class StormTransport(MemoryTransport):
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
         due = [each for each in self._closing if each[0] <= self._polls]
-        told = [handle for _, _, handle in (self._closing if self._lies else due) if handle not in self._told]
+        told = [
+            handle
+            for _, _, handle in (self._closing if self._lies else due)
+            if handle not in self._told
+        ]
         self._closing = [each for each in self._closing if each not in due]
         self._told |= set(told)
         self._inner |= {MemoryTransport.revoke_writes(self, grant_id) for _, grant_id, _ in due}
-        ended = [completion for _ in range(self.slices_per_poll) for completion in super(StormTransport, self).poll()]
+        ended = [
+            completion
+            for _ in range(self.slices_per_poll)
+            for completion in super(StormTransport, self).poll()
+        ]
         ended = [completion for completion in ended if completion.handle not in self._inner]
         return [*ended, *(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in told)]
 
@@ -158,8 +179,20 @@ class PushWorld:
 
     def _side(self, name: str, epoch: str, rank: int, size: int, port: int) -> Side:
         transport = StormTransport(self.network, self.mode.fence_polls, self.mode.lies)
-        channels = MemoryControlTransport(self.network), MemoryControlTransport(self.network, port if rank == 0 else 0)
-        side = Side(name, epoch, self.network, self.clock, transport, Place(rank, size, HEADS), channels, self.mode.lends)
+        channels = (
+            MemoryControlTransport(self.network),
+            MemoryControlTransport(self.network, port if rank == 0 else 0),
+        )
+        side = Side(
+            name,
+            epoch,
+            self.network,
+            self.clock,
+            transport,
+            Place(rank, size, HEADS),
+            channels,
+            self.mode.lends,
+        )
         self.transports[id(side)] = transport
         return side
 
@@ -171,7 +204,7 @@ class PushWorld:
         for side in self.sides:
             side.close()
 
-    # -- time ------------------------------------------------------------------------------------------------------------
+    # -- time --
 
     def run(self, turns: int = 30) -> "PushWorld":
         for _ in range(turns):
@@ -208,7 +241,7 @@ class PushWorld:
                 self.written_bytes += moved if side.name == "p" else 0
                 self.read_bytes += moved if side.name == "d" else 0
 
-    # -- P -----------------------------------------------------------------------------------------------------------------
+    # -- P --
 
     def tell(self, sides: list[Side], *commands: WorkerCommand) -> None:
         for side in sides:
@@ -220,7 +253,10 @@ class PushWorld:
             side.close()
         self.lives += 1
         self.serial = 0
-        self.p = [self._side("p", f"e{self.lives}", rank, self.p_size, 1000) for rank in range(self.p_size)]
+        self.p = [
+            self._side("p", f"e{self.lives}", rank, self.p_size, 1000)
+            for rank in range(self.p_size)
+        ]
         for side in self.p:
             self.p[0].layouts.update(side.layouts)
         self.prefills.clear()
@@ -249,10 +285,18 @@ class PushWorld:
         if not prefill.serial:
             self.serial += 1
             prefill.serial = self.serial
-            self.tell(self.p, GrantLease(request, prefill.serial) if is_over else OpenStream(request, prefill.serial))
+            self.tell(
+                self.p,
+                GrantLease(request, prefill.serial)
+                if is_over
+                else OpenStream(request, prefill.serial),
+            )
         elif is_over:
             self.tell(self.p, CloseStream(request))
-        self.tell(self.p, PublishTicket(request, prefill.match_id, self._ticket(prefill), prefill.computed))
+        self.tell(
+            self.p,
+            PublishTicket(request, prefill.match_id, self._ticket(prefill), prefill.computed),
+        )
         if is_over:
             prefill.held_by = set(range(self.p_size))
 
@@ -262,7 +306,19 @@ class PushWorld:
         tokens = tokens_of(prefill.prompt, prefill.num_tokens)
         runs = [runs_from_blocks(table)]
         return TicketKey(SECRET).sign(
-            Ticket("p", self.p[0].epoch, prefill.request, prefill.serial, "memory", 1000, self.p_size, BLOCK_SIZE, runs, tokens, 30.0)
+            Ticket(
+                "p",
+                self.p[0].epoch,
+                prefill.request,
+                prefill.serial,
+                "memory",
+                1000,
+                self.p_size,
+                BLOCK_SIZE,
+                runs,
+                tokens,
+                30.0,
+            )
         )
 
     def preempt(self, prefill: Prefill) -> None:
@@ -286,17 +342,29 @@ class PushWorld:
     def _free_of_p(self, prefill: Prefill) -> None:
         for side in self.p:
             for block in prefill.blocks:
-                side.memory[:, block] = self.rng.integers(1, 256, side.memory[:, block].shape, dtype=np.uint8)
+                side.memory[:, block] = self.rng.integers(
+                    1, 256, side.memory[:, block].shape, dtype=np.uint8
+                )
         self.free["p"] += prefill.blocks
         prefill.blocks = []
 
-    # -- D -----------------------------------------------------------------------------------------------------------------
+    # -- D --
 
     def expect(self, match_id: str, prompt: int, num_tokens: int) -> Load:
         load = Load(f"d{len(self.loads)}-{match_id}", match_id, prompt, num_tokens)
         self.loads[load.request] = load
-        ticket = PushTicketKey(SECRET).sign(PushTicket(match_id, "p", self.p[0].epoch, "memory", 1000, self.p_size))
-        self.tell(self.d, RegisterForPush(RequestId(load.request), ticket, tokens_of(prompt, num_tokens), Address("memory", 1001)))
+        ticket = PushTicketKey(SECRET).sign(
+            PushTicket(match_id, "p", self.p[0].epoch, "memory", 1000, self.p_size)
+        )
+        self.tell(
+            self.d,
+            RegisterForPush(
+                RequestId(load.request),
+                ticket,
+                tokens_of(prompt, num_tokens),
+                Address("memory", 1001),
+            ),
+        )
         return load
 
     def start(self, load: Load, prefix_blocks: int = 0) -> None:
@@ -308,9 +376,14 @@ class PushWorld:
         load.first = min(prefix_blocks, needed - 1) * BLOCK_SIZE
         for rank, side in enumerate(self.d):
             self._fill(side, load.blocks, load.prompt, range(load.first))
-            self.shadow[rank][:] = np.where(self.is_lent[rank][None, :, None], self.shadow[rank], side.memory)
+            self.shadow[rank][:] = np.where(
+                self.is_lent[rank][None, :, None], self.shadow[rank], side.memory
+            )
             self.is_lent[rank][load.filled] = True
-        self.tell(self.d, StartLoad(RequestId(load.request), (tuple(load.blocks),), load.first, load.num_tokens))
+        self.tell(
+            self.d,
+            StartLoad(RequestId(load.request), (tuple(load.blocks),), load.first, load.num_tokens),
+        )
 
     def abort(self, load: Load) -> None:
         self.tell(self.d, AbortLoad(RequestId(load.request)))
@@ -327,7 +400,9 @@ class PushWorld:
         else:
             # The next owner writes at once.
             for block in load.filled:
-                side.memory[:, block] = self.rng.integers(1, 256, side.memory[:, block].shape, dtype=np.uint8)
+                side.memory[:, block] = self.rng.integers(
+                    1, 256, side.memory[:, block].shape, dtype=np.uint8
+                )
         self.shadow[rank][:, load.filled] = side.memory[:, load.filled]
         self.is_lent[rank][load.filled] = False
         if len(load.ended_on) == len(self.d):
@@ -337,7 +412,9 @@ class PushWorld:
         for position in range(load.num_tokens):
             there = side.view()[:, load.blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
             right = kv_of(load.prompt)[:, position, side.place.heads]
-            assert np.array_equal(there, right), f"token {position} of {load.request} is wrong on rank {side.place.tp_rank}"
+            assert np.array_equal(there, right), (
+                f"token {position} of {load.request} is wrong on rank {side.place.tp_rank}"
+            )
 
     def release(self, load: Load) -> None:
         """It has been computed to its end, or failed everywhere."""
@@ -347,12 +424,14 @@ class PushWorld:
     @staticmethod
     def _fill(side: Side, blocks: list[int], prompt: int, positions: range) -> None:
         for position in positions:
-            side.view()[:, blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = kv_of(prompt)[:, position, side.place.heads]
+            side.view()[:, blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = kv_of(
+                prompt
+            )[:, position, side.place.heads]
 
     def transport(self, side: Side) -> StormTransport:
         return self.transports[id(side)]
 
-    # -- trouble -------------------------------------------------------------------------------------------------------------
+    # -- trouble --
 
     def drop_connections(self, side: Side) -> None:
         """All that this side has dialled: it learns of it, the others do not."""
@@ -366,7 +445,11 @@ class PushWorld:
     def cut(self, side: Side) -> None:
         """The data connections of one of P's ranks to D."""
         for other in self.d:
-            side.transport.disconnect(PeerId(other.served.engine, other.served.epoch, other.place.tp_rank))
+            side.transport.disconnect(
+                PeerId(other.served.engine, other.served.epoch, other.place.tp_rank)
+            )
 
     def unended(self) -> Iterator[Load]:
-        return (load for load in self.loads.values() if load.blocks and len(load.ended_on) < len(self.d))
+        return (
+            load for load in self.loads.values() if load.blocks and len(load.ended_on) < len(self.d)
+        )

@@ -37,9 +37,15 @@ def test_the_bytes_arrive_in_the_right_blocks_and_no_others(world: World) -> Non
     assert not others.any()
     assert world.p.freed() == [("a", "confirmed")]
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
-    assert (moved.transport, moved.total_bytes, moved.is_ok) == ("memory", 3 * LAYERS * BLOCK_BYTES, True)
+    assert (moved.transport, moved.total_bytes, moved.is_ok) == (
+        "memory",
+        3 * LAYERS * BLOCK_BYTES,
+        True,
+    )
     assert (moved.planned_segments, moved.segments) == (3 * LAYERS, 3 * LAYERS)
-    assert [event.transport for event in world.d.events if isinstance(event, PeerConnected)] == ["memory"]
+    assert [event.transport for event in world.d.events if isinstance(event, PeerConnected)] == [
+        "memory"
+    ]
     world.assert_quiescent()
 
 
@@ -91,7 +97,9 @@ def test_a_queued_request_is_kept_alive_far_beyond_the_first_lease(world: World)
 
 
 def test_a_lease_that_ran_out_before_the_read_is_refused(world: World) -> None:
-    """D stands still while P goes on: its blocks belong to somebody else when D wakes up and reads."""
+    """D stands still while P goes on: its blocks belong to somebody else when D wakes up and
+    reads.
+    """
     first = world.p.issue("warm", [1])
     world.p.grant("warm")
     world.d.track("w", first)
@@ -127,7 +135,9 @@ def test_a_lease_that_runs_out_between_read_and_confirmation_is_refused(world: W
     world.assert_quiescent()
 
 
-def test_a_ticket_that_overtakes_its_grant_is_served_at_once_and_freed_after_it(world: World) -> None:
+def test_a_ticket_that_overtakes_its_grant_is_served_at_once_and_freed_after_it(
+    world: World,
+) -> None:
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
@@ -153,7 +163,9 @@ def test_several_readers_share_one_lease(world: World) -> None:
     assert world.d.finished() == ["r0", "r1", "r2", "r3"]
     assert world.p.freed() == [("a", "confirmed")]
     for number in range(4):
-        assert (world.d.memory[:, [10 + 2 * number, 11 + 2 * number]] == world.p.memory[:, [3, 4]]).all()
+        assert (
+            world.d.memory[:, [10 + 2 * number, 11 + 2 * number]] == world.p.memory[:, [3, 4]]
+        ).all()
     world.assert_quiescent()
 
 
@@ -174,7 +186,9 @@ def test_an_abort_at_any_moment_frees_both_sides(world: World, turns: int) -> No
     world.assert_quiescent()
 
 
-def test_an_abort_stops_a_read_that_is_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_stops_a_read_that_is_under_way(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticket = world.p.issue("a", [3])
     world.p.grant("a")
     world.d.track("r", ticket)
@@ -195,7 +209,9 @@ def test_an_abort_stops_a_read_that_is_under_way(world: World, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("turns", range(1, 10))
-def test_the_death_of_the_producer_at_any_moment_is_a_failure_or_a_confirmed_read(world: World, turns: int) -> None:
+def test_the_death_of_the_producer_at_any_moment_is_a_failure_or_a_confirmed_read(
+    world: World, turns: int
+) -> None:
     ticket = world.p.issue("a", [3])
     world.p.grant("a")
     world.d.track("r", ticket)
@@ -268,7 +284,13 @@ def test_refused_parameters_are_reported_as_a_failed_load(world: World) -> None:
 
 
 def test_what_does_not_belong_here_is_dropped_and_counted(world: World) -> None:
-    for frame in (b"", b"\xc1", b"\x00" * 100, codec.encode(Confirmed("a", "d/r")), codec.encode(Release("x"))):
+    for frame in (
+        b"",
+        b"\xc1",
+        b"\x00" * 100,
+        codec.encode(Confirmed("a", "d/r")),
+        codec.encode(Release("x")),
+    ):
         world.d.control.send(world.p.control.address, frame)
     world.run()
     assert len([event for event in world.p.events if isinstance(event, MessageDropped)]) == 5

@@ -1,4 +1,6 @@
-"""A turn of a transfer worker, and a step of an engine, are the same work with ten live leases and with thousands."""
+"""A turn of a transfer worker, and a step of an engine, are the same work with ten live leases and
+with thousands.
+"""
 
 import pytest
 from tests.connectors.pair import EngineRequest, EngineSide, step_until
@@ -51,7 +53,9 @@ def test_a_turn_of_the_ferry_is_the_same_work_for_few_and_for_many(whose: str) -
     for pair in (few, many):
         pair.clock.advance(6)
         pair.d.step()
-    assert many.turn_of(many.p) > 5 * few.turn_of(few.p), "a beat that renews them all is work, and is counted"
+    assert many.turn_of(many.p) > 5 * few.turn_of(few.p), (
+        "a beat that renews them all is work, and is counted"
+    )
     few.close()
     many.close()
 

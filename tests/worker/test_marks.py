@@ -1,4 +1,6 @@
-"""What an engine says counts from when its device has passed the mark it was said with: not before, and in order."""
+"""What an engine says counts from when its device has passed the mark it was said with: not before,
+and in order.
+"""
 
 import time
 from collections.abc import Iterator
@@ -48,7 +50,9 @@ def obeyed(thread: TransferWorkerThread, count: int) -> list[str]:
     deadline = time.monotonic() + DEADLINE_S
     while len(names) < count:
         assert time.monotonic() < deadline
-        names += [event.request for event in thread.take_events() if isinstance(event, TransferFailed)]
+        names += [
+            event.request for event in thread.take_events() if isinstance(event, TransferFailed)
+        ]
     return names
 
 

@@ -1,4 +1,6 @@
-"""Many producers, dead ones, restarted ones and idle ones, over real sockets: nobody waits for another, and nothing is left open."""
+"""Many producers, dead ones, restarted ones and idle ones, over real sockets: nobody waits for
+another, and nothing is left open.
+"""
 
 import contextlib
 import os
@@ -60,20 +62,28 @@ class PrefillCounts:
 
 
 class PeerWorld:
-    """One consumer and as many producers as a test asks for, each with sockets of its own. `run` waits on the wall clock for real
-    sockets; deadlines of the protocol pass only when a test turns its clock."""
+    """One consumer and as many producers as a test asks for, each with sockets of its own. `run`
+    waits on the wall clock for real sockets; deadlines of the protocol pass only when a test turns
+    its clock.
+    """
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self._network = MemoryNetwork()
         self._sides: list[Side] = []
         self.wire = PrefillCounts(opened())
-        self.d = self._add(Side("d", "f1", self._network, self.clock, channels=(self.wire, opened())))
+        self.d = self._add(
+            Side("d", "f1", self._network, self.clock, channels=(self.wire, opened()))
+        )
 
     def producer(self, name: str, epoch: str = "e1", port: int = 0) -> Side:
         """Its side channel is on the port asked for."""
-        side = self._add(Side(name, epoch, self._network, self.clock, channels=(opened(), opened(port))))
-        side.memory[:] = np.random.default_rng(len(self._sides)).integers(1, 256, side.memory.shape, dtype=np.uint8)
+        side = self._add(
+            Side(name, epoch, self._network, self.clock, channels=(opened(), opened(port)))
+        )
+        side.memory[:] = np.random.default_rng(len(self._sides)).integers(
+            1, 256, side.memory.shape, dtype=np.uint8
+        )
         return side
 
     def _add(self, side: Side) -> Side:
@@ -127,11 +137,13 @@ def peer_world() -> Iterator[PeerWorld]:
         yield made
 
 
-# -- many --------------------------------------------------------------------------------------------------------------
+# -- many --
 
 
 @pytest.mark.slow
-def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each_as_one(peer_world: PeerWorld) -> None:
+def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each_as_one(
+    peer_world: PeerWorld,
+) -> None:
     alone = peer_world.producer("alone")
     peer_world.hand_over(alone, "first", 0)
     peer_world.finish("first")
@@ -140,7 +152,10 @@ def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each
     for number, side in enumerate(crowd):
         peer_world.announce(side, f"r{number}", number % NUM_BLOCKS)
     peer_world.run(
-        lambda: peer_world.d.transfer_worker.snapshot().peers == CROWD + 1 and peer_world.wire.sent >= sent + 2 * CROWD,
+        lambda: (
+            peer_world.d.transfer_worker.snapshot().peers == CROWD + 1
+            and peer_world.wire.sent >= sent + 2 * CROWD
+        ),
         "all are greeted and attached to",
     )
     for first in range(0, CROWD, NUM_BLOCKS):
@@ -148,13 +163,21 @@ def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each
         for number, _ in wave:
             peer_world.d.start(f"r{number}", [number % NUM_BLOCKS], range(0, 4))
         peer_world.finish(*(f"r{number}" for number, _ in wave))
-        assert all((peer_world.d.memory[:, number % NUM_BLOCKS] == side.memory[:, number % NUM_BLOCKS]).all() for number, side in wave)
+        assert all(
+            (
+                peer_world.d.memory[:, number % NUM_BLOCKS] == side.memory[:, number % NUM_BLOCKS]
+            ).all()
+            for number, side in wave
+        )
     assert peer_world.d.failed() == []
-    assert (peer_world.wire.sent, peer_world.wire.received) == (sent * (CROWD + 1), received * (CROWD + 1))
+    assert (peer_world.wire.sent, peer_world.wire.received) == (
+        sent * (CROWD + 1),
+        received * (CROWD + 1),
+    )
     peer_world.run(lambda: all(len(side.freed()) == 1 for side in crowd), "every lease has ended")
 
 
-# -- dead ones ---------------------------------------------------------------------------------------------------------
+# -- dead ones --
 
 
 def refused(stack: ExitStack) -> int:
@@ -165,7 +188,9 @@ def refused(stack: ExitStack) -> int:
 
 def silent(stack: ExitStack) -> int:
     """The kernel takes connections in, and nobody ever says a word."""
-    return int(stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)).getsockname()[1])
+    return int(
+        stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)).getsockname()[1]
+    )
 
 
 def black_hole(stack: ExitStack) -> int:
@@ -181,11 +206,17 @@ def black_hole(stack: ExitStack) -> int:
 def dead_ticket(port: int) -> str:
     """A genuine one, of an engine that is not there."""
     tokens = fingerprint(range(4), 4, "")
-    return TicketKey(SECRET).sign(Ticket("dead", "e9", "lost", 1, "127.0.0.1", port, 1, 4, [runs_from_blocks([0])], tokens, 30.0))
+    return TicketKey(SECRET).sign(
+        Ticket(
+            "dead", "e9", "lost", 1, "127.0.0.1", port, 1, 4, [runs_from_blocks([0])], tokens, 30.0
+        )
+    )
 
 
 @pytest.mark.parametrize("death", [refused, silent, black_hole])
-def test_one_dead_producer_delays_nobody(peer_world: PeerWorld, death: Callable[[ExitStack], int]) -> None:
+def test_one_dead_producer_delays_nobody(
+    peer_world: PeerWorld, death: Callable[[ExitStack], int]
+) -> None:
     with ExitStack() as stack:
         port = death(stack)
         peer_world.d.track("lost", dead_ticket(port))
@@ -195,16 +226,23 @@ def test_one_dead_producer_delays_nobody(peer_world: PeerWorld, death: Callable[
         for number, side in enumerate(living):
             peer_world.hand_over(side, f"r{number}", number)
         peer_world.finish(*(f"r{number}" for number in range(10)))
-        assert peer_world.d.failed() == [], "the dead one's handshake was over before the others' transfers"
+        assert peer_world.d.failed() == [], (
+            "the dead one's handshake was over before the others' transfers"
+        )
         for number, side in enumerate(living):
             assert (peer_world.d.memory[:, number] == side.memory[:, number]).all()
         peer_world.clock.advance(5)
         peer_world.run(lambda: bool(peer_world.d.failed()), "the dead one's deadline")
-        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})" in peer_world.d.failed()[0]
+        assert (
+            f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})"
+            in peer_world.d.failed()[0]
+        )
         assert not peer_world.d.memory[:, 31].any()
 
 
-def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(peer_world: PeerWorld) -> None:
+def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(
+    peer_world: PeerWorld,
+) -> None:
     with ExitStack() as stack:
         files, text = num_files(), dead_ticket(refused(stack))
         for turn in range(50):
@@ -219,24 +257,35 @@ def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(peer_w
         peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
-# -- those that come back ----------------------------------------------------------------------------------------------
+# -- those that come back --
 
 
-def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(peer_world: PeerWorld) -> None:
+def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(
+    peer_world: PeerWorld,
+) -> None:
     port = files = 0
     for incarnation in range(51):
         p = peer_world.producer("p", f"life {incarnation}", port)
         port = port_of(p)
         peer_world.hand_over(p, f"r{incarnation}", incarnation % NUM_BLOCKS)
         peer_world.finish(f"r{incarnation}")
-        assert (peer_world.d.memory[:, incarnation % NUM_BLOCKS] == p.memory[:, incarnation % NUM_BLOCKS]).all()
+        assert (
+            peer_world.d.memory[:, incarnation % NUM_BLOCKS]
+            == p.memory[:, incarnation % NUM_BLOCKS]
+        ).all()
         peer_world.end(p)
-        peer_world.run(lambda: peer_world.d.transfer_worker.snapshot().peers == 0, "the old life is forgotten")
+        peer_world.run(
+            lambda: peer_world.d.transfer_worker.snapshot().peers == 0, "the old life is forgotten"
+        )
         files = files or num_files()
-    peer_world.run(lambda: num_files() <= files, f"as many open files as after the first life ({files})")
+    peer_world.run(
+        lambda: num_files() <= files, f"as many open files as after the first life ({files})"
+    )
 
 
-def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(peer_world: PeerWorld) -> None:
+def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(
+    peer_world: PeerWorld,
+) -> None:
     old = peer_world.producer("old")
     ticket, port = old.issue("a", [3]), port_of(old)
     peer_world.end(old)
@@ -244,17 +293,22 @@ def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_i
     peer_world.d.track("late", ticket)
     peer_world.d.start("late", [5], range(0, 4))
     peer_world.hand_over(new, "r", 7)
-    peer_world.run(lambda: bool(peer_world.d.failed()) and bool(peer_world.d.finished()), "one fails, one is served")
+    peer_world.run(
+        lambda: bool(peer_world.d.failed()) and bool(peer_world.d.finished()),
+        "one fails, one is served",
+    )
     assert peer_world.d.finished() == ["r"]
     assert "old" in peer_world.d.failed()[0]
     assert "new" in peer_world.d.failed()[0]
     assert not peer_world.d.memory[:, 5].any()
 
 
-# -- idle ones ---------------------------------------------------------------------------------------------------------
+# -- idle ones --
 
 
-def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(peer_world: PeerWorld) -> None:
+def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(
+    peer_world: PeerWorld,
+) -> None:
     p = peer_world.producer("p")
     files = num_files()
     for turn in range(50):
@@ -263,14 +317,16 @@ def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_tim
         assert num_files() > files, "a connection is open, or closing it proves nothing"
         peer_world.clock.advance(PEER_TTL_S - 1)
         peer_world.d.step()
-        assert peer_world.d.transfer_worker.snapshot().peers == 1, "it was used less than its time ago"
+        assert peer_world.d.transfer_worker.snapshot().peers == 1, (
+            "it was used less than its time ago"
+        )
         peer_world.clock.advance(1)
         peer_world.d.step()
         assert peer_world.d.transfer_worker.snapshot().peers == 0
         peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
-# -- both ways ---------------------------------------------------------------------------------------------------------
+# -- both ways --
 
 
 def test_two_engines_take_from_each_other_at_the_same_time(peer_world: PeerWorld) -> None:
@@ -289,7 +345,9 @@ def test_two_engines_take_from_each_other_at_the_same_time(peer_world: PeerWorld
     assert (b.memory[:, 0:4] == before_a[:, 0:4]).all()
     assert (a.memory[:, 4:8] == before_b[:, 4:8]).all()
     assert (a.memory[:, 0:4] == before_a[:, 0:4]).all()
-    assert not (before_a[:, 0:8] == before_b[:, 0:8]).all(axis=(0, 2)).any(), "both held the same, so equality proves nothing"
+    assert not (before_a[:, 0:8] == before_b[:, 0:8]).all(axis=(0, 2)).any(), (
+        "both held the same, so equality proves nothing"
+    )
     assert a.failed() == b.failed() == []
     peer_world.run(lambda: len(a.freed()) == len(b.freed()) == 4, "every lease has ended")
     for side in (a, b):

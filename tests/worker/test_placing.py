@@ -1,4 +1,6 @@
-"""Two real transfer workers whose caches are arranged differently: the engine gets its blocks in its own order, and never before."""
+"""Two real transfer workers whose caches are arranged differently: the engine gets its blocks in
+its own order, and never before.
+"""
 
 from collections.abc import Iterator
 
@@ -18,12 +20,21 @@ SHAPE, ARRIVED, WANTED = (4, 16), (16, 1), (1, 4)
 
 
 def permutations(offsets: list[int], regions: int = LAYERS) -> list[BlockPermutation]:
-    return [BlockPermutation(region, BLOCK_BYTES, np.array(offsets) * BLOCK_BYTES, 1, SHAPE, ARRIVED, WANTED) for region in range(regions)]
+    return [
+        BlockPermutation(
+            region, BLOCK_BYTES, np.array(offsets) * BLOCK_BYTES, 1, SHAPE, ARRIVED, WANTED
+        )
+        for region in range(regions)
+    ]
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(read_plans, "plan_permutations", lambda local, remotes, blocks, *_: permutations(list(blocks[0])))
+    monkeypatch.setattr(
+        read_plans,
+        "plan_permutations",
+        lambda local, remotes, blocks, *_: permutations(list(blocks[0])),
+    )
     made = World()
     yield made
     for side in made.sides:
@@ -42,8 +53,12 @@ def test_blocks_arrive_in_our_order(world: World) -> None:
     world.run()
     assert world.d.finished() == ["r"]
     theirs = world.p.memory[:, [3, 4, 9]].reshape(LAYERS, 3, *SHAPE)
-    assert (world.d.memory[:, [20, 7, 8]].reshape(LAYERS, 3, *SHAPE[::-1]) == theirs.swapaxes(2, 3)).all()
-    assert not (world.d.memory[:, [20, 7, 8]] == world.p.memory[:, [3, 4, 9]]).all(), "the order is the same on both sides"
+    assert (
+        world.d.memory[:, [20, 7, 8]].reshape(LAYERS, 3, *SHAPE[::-1]) == theirs.swapaxes(2, 3)
+    ).all()
+    assert not (world.d.memory[:, [20, 7, 8]] == world.p.memory[:, [3, 4, 9]]).all(), (
+        "the order is the same on both sides"
+    )
     assert not np.delete(world.d.memory, [20, 7, 8], axis=1).any()
     world.assert_quiescent()
 
@@ -58,21 +73,31 @@ def run_until_confirmed(world: World) -> None:
     raise AssertionError(world.d.events)
 
 
-def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_that(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_that(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block_store, "STEP_BYTES", 1)
     pull(world)
     run_until_confirmed(world)
     world.d.step()
-    assert world.d.transfer_worker.idle_s() == 0, "its blocks are being rearranged, and that wants the next turn at once"
+    assert world.d.transfer_worker.idle_s() == 0, (
+        "its blocks are being rearranged, and that wants the next turn at once"
+    )
     world.d.inbox.append(AbortLoad(RequestId("r")))
     world.run()
-    kinds = [type(event) for event in world.d.events if isinstance(event, TransferAbandoned | TransferFailed)]
+    kinds = [
+        type(event)
+        for event in world.d.events
+        if isinstance(event, TransferAbandoned | TransferFailed)
+    ]
     assert kinds == [TransferAbandoned, TransferFailed]
     assert world.d.finished() == []
     world.assert_quiescent()
 
 
-def test_a_placement_that_leaves_our_memory_fails_the_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placement_that_leaves_our_memory_fails_the_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read_plans, "plan_permutations", lambda *_: permutations([3], LAYERS + 1))
     pull(world)
     world.run()

@@ -1,4 +1,5 @@
-"""Push by writing under a storm: real transfer workers, real bytes, and whatever may happen between them in any order.
+"""Push by writing under a storm: real transfer workers, real bytes, and whatever may happen between
+them in any order.
 
 Transfers move one layer in a turn, so that every other event may come in the middle of them.
 """
@@ -17,11 +18,19 @@ from kvferry.types import RequestId
 from kvferry.worker.commands import AbandonLease, WorkerCommand
 from kvferry.worker.worker import TransferWorker
 
-FENCED, SLOWLY_FENCED, UNFENCED, READ = Mode(), Mode(fence_polls=4), Mode(fence_polls=None), Mode(lends=False)
+FENCED, SLOWLY_FENCED, UNFENCED, READ = (
+    Mode(),
+    Mode(fence_polls=4),
+    Mode(fence_polls=None),
+    Mode(lends=False),
+)
 PICK = st.integers(0, 99)
 TURNS = st.integers(0, 14)
-# A storm is long, and shrinking one takes minutes: whoever has to read one adds `Phase.shrink` here.
-SETTINGS = settings(max_examples=10, stateful_step_count=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+# A storm is long, and shrinking one takes minutes: whoever has to read one adds `Phase.shrink`
+# here.
+SETTINGS = settings(
+    max_examples=10, stateful_step_count=60, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,27 +57,49 @@ class Storm(RuleBasedStateMachine):
         return [each for each in self.world.prefills.values() if each.computed < each.num_tokens]
 
     def held(self) -> list[Prefill]:
-        return [each for each in self.world.prefills.values() if each.held_by and each.request not in self.given_up]
+        return [
+            each
+            for each in self.world.prefills.values()
+            if each.held_by and each.request not in self.given_up
+        ]
 
     def waiting(self) -> list[Load]:
-        return [each for each in self.world.loads.values() if not each.blocks and not each.ended_on and each.request not in self.left]
+        return [
+            each
+            for each in self.world.loads.values()
+            if not each.blocks and not each.ended_on and each.request not in self.left
+        ]
 
     def loading(self) -> list[Load]:
         return [each for each in self.world.unended() if each.request not in self.left]
 
     def done(self) -> list[Load]:
-        return [each for each in self.world.loads.values() if each.blocks and len(each.ended_on) == len(self.world.d)]
+        return [
+            each
+            for each in self.world.loads.values()
+            if each.blocks and len(each.ended_on) == len(self.world.d)
+        ]
 
     # -- both legs
 
-    @rule(pick=PICK, num_tokens=st.integers(1, 16), prefix=st.integers(-1, 2), legs=st.sampled_from("pdbbbbbb"), turns=TURNS)
+    @rule(
+        pick=PICK,
+        num_tokens=st.integers(1, 16),
+        prefix=st.integers(-1, 2),
+        legs=st.sampled_from("pdbbbbbb"),
+        turns=TURNS,
+    )
     def arrive(self, pick: int, num_tokens: int, prefix: int, legs: str, turns: int) -> None:
-        """Of a request, P's leg, D's or both. Sometimes they are not of the same prompt, or D wants less of it."""
+        """Of a request, P's leg, D's or both. Sometimes they are not of the same prompt, or D wants
+        less of it.
+        """
         self.num_handovers += 1
         match_id = f"h{self.num_handovers}"
         if legs in "db":
             wanted = num_tokens // 2 if pick % 4 == 1 and num_tokens > 8 else num_tokens
-            load = self.world.expect(match_id, self.num_handovers + (pick == 0), wanted // 4 * 4 or wanted)
+            load = self.world.expect(
+                match_id, self.num_handovers + (pick == 0), wanted // 4 * 4 or wanted
+            )
             if prefix >= 0:
                 self.world.start(load, prefix)
         if legs in "pb":
@@ -116,7 +147,9 @@ class Storm(RuleBasedStateMachine):
     def preempt_within_a_turn(self, pick: int) -> None:
         prefill = self.running()[pick % len(self.running())]
         transport = self.world.transport(self.world.p[pick % len(self.world.p)])
-        transport.meanwhile = lambda: self.world.preempt(prefill) if prefill in self.running() else None
+        transport.meanwhile = lambda: (
+            self.world.preempt(prefill) if prefill in self.running() else None
+        )
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK)
@@ -177,7 +210,13 @@ class Storm(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.world.wait(seconds)
 
-    @rule(what=st.sampled_from(["wait", "stop", "stop", "drop", "cut", "cut", "replace", "", "", "", "", ""]), pick=PICK, turns=TURNS)
+    @rule(
+        what=st.sampled_from(
+            ["wait", "stop", "stop", "drop", "cut", "cut", "replace", "", "", "", "", ""]
+        ),
+        pick=PICK,
+        turns=TURNS,
+    )
     def trouble(self, what: str, pick: int, turns: int) -> None:
         """Much less often than anything else, or nothing would ever be handed over."""
         world = self.world
@@ -221,7 +260,9 @@ class Storm(RuleBasedStateMachine):
 
     @rule(pick=PICK, num_slices=st.sampled_from([0, 0, 1, 1, 2, 20]))
     def be_fast(self, pick: int, num_slices: int) -> None:
-        self.world.transport(self.world.sides[pick % len(self.world.sides)]).slices_per_poll = num_slices
+        self.world.transport(
+            self.world.sides[pick % len(self.world.sides)]
+        ).slices_per_poll = num_slices
 
     def teardown(self) -> None:
         world = self.world
@@ -249,8 +290,12 @@ class Storm(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("mode", [FENCED, SLOWLY_FENCED, UNFENCED, READ], ids=["fenced", "slowly", "unfenced", "read"])
-def test_no_storm_makes_a_wrong_byte_or_leaves_anything_behind(mode: Mode, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "mode", [FENCED, SLOWLY_FENCED, UNFENCED, READ], ids=["fenced", "slowly", "unfenced", "read"]
+)
+def test_no_storm_makes_a_wrong_byte_or_leaves_anything_behind(
+    mode: Mode, sizes: tuple[int, int]
+) -> None:
     class Made(Storm):
         def __init__(self) -> None:
             super().__init__(mode, *sizes)
@@ -258,7 +303,7 @@ def test_no_storm_makes_a_wrong_byte_or_leaves_anything_behind(mode: Mode, sizes
     run_state_machine_as_test(Made, settings=SETTINGS)
 
 
-# -- what the storm is able to see, and what it would hardly meet --------------------------------------------------------------
+# -- what the storm is able to see, and what it would hardly meet --
 
 
 def filling(world: PushWorld, num_tokens: int = 8, of_tokens: int = 8) -> tuple[Load, Prefill]:
@@ -301,7 +346,9 @@ def write_after_the_consumer_has_given_up(world: PushWorld, turns: int) -> None:
 
 @pytest.mark.parametrize("turns", range(1, 9))
 @pytest.mark.parametrize("mode", [FENCED, SLOWLY_FENCED, UNFENCED], ids=str)
-def test_what_lands_late_lands_in_blocks_that_are_lent(make_world: Callable[..., PushWorld], mode: Mode, turns: int) -> None:
+def test_what_lands_late_lands_in_blocks_that_are_lent(
+    make_world: Callable[..., PushWorld], mode: Mode, turns: int
+) -> None:
     world = make_world(mode)
     write_after_the_consumer_has_given_up(world, turns)
     world.run()
@@ -314,7 +361,9 @@ def test_a_fence_that_lies_is_found_out(make_world: Callable[..., PushWorld]) ->
 
 
 class HastyWorker(TransferWorker):
-    """Settles what was written, and whatever else there is to do, before it obeys what the engine said meanwhile."""
+    """Settles what was written, and whatever else there is to do, before it obeys what the engine
+    said meanwhile.
+    """
 
     def step(
         self,
@@ -327,7 +376,9 @@ class HastyWorker(TransferWorker):
 
 
 def preempt_while_all_is_copied(world: PushWorld) -> None:
-    """P's engine takes back the blocks, and uses them for something else, in the very turn that copies them."""
+    """P's engine takes back the blocks, and uses them for something else, in the very turn that
+    copies them.
+    """
     _, prefill = filling(world, 8, 12)
     for side in world.p:
         world.transport(side).slices_per_poll = 20
@@ -341,12 +392,16 @@ def preempt_while_all_is_copied(world: PushWorld) -> None:
 
 
 @pytest.mark.parametrize("mode", [FENCED, UNFENCED], ids=str)
-def test_what_was_copied_while_the_engine_took_it_back_is_not_settled(make_world: Callable[..., PushWorld], mode: Mode) -> None:
+def test_what_was_copied_while_the_engine_took_it_back_is_not_settled(
+    make_world: Callable[..., PushWorld], mode: Mode
+) -> None:
     preempt_while_all_is_copied(make_world(mode))
 
 
 def preempt_at_every_moment(make_world: Callable[..., PushWorld], mode: Mode) -> list[list[str]]:
-    """P takes back its blocks, and uses them for something else, after each number of turns; which requests had all they wanted."""
+    """P takes back its blocks, and uses them for something else, after each number of turns; which
+    requests had all they wanted.
+    """
     finished = []
     for turns in range(8):
         world = make_world(mode)
@@ -362,20 +417,28 @@ def preempt_at_every_moment(make_world: Callable[..., PushWorld], mode: Mode) ->
 
 
 @pytest.mark.parametrize("mode", [FENCED, SLOWLY_FENCED, UNFENCED, READ], ids=str)
-def test_blocks_that_are_taken_back_at_any_moment_hand_over_nothing_wrong(make_world: Callable[..., PushWorld], mode: Mode) -> None:
+def test_blocks_that_are_taken_back_at_any_moment_hand_over_nothing_wrong(
+    make_world: Callable[..., PushWorld], mode: Mode
+) -> None:
     finished = preempt_at_every_moment(make_world, mode)
     assert finished[0] == []
-    assert finished[-1] == ([] if mode is READ else ["d0-h"]), "that late it had been settled; a reader waits for its own turns"
+    assert finished[-1] == ([] if mode is READ else ["d0-h"]), (
+        "that late it had been settled; a reader waits for its own turns"
+    )
 
 
-def test_a_ferry_that_settles_before_it_obeys_is_found_out(make_world: Callable[..., PushWorld], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ferry_that_settles_before_it_obeys_is_found_out(
+    make_world: Callable[..., PushWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.worker.world.TransferWorker", HastyWorker)
     with pytest.raises(AssertionError, match=r"token \d+ of d0-h is wrong"):
         preempt_while_all_is_copied(make_world(FENCED))
 
 
 @pytest.mark.parametrize("turns", range(1, 8))
-def test_a_heartbeat_that_comes_as_the_last_byte_is_settled_does_no_harm(make_world: Callable[..., PushWorld], turns: int) -> None:
+def test_a_heartbeat_that_comes_as_the_last_byte_is_settled_does_no_harm(
+    make_world: Callable[..., PushWorld], turns: int
+) -> None:
     world = make_world(FENCED)
     filling(world)
     steps(world, "p", turns)
@@ -385,7 +448,9 @@ def test_a_heartbeat_that_comes_as_the_last_byte_is_settled_does_no_harm(make_wo
     assert (world.finished, world.failed) == (["d0-h"], [])
 
 
-def test_after_a_data_connection_has_broken_the_next_requests_are_written_again(make_world: Callable[..., PushWorld]) -> None:
+def test_after_a_data_connection_has_broken_the_next_requests_are_written_again(
+    make_world: Callable[..., PushWorld],
+) -> None:
     world = make_world(FENCED)
     written = []
     for number in range(4):

@@ -1,4 +1,6 @@
-"""A staged ferry whose engine takes blocks back while they are copied, and fills them with something else."""
+"""A staged ferry whose engine takes blocks back while they are copied, and fills them with
+something else.
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +10,15 @@ from tests.worker.world import LAYERS, Place, World
 
 from kvferry.transports.host_buffer import host as mirror
 from kvferry.types import RequestId
-from kvferry.worker.commands import AbortLoad, CloseStream, FailPush, OpenStream, PublishTicket, WithdrawStream, WorkerCommand
+from kvferry.worker.commands import (
+    AbortLoad,
+    CloseStream,
+    FailPush,
+    OpenStream,
+    PublishTicket,
+    WithdrawStream,
+    WorkerCommand,
+)
 from kvferry.worker.worker import PostponedCommands
 
 A = RequestId("a")
@@ -32,7 +42,10 @@ def world() -> Iterator[World]:
 def copying(world: World) -> World:
     """P computes a prompt for others; its first two blocks are being copied."""
     ticket = world.p.issue("a", [*OURS, 5])
-    world.p.inbox += [OpenStream(A, world.p.serial), PublishTicket(A, "h1", ticket, 8, (tuple(OURS),))]
+    world.p.inbox += [
+        OpenStream(A, world.p.serial),
+        PublishTicket(A, "h1", ticket, 8, (tuple(OURS),)),
+    ]
     world.p.step()
     assert copied_layers(world) < LAYERS
     return world
@@ -44,7 +57,9 @@ def copied_layers(world: World) -> int:
 
 def known_to(world: World) -> np.ndarray:
     """P has begun to load what D holds: they have shaken hands, and P is told that it may read."""
-    world.d.memory[:] = np.random.default_rng(1).integers(1, 256, world.d.memory.shape, dtype=np.uint8)
+    world.d.memory[:] = np.random.default_rng(1).integers(
+        1, 256, world.d.memory.shape, dtype=np.uint8
+    )
     ticket = world.d.issue("b", [20, 21])
     world.d.grant("b")
     world.p.track("load", ticket)
@@ -53,12 +68,16 @@ def known_to(world: World) -> np.ndarray:
 
 
 def preempt_and_load(world: World) -> None:
-    """The engine has given the blocks to a request that is loaded; what it says of the preempted one comes after that."""
+    """The engine has given the blocks to a request that is loaded; what it says of the preempted
+    one comes after that.
+    """
     world.p.start("load", OURS, range(0, 8))
     world.p.inbox.append(WithdrawStream(A, world.p.serial))
 
 
-def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_for_the_copy(world: World) -> None:
+def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_for_the_copy(
+    world: World,
+) -> None:
     content = known_to(world)
     copying(world)
     preempt_and_load(world)
@@ -68,7 +87,9 @@ def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_
     world.assert_quiescent()
 
 
-def test_without_the_wait_the_copy_would_overwrite_what_was_loaded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wait_the_copy_would_overwrite_what_was_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control of the comparison above."""
     monkeypatch.setattr(PostponedCommands, "postpones", lambda postponed, command: False)
     content = known_to(world)
@@ -85,7 +106,9 @@ def test_what_the_engine_says_of_a_load_that_waits_is_said_in_order(world: World
     preempt_and_load(world)
     world.p.inbox.append(AbortLoad(RequestId("load")))
     world.run(40)
-    assert (world.p.finished(), world.p.failed()) == ([], ["the request was aborted"]), "blocks that were given come back once"
+    assert (world.p.finished(), world.p.failed()) == ([], ["the request was aborted"]), (
+        "blocks that were given come back once"
+    )
     world.assert_quiescent()
 
 
@@ -105,11 +128,17 @@ def test_only_blocks_that_the_engine_has_kept_are_reported(world: World, how: st
     world.assert_quiescent()
 
 
-def test_a_block_that_is_exposed_again_at_once_holds_what_the_next_prefill_computed(world: World) -> None:
+def test_a_block_that_is_exposed_again_at_once_holds_what_the_next_prefill_computed(
+    world: World,
+) -> None:
     copying(world)
     world.p.memory[:, OURS] = 77
     ticket = world.p.issue("c", OURS)
-    world.p.inbox += [WithdrawStream(A, 1), OpenStream(RequestId("c"), 2), PublishTicket(RequestId("c"), "h2", ticket, 8, (tuple(OURS),))]
+    world.p.inbox += [
+        WithdrawStream(A, 1),
+        OpenStream(RequestId("c"), 2),
+        PublishTicket(RequestId("c"), "h2", ticket, 8, (tuple(OURS),)),
+    ]
     world.p.inbox.append(CloseStream(RequestId("c")))
     world.d.track("r", ticket)
     world.d.start("r", [8, 9], range(0, 8))

@@ -1,5 +1,5 @@
-"""Transfer workers whose transports see a host buffer of the cache: right bytes on every side, no reader before they are there, no block
-freed early.
+"""Transfer workers whose transports see a host buffer of the cache: right bytes on every side, no
+reader before they are there, no block freed early.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,9 @@ def moved(side: Side) -> int:
 
 
 @pytest.mark.parametrize(("p", "d"), list(product((DIRECT, STAGED), repeat=2)))
-def test_the_engines_blocks_are_right_whoever_is_staged(make: MakeWorld, p: Place, d: Place) -> None:
+def test_the_engines_blocks_are_right_whoever_is_staged(
+    make: MakeWorld, p: Place, d: Place
+) -> None:
     world = make(p, d)
     ticket = world.p.issue("a", [3, 4, 9])
     world.p.grant("a")
@@ -61,7 +63,9 @@ def test_the_engines_blocks_are_right_whoever_is_staged(make: MakeWorld, p: Plac
 
 
 def test_only_what_was_read_is_copied_to_a_staged_engine(make: MakeWorld) -> None:
-    """A local prefix is in the engine's memory alone: what the host buffer holds in its place is old."""
+    """A local prefix is in the engine's memory alone: what the host buffer holds in its place is
+    old.
+    """
     world = make(DIRECT, STAGED)
     world.d.memory[:, [20, 7]] = 7
     ticket = world.p.issue("a", [3, 4, 9])
@@ -101,20 +105,27 @@ def test_one_that_does_not_wait_reads_old_bytes_and_is_not_confirmed(make: MakeW
     """The negative control: P does not say that it is staged, so D reads at once."""
     world = make(STAGED, DIRECT)
     layout = codec.decode_layout(world.p.layouts[0])
-    layout = type(layout)(**{name: getattr(layout, name) for name in layout.__struct_fields__} | {"uses_host_buffer": False})
+    layout = type(layout)(
+        **{name: getattr(layout, name) for name in layout.__struct_fields__}
+        | {"uses_host_buffer": False}
+    )
     world.p.layouts[0] = codec.encode_layout(layout)
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
     world.run()
     assert moved(world.d) > 0
-    assert not (world.d.memory[:, 5] == world.p.memory[:, 3]).any(axis=1).all(), "the host buffer had the bytes already"
+    assert not (world.d.memory[:, 5] == world.p.memory[:, 3]).any(axis=1).all(), (
+        "the host buffer had the bytes already"
+    )
     assert world.d.finished() == []
     assert "not ready" in world.d.failed()[0]
 
 
 def test_without_the_rule_old_bytes_would_be_used(make: MakeWorld) -> None:
-    """The same with a P that confirms as if it were not staged: the comparison that all these tests rest on fails."""
+    """The same with a P that confirms as if it were not staged: the comparison that all these tests
+    rest on fails.
+    """
     world = make(DIRECT, DIRECT)
     fresh = world.p.memory.copy()
     world.p.memory[:] = 0  # stands for a host buffer that the copy has not reached yet
@@ -142,7 +153,9 @@ def test_a_grant_that_never_comes_fails_the_request(make: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("command", [AbandonLease, None], ids=["abandoned", "expired"])
-def test_blocks_are_not_freed_while_they_are_copied(make: MakeWorld, command: type[AbandonLease] | None) -> None:
+def test_blocks_are_not_freed_while_they_are_copied(
+    make: MakeWorld, command: type[AbandonLease] | None
+) -> None:
     world = make(STAGED, DIRECT)
     world.p.issue("a", [3])
     world.p.grant("a")
@@ -207,7 +220,9 @@ class Story:
         self.count += 1
         name, world = f"{self.count}", self.world
         theirs, ours = ([self.free[side].pop() for _ in range(2)] for side in "pd")
-        world.p.memory[:, theirs] = self.rng.integers(1, 256, world.p.memory[:, theirs].shape, dtype=np.uint8)
+        world.p.memory[:, theirs] = self.rng.integers(
+            1, 256, world.p.memory[:, theirs].shape, dtype=np.uint8
+        )
         self.held[name] = theirs
         ticket = world.p.issue(name, theirs)
         world.p.grant(name)
@@ -244,9 +259,17 @@ class Story:
                 self.free["d"] += ours
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32), p=st.sampled_from([STAGED, DIRECT]), d=st.sampled_from([STAGED, DIRECT]))
-def test_whatever_comes_in_between_finished_loads_hold_the_right_bytes_and_nothing_is_left(seed: int, p: Place, d: Place) -> None:
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32),
+    p=st.sampled_from([STAGED, DIRECT]),
+    d=st.sampled_from([STAGED, DIRECT]),
+)
+def test_whatever_comes_in_between_finished_loads_hold_the_right_bytes_and_nothing_is_left(
+    seed: int, p: Place, d: Place
+) -> None:
     world = World(place_of_p=p, place_of_d=d)
     story = Story(world, seed)
     for _ in range(200):

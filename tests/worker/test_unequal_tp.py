@@ -1,4 +1,6 @@
-"""Transfer workers of several ranks on each side: right bytes on every rank, and every rank's lease ends when the last reader has."""
+"""Transfer workers of several ranks on each side: right bytes on every rank, and every rank's lease
+ends when the last reader has.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +12,36 @@ from tests.worker.world import BLOCK_BYTES, LAYERS, RankedWorld
 
 from kvferry.events import BytesMoved
 from kvferry.types import KVLayout, RequestId
-from kvferry.worker.commands import AbandonLease, AbortLoad, GrantLease, PrepareLoad, SkipLoad, StartLoad
+from kvferry.worker.commands import (
+    AbandonLease,
+    AbortLoad,
+    GrantLease,
+    PrepareLoad,
+    SkipLoad,
+    StartLoad,
+)
 
 A, R = RequestId("a"), RequestId("r")
-PAIRS = [(2, 1, 4), (1, 2, 4), (2, 2, 4), (4, 2, 4), (1, 4, 4), (3, 2, 6), (4, 1, 2), (1, 4, 2), (4, 2, 1), (2, 4, 1), (4, 4, 2)]
+PAIRS = [
+    (2, 1, 4),
+    (1, 2, 4),
+    (2, 2, 4),
+    (4, 2, 4),
+    (1, 4, 4),
+    (3, 2, 6),
+    (4, 1, 2),
+    (1, 4, 2),
+    (4, 2, 1),
+    (2, 4, 1),
+    (4, 4, 2),
+]
 """Ranks of P, ranks of D, KV heads."""
 
 
 @contextmanager
-def ranked(p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND) -> Iterator[RankedWorld]:
+def ranked(
+    p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND
+) -> Iterator[RankedWorld]:
     world = RankedWorld(p_size, d_size, total_heads, layout)
     try:
         yield world
@@ -28,7 +51,9 @@ def ranked(p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KV
 
 @pytest.mark.parametrize("layout", list(KVLayout))
 @pytest.mark.parametrize("sizes", PAIRS)
-def test_every_rank_gets_its_heads_and_every_lease_ends_at_once(sizes: tuple[int, int, int], layout: KVLayout) -> None:
+def test_every_rank_gets_its_heads_and_every_lease_ends_at_once(
+    sizes: tuple[int, int, int], layout: KVLayout
+) -> None:
     with ranked(*sizes, layout) as world:
         ticket = world.issue("a", [3, 4, 9])
         world.tell(world.d, PrepareLoad(R, ticket), StartLoad(R, ((20, 7, 8),), 0, 12))
@@ -119,7 +144,9 @@ def test_siblings_share_a_lease_on_every_rank(sizes: tuple[int, int, int]) -> No
 @pytest.mark.parametrize("command", [SkipLoad(R), AbortLoad(R)])
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.parametrize("sizes", PAIRS)
-def test_a_request_that_needs_nothing_frees_every_rank(sizes: tuple[int, int, int], turns: int, command: SkipLoad | AbortLoad) -> None:
+def test_a_request_that_needs_nothing_frees_every_rank(
+    sizes: tuple[int, int, int], turns: int, command: SkipLoad | AbortLoad
+) -> None:
     """Also when its ranks are at different points of their handshake."""
     with ranked(*sizes) as world:
         ticket = world.issue("a", [3])
@@ -149,7 +176,9 @@ def test_a_silent_rank_is_not_covered_by_its_neighbour() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_one_rank_of_the_producer_that_dies_fails_the_request_and_leaves_nothing(turns: int) -> None:
+def test_one_rank_of_the_producer_that_dies_fails_the_request_and_leaves_nothing(
+    turns: int,
+) -> None:
     with ranked(2, 1) as world:
         ticket = world.issue("a", [3])
         world.tell(world.d, PrepareLoad(R, ticket), StartLoad(R, ((5,),), 0, 4))
@@ -197,9 +226,12 @@ def test_ranks_that_say_another_size_than_the_ticket_are_not_read() -> None:
 
 
 @given(st.data())
-def test_whatever_order_the_ranks_run_in_nothing_is_left_behind_and_no_rank_is_cheated(data: st.DataObject) -> None:
-    """Random turns of random ranks, with requests that share a ticket, leave, or are handed back in between. No time passes, so
-    whatever ends was ended by somebody, not by the clock."""
+def test_whatever_order_the_ranks_run_in_nothing_is_left_behind_and_no_rank_is_cheated(
+    data: st.DataObject,
+) -> None:
+    """Random turns of random ranks, with requests that share a ticket, leave, or are handed back in
+    between. No time passes, so whatever ends was ended by somebody, not by the clock.
+    """
     sizes = data.draw(st.sampled_from(PAIRS), "sizes")
     with ranked(*sizes) as world:
         ticket = world.p[0].issue("a", [3, 4])

@@ -1,4 +1,6 @@
-"""Transfer workers and side channels in one process, joined by memory transports and a clock turned by hand."""
+"""Transfer workers and side channels in one process, joined by memory transports and a clock turned
+by hand.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 64, 32, 3
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of how many, of a model with so many KV heads, and how heads and tokens lie in a block."""
+    """Which rank of how many, of a model with so many KV heads, and how heads and tokens lie in a
+    block.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -63,27 +67,44 @@ class Side:
         channels: tuple[ControlTransport, ControlTransport] | None = None,
         lends: bool = False,
     ) -> None:
-        """`channels`: the worker's control channel and the side channel, where they are to be real or known before. `lends`: producers
-        that push may write here."""
+        """`channels`: the worker's control channel and the side channel, where they are to be real
+        or known before. `lends`: producers that push may write here.
+        """
         self.name, self.epoch, self.place = name, epoch, place
         size = BLOCK_BYTES * len(place.heads)
         by_head, by_token = (AxisKind.HEAD, len(place.heads)), (AxisKind.TOKEN, BLOCK_SIZE)
         order = (by_head, by_token) if place.layout is KVLayout.HND else (by_token, by_head)
         axes = dense_axes(order, BLOCK_BYTES // BLOCK_SIZE)
         self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, size), dtype=np.uint8)
-        self.mirror: npt.NDArray[np.uint8] = np.zeros_like(self.memory) if place.uses_host_buffer else self.memory
+        self.mirror: npt.NDArray[np.uint8] = (
+            np.zeros_like(self.memory) if place.uses_host_buffer else self.memory
+        )
         """What transports see."""
         own, regions = (
-            tuple(Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, axes=axes) for i in range(LAYERS))
+            tuple(
+                Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, axes=axes)
+                for i in range(LAYERS)
+            )
             for memory in (self.memory, self.mirror)
         )
         self.transport = transport or MemoryTransport(network)
         assert self.transport.register(regions)
-        self.control, self.side_channel = channels or (MemoryControlTransport(network), MemoryControlTransport(network))
+        self.control, self.side_channel = channels or (
+            MemoryControlTransport(network),
+            MemoryControlTransport(network),
+        )
         made = self.transport.offer()
         offers = (OfferInfo(made.transport, made.reach, made.blob),)
         geometry = Geometry(
-            place.tp_rank, place.tp_size, BLOCK_SIZE, NUM_BLOCKS, place.layout, len(place.heads), 8, regions, place.total_heads
+            place.tp_rank,
+            place.tp_size,
+            BLOCK_SIZE,
+            NUM_BLOCKS,
+            place.layout,
+            len(place.heads),
+            8,
+            regions,
+            place.total_heads,
         )
         layout = RankLayout(
             place.tp_rank,
@@ -106,7 +127,12 @@ class Side:
         transports, none = frozenset({self.transport.name}), frozenset[str]()
         settings = TransferWorkerSettings(
             ProducerSettings(
-                EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=place.uses_host_buffer
+                EngineId(name),
+                Epoch(epoch),
+                lease_ttl_s=30,
+                lease_extension_s=20,
+                grant_wait_s=5,
+                uses_host_buffer=place.uses_host_buffer,
             ),
             ConsumerSettings(
                 EngineId(name),
@@ -121,8 +147,12 @@ class Side:
             ),
             SECRET,
         )
-        store = HostBlockStore(regions, CpuHostBuffer(own, regions) if place.uses_host_buffer else None)
-        self.transfer_worker = TransferWorker(settings, [self.transport], self.control, store, clock)
+        store = HostBlockStore(
+            regions, CpuHostBuffer(own, regions) if place.uses_host_buffer else None
+        )
+        self.transfer_worker = TransferWorker(
+            settings, [self.transport], self.control, store, clock
+        )
         self.inbox: list[WorkerCommand] = []
         self.events: list[Event] = []
         self.serial = 0
@@ -171,7 +201,11 @@ class Side:
         self.inbox.append(GrantLease(RequestId(request), self.serial, copied))
 
     def freed(self) -> list[tuple[str, str]]:
-        return [(event.request, str(event.end)) for event in self.events if isinstance(event, LeaseEnded)]
+        return [
+            (event.request, str(event.end))
+            for event in self.events
+            if isinstance(event, LeaseEnded)
+        ]
 
     # -- as a consumer
 
@@ -179,7 +213,9 @@ class Side:
         self.inbox.append(PrepareLoad(RequestId(request), ticket))
 
     def start(self, request: str, blocks: list[int], tokens: range) -> None:
-        self.inbox.append(StartLoad(RequestId(request), (tuple(blocks),), tokens.start, tokens.stop))
+        self.inbox.append(
+            StartLoad(RequestId(request), (tuple(blocks),), tokens.start, tokens.stop)
+        )
 
     def finished(self) -> list[str]:
         return [event.request for event in self.events if isinstance(event, TransferFinished)]
@@ -200,12 +236,22 @@ class Side:
 class RankedWorld:
     """P and D of several ranks each. What one rank is told, all ranks of its engine are told."""
 
-    def __init__(self, p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND) -> None:
+    def __init__(
+        self, p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND
+    ) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork()
-        self.p = [Side("p", "e1", self.network, self.clock, place=Place(r, p_size, total_heads, layout)) for r in range(p_size)]
-        self.d = [Side("d", "f1", self.network, self.clock, place=Place(r, d_size, total_heads, layout)) for r in range(d_size)]
-        self.content = np.random.default_rng(0).integers(1, 256, (LAYERS, NUM_BLOCKS, total_heads, BLOCK_SIZE, 16), dtype=np.uint8)
+        self.p = [
+            Side("p", "e1", self.network, self.clock, place=Place(r, p_size, total_heads, layout))
+            for r in range(p_size)
+        ]
+        self.d = [
+            Side("d", "f1", self.network, self.clock, place=Place(r, d_size, total_heads, layout))
+            for r in range(d_size)
+        ]
+        self.content = np.random.default_rng(0).integers(
+            1, 256, (LAYERS, NUM_BLOCKS, total_heads, BLOCK_SIZE, 16), dtype=np.uint8
+        )
         """The whole model's cache on P, each head once."""
         for side in self.p:
             side.view()[:] = self.content[:, :, side.place.heads]
@@ -236,12 +282,19 @@ class RankedWorld:
     def holds(self, side: Side, ours: list[int], theirs: list[int]) -> bool:
         """Whether D's blocks are P's, and nothing else was written."""
         others = np.delete(side.memory, ours, axis=1)
-        return bool((side.view()[:, ours] == self.content[:, theirs][:, :, side.place.heads]).all() and not others.any())
+        return bool(
+            (side.view()[:, ours] == self.content[:, theirs][:, :, side.place.heads]).all()
+            and not others.any()
+        )
 
     def assert_quiescent(self) -> None:
         for side in self.sides:
             held = side.transfer_worker.snapshot()
-            assert (held.leases, held.transfers, held.reads) == (0, 0, 0), (side.name, side.place, held)
+            assert (held.leases, held.transfers, held.reads) == (0, 0, 0), (
+                side.name,
+                side.place,
+                held,
+            )
 
     def close(self) -> None:
         for side in self.sides:

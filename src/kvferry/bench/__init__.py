@@ -1,1 +1,3 @@
-"""Measurements that anybody can repeat: one module each, found by name in `kvferry.cli.bench`. Their methods: docs/benchmarks.md."""
+"""Measurements that anybody can repeat: one module each, found by name in `kvferry.cli.bench`.
+Their methods: docs/benchmarks.md.
+"""

@@ -1,7 +1,8 @@
-"""Transfers that arrive in this process beside whatever else it does: a thread that reads from a producer as a transfer worker's thread
-does.
+"""Transfers that arrive in this process beside whatever else it does: a thread that reads from a
+producer as a transfer worker's thread does.
 
-The thread owns the transports. It is told a pace by its inbox, and tells how long each transfer took by its outbox.
+The thread owns the transports. It is told a pace by its inbox, and tells how long each transfer
+took by its outbox.
 """
 
 import argparse
@@ -33,7 +34,17 @@ from kvferry.engine.runner import Runner
 from kvferry.errors import KVFerryError
 from kvferry.testing.local import LocalTransportKit
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "BackgroundReader", "DecodeStream", "Pace", "StepTimes", "add_arguments", "make_rows", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "BackgroundReader",
+    "DecodeStream",
+    "Pace",
+    "StepTimes",
+    "add_arguments",
+    "make_rows",
+    "run",
+]
 
 
 START_S = 60.0
@@ -55,7 +66,14 @@ class Pace(Enum):
 class BackgroundReader:
     """`start` it, `close` it."""
 
-    def __init__(self, allocator: MemoryAllocator, shape: Shape, producer: ProducerInfo, transport: str, move: Move) -> None:
+    def __init__(
+        self,
+        allocator: MemoryAllocator,
+        shape: Shape,
+        producer: ProducerInfo,
+        transport: str,
+        move: Move,
+    ) -> None:
         self._allocator = allocator
         self._shape = shape
         self._producer = producer
@@ -70,7 +88,10 @@ class BackgroundReader:
         """Until the first transfer has arrived, and was seen to be right."""
         self._thread.start()
         if not self._is_ready.wait(START_S):
-            raise KVFerryError(f"no transfer over {self._transport} arrived within {START_S:.0f} s; is the machine overloaded?")
+            raise KVFerryError(
+                f"no transfer over {self._transport} arrived within {START_S:.0f} s; is the "
+                "machine overloaded?"
+            )
         self.take_durations()
 
     def set_pace(self, pace: Pace) -> None:
@@ -94,9 +115,14 @@ class BackgroundReader:
 
     def _run(self) -> None:
         try:
-            with BenchConsumer.connected(self._shape, self._producer, allocator=self._allocator, only=self._transport) as consumer:
+            with BenchConsumer.connected(
+                self._shape, self._producer, allocator=self._allocator, only=self._transport
+            ) as consumer:
                 if not consumer.transports:
-                    raise KVFerryError(f"there is no transport {self._transport} for this memory here; name another with --transport")
+                    raise KVFerryError(
+                        f"there is no transport {self._transport} for this memory here; name "
+                        "another with --transport"
+                    )
                 consumer.prepare(self._move)
                 consumer.read(self._transport)
                 consumer.check(self._move)
@@ -104,7 +130,9 @@ class BackgroundReader:
                 self._read_on(consumer)
         except Exception as error:  # the top of a thread: whoever decodes hears of it
             self._outbox.put(
-                error if isinstance(error, KVFerryError) else KVFerryError(f"transfers over {self._transport} ended ({error!r})")
+                error
+                if isinstance(error, KVFerryError)
+                else KVFerryError(f"transfers over {self._transport} ended ({error!r})")
             )
             self._is_ready.set()
 
@@ -112,7 +140,9 @@ class BackgroundReader:
         pace, began = Pace.NONE, 0.0
         while True:
             try:
-                wait_s = None if pace.value is None else max(0.0, began + pace.value - time.monotonic())
+                wait_s = (
+                    None if pace.value is None else max(0.0, began + pace.value - time.monotonic())
+                )
                 message = self._inbox.get(timeout=wait_s)
             except queue.Empty:
                 began = time.monotonic()
@@ -124,11 +154,12 @@ class BackgroundReader:
             pace = message
 
 
-# -------------------- decode stream --------------------
-# A stream of decode steps of the embedded engine's own runner: the same sequences, one token each, step after step.
+# -------------------- decode stream -------------------- A stream of decode steps of the embedded
+# engine's own runner: the same sequences, one token each, step after step.
 #
-# They decode from a context that was never computed: a cache of zeros takes as long as any other. After a while every sequence goes back to
-# where it began, so that steps do not grow. Called by one thread.
+# They decode from a context that was never computed: a cache of zeros takes as long as any other.
+# After a while every sequence goes back to where it began, so that steps do not grow. Called by one
+# thread.
 
 
 BLOCK_SIZE = 16
@@ -150,7 +181,9 @@ class DecodeStream:
         self._tokens = [TOKEN] * sequences
 
     @classmethod
-    def opened(cls, model: Path, device: str, dtype: str, sequences: int, context_tokens: int) -> "DecodeStream":
+    def opened(
+        cls, model: Path, device: str, dtype: str, sequences: int, context_tokens: int
+    ) -> "DecodeStream":
         """ConfigError when the model cannot be used there."""
         options = EngineOptions(
             model,
@@ -189,16 +222,19 @@ def _blocks_each(context_tokens: int) -> int:
     return -(-(context_tokens + HEADROOM_TOKENS) // BLOCK_SIZE)
 
 
-# -------------------- decode beside --------------------
-# `kvferry bench decode-interference`: how long a decode step takes while KV arrives in the same process, beside how long it takes alone.
+# -------------------- decode beside -------------------- `kvferry bench decode-interference`: how
+# long a decode step takes while KV arrives in the same process, beside how long it takes alone.
 #
-# The embedded engine's runner decodes in this thread; a thread beside it reads 64 MiB at a time from another process, as a transfer worker
-# does. All paces take turns in one run, so that whatever else the machine does meets all of them.
+# The embedded engine's runner decodes in this thread; a thread beside it reads 64 MiB at a time
+# from another process, as a transfer worker does. All paces take turns in one run, so that whatever
+# else the machine does meets all of them.
 
 
 DESCRIPTION = (
-    "Decode with the embedded engine's runner while another thread of the process receives 64 MiB at a time, as a transfer worker does:\n"
-    "not at all, every 10 ms, and without pause. Tells the median and the 99th percentile of a step, and their ratios."
+    "Decode with the embedded engine's runner while another thread of the process receives 64 MiB "
+    "at a time, as a transfer worker does:\n"
+    "not at all, every 10 ms, and without pause. Tells the median and the 99th percentile of a "
+    "step, and their ratios."
 )
 EXAMPLES = """\
   kvferry bench decode-interference
@@ -226,7 +262,9 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What decodes, and by which transport KV arrives beside it, unless something else is asked for."""
+    """What decodes, and by which transport KV arrives beside it, unless something else is asked
+    for.
+    """
 
     transport: str
     model_size: str
@@ -253,15 +291,41 @@ class StepTimes:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
-        "--device", default="cpu", metavar="cpu|cuda[:N]", help="where the model and what arrives lie (default: %(default)s)"
+        "--device",
+        default="cpu",
+        metavar="cpu|cuda[:N]",
+        help="where the model and what arrives lie (default: %(default)s)",
     )
-    parser.add_argument("--transport", metavar="NAME", help="by which KV arrives (default: shm; cuda: cuda_ipc)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint (default: a random one, larger on a GPU)")
-    parser.add_argument("--sequences", type=parse_count, default=SEQUENCES, metavar="N", help="that decode together (default: %(default)s)")
     parser.add_argument(
-        "--context", type=parse_count, default=CONTEXT_TOKENS, metavar="N", help="tokens that each has behind it (default: %(default)s)"
+        "--transport", metavar="NAME", help="by which KV arrives (default: shm; cuda: cuda_ipc)"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="of steps at each pace (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint (default: a random one, larger on a GPU)",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=parse_count,
+        default=SEQUENCES,
+        metavar="N",
+        help="that decode together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--context",
+        type=parse_count,
+        default=CONTEXT_TOKENS,
+        metavar="N",
+        help="tokens that each has behind it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        metavar="S",
+        help="of steps at each pace (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -269,11 +333,18 @@ def run(arguments: argparse.Namespace) -> int:
     preset = HOST if isinstance(allocator, HostAllocator) else GPU
     transport = arguments.transport or preset.transport
     with stop_requests() as stop, ExitStack() as stack:
-        model = arguments.model or make_random_model(Path(stack.enter_context(TemporaryDirectory())), preset.model_size)
+        model = arguments.model or make_random_model(
+            Path(stack.enter_context(TemporaryDirectory())), preset.model_size
+        )
         stop.check()
-        with closing(DecodeStream.opened(model, arguments.device, preset.dtype, arguments.sequences, arguments.context)) as stream:
+        with closing(
+            DecodeStream.opened(
+                model, arguments.device, preset.dtype, arguments.sequences, arguments.context
+            )
+        ) as stream:
             print_progress(
-                f"{arguments.sequences} sequences of {arguments.context} tokens decode; {MOVED_MIB} MiB at a time arrive over {transport}"
+                f"{arguments.sequences} sequences of {arguments.context} tokens decode; "
+                f"{MOVED_MIB} MiB at a time arrive over {transport}"
             )
             measured = measure(stream.step, allocator, transport, arguments.seconds, stop)
     rows = make_rows(measured)
@@ -297,10 +368,19 @@ def make_random_model(directory: Path, size: str) -> Path:
 
 
 def measure(
-    step: Callable[[], None], allocator: MemoryAllocator, transport: str, seconds: float, stop: StopRequest
+    step: Callable[[], None],
+    allocator: MemoryAllocator,
+    transport: str,
+    seconds: float,
+    stop: StopRequest,
 ) -> dict[Pace, StepTimes]:
     shape = Shape(REGIONS, MOVED_MIB * SPREAD * MIB // REGIONS)
-    move = plan_move(Blocks(SEGMENT_BYTES, REGIONS, shape.region_bytes // SEGMENT_BYTES), Pattern.SCATTERED, SPREAD, SEED)
+    move = plan_move(
+        Blocks(SEGMENT_BYTES, REGIONS, shape.region_bytes // SEGMENT_BYTES),
+        Pattern.SCATTERED,
+        SPREAD,
+        SEED,
+    )
     with (
         start_producer(shape, stop, allocator, transport) as producer,
         closing(BackgroundReader(allocator, shape, producer, transport, move)) as arrivals,
@@ -334,18 +414,29 @@ def make_rows(measured: Mapping[Pace, StepTimes]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     lines = [
-        f"{facts['sequences']} sequences of {facts['context_tokens']} tokens; {facts['moved_mib']} MiB a transfer over "
+        f"{facts['sequences']} sequences of {facts['context_tokens']} tokens; "
+        f"{facts['moved_mib']} MiB a transfer over "
         f"{facts['transport']}",
         f"{'transfers':<15}{'steps':>7}{'p50 ms':>9}{'÷ none':>8}{'p99 ms':>9}{'÷ none':>8}{'arrived':>9}{'p50 ms':>9}{'GB/s':>8}",
     ]
     for row in rows:
         cells = ["-" if row[name] is None else str(row[name]) for name in COLUMNS]
-        lines.append(f"{row['pace']:<15}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)))
+        lines.append(
+            f"{row['pace']:<15}"
+            + "".join(
+                f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)
+            )
+        )
     return "\n".join(lines)
 
 
 def _measure_interval(
-    step: Callable[[], None], arrivals: BackgroundReader, pace: Pace, seconds: float, stop: StopRequest, into: StepTimes
+    step: Callable[[], None],
+    arrivals: BackgroundReader,
+    pace: Pace,
+    seconds: float,
+    stop: StopRequest,
+    into: StepTimes,
 ) -> None:
     arrivals.set_pace(pace)
     for _ in range(WARM_STEPS):

@@ -9,7 +9,9 @@ __all__ = ["MIN_SAMPLES", "Tolerance", "Verdict", "judge", "quantile", "ratio", 
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value below which this share of them lies, between two neighbours if need be; None for no values."""
+    """The value below which this share of them lies, between two neighbours if need be; None for no
+    values.
+    """
     if not values:
         return None
     ordered = sorted(values)
@@ -28,11 +30,12 @@ def rounded(value: float | None, digits: int = 1) -> float | None:
     return None if value is None else round(value, digits)
 
 
-# -------------------- flatness --------------------
-# Whether a series of measurements stays where it was: the verdict on memory, files and threads of a long run. Pure.
+# -------------------- flatness -------------------- Whether a series of measurements stays where it
+# was: the verdict on memory, files and threads of a long run. Pure.
 #
-# The first part of a run is warm-up: pages are touched for the first time, bounded tables fill. Of the rest, the middle of the first third is
-# compared with the middle of the last third; medians, so that one sample taken at a busy moment decides nothing.
+# The first part of a run is warm-up: pages are touched for the first time, bounded tables fill. Of
+# the rest, the middle of the first third is compared with the middle of the last third; medians, so
+# that one sample taken at a busy moment decides nothing.
 
 
 WARM_UP = 0.25
@@ -42,7 +45,9 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much more the end may be than the beginning: so much, or this share of the beginning, whichever is more."""
+    """How much more the end may be than the beginning: so much, or this share of the beginning,
+    whichever is more.
+    """
 
     absolute: float
     share: float = 0.0

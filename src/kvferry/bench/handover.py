@@ -1,4 +1,5 @@
-"""P and D of the embedded engine as two core processes, and one prompt handed over at a time, in one of three modes.
+"""P and D of the embedded engine as two core processes, and one prompt handed over at a time, in
+one of three modes.
 
 Everything runs on one asyncio loop; every wait has a deadline.
 """
@@ -98,26 +99,38 @@ class HandoverPair:
                 second, done = await self._decode(name, prompt, params)
             else:
                 ticket = {"push_ticket": self._push_ticket(name)}
-                decoding = asyncio.create_task(self._decode(name, prompt, {"do_remote_prefill": True, **ticket}))
+                decoding = asyncio.create_task(
+                    self._decode(name, prompt, {"do_remote_prefill": True, **ticket})
+                )
                 first, _, at = await self._prefill(name, prompt, ticket)
                 second, done = await decoding
         if first != second:
-            raise KVFerryError(f"P's first token is {first}, D's is {second}: the KV that was handed over is wrong")
+            raise KVFerryError(
+                f"P's first token is {first}, D's is {second}: the KV that was handed over is wrong"
+            )
         return done - at
 
     async def moved(self) -> Moved:
-        """So far. Whoever moves them, D by reading or P by writing, has counted them when D has its first token."""
+        """So far. Whoever moves them, D by reading or P by writing, has counted them when D has its
+        first token.
+        """
         prefill, decode = await self.prefill.status(), await self.decode.status()
-        total = sum(summary.total_bytes for status in (prefill, decode) for summary in status.transfers)
+        total = sum(
+            summary.total_bytes for status in (prefill, decode) for summary in status.transfers
+        )
         return Moved(total, int(decode.connector_stats.get("pushed_bytes_early", 0)))
 
     def _push_ticket(self, handover: str) -> str:
         assert self._source is not None
         source = self._source
         host, port = source["remote_host"], source["remote_port"]
-        return PushTicketKey(self.secret).sign(PushTicket(handover, source["remote_engine_id"], source["remote_epoch"], host, port, 1))
+        return PushTicketKey(self.secret).sign(
+            PushTicket(handover, source["remote_engine_id"], source["remote_epoch"], host, port, 1)
+        )
 
-    async def _prefill(self, name: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, dict[str, Any], float]:
+    async def _prefill(
+        self, name: str, prompt: list[int], params: dict[str, Any]
+    ) -> tuple[int, dict[str, Any], float]:
         request = _request(f"p{name}", prompt, {"do_remote_decode": True, **params})
         async for output in self.prefill.generate(request):
             if output.tokens:
@@ -127,7 +140,9 @@ class HandoverPair:
                 return token, output.kv_transfer_params, at
         raise KVFerryError("the prefill engine kept no blocks")
 
-    async def _decode(self, name: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+    async def _decode(
+        self, name: str, prompt: list[int], params: dict[str, Any]
+    ) -> tuple[int, float]:
         tokens: list[tuple[int, float]] = []
         async for output in self.decode.generate(_request(f"d{name}", prompt, params)):
             if output.error:
@@ -137,13 +152,21 @@ class HandoverPair:
 
 
 @asynccontextmanager
-async def start_pair(model: Path, transport: str, mode: Mode, prompt_tokens: int) -> AsyncIterator[HandoverPair]:
-    """Both engines on their own processes, joined by this transport alone. Neither keeps a prompt for the next request."""
+async def start_pair(
+    model: Path, transport: str, mode: Mode, prompt_tokens: int
+) -> AsyncIterator[HandoverPair]:
+    """Both engines on their own processes, joined by this transport alone. Neither keeps a prompt
+    for the next request.
+    """
     secret = secrets.token_bytes(32)
     started: list[EngineClient] = []
     try:
         for role in ("prefill", "decode"):
-            started.append(await _start(model, transport, secret, f"{mode.name.lower()}-{role}", mode, prompt_tokens))
+            started.append(
+                await _start(
+                    model, transport, secret, f"{mode.name.lower()}-{role}", mode, prompt_tokens
+                )
+            )
         prefill, decode = started
         yield HandoverPair(mode, prefill, decode, secret)
     finally:
@@ -151,10 +174,17 @@ async def start_pair(model: Path, transport: str, mode: Mode, prompt_tokens: int
             await client.close()
 
 
-async def _start(model: Path, transport: str, secret: bytes, name: str, mode: Mode, prompt_tokens: int) -> EngineClient:
+async def _start(
+    model: Path, transport: str, secret: bytes, name: str, mode: Mode, prompt_tokens: int
+) -> EngineClient:
     extra: dict[str, Any] = {"transports": [transport], "push_streaming": mode is Mode.STREAMED}
     connector = "NixlConnector" if mode is Mode.PULL else "NixlPushConnector"
-    mapping = {"kv_connector": connector, "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
+    mapping = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "engine_id": name,
+        "kv_connector_extra_config": extra,
+    }
     options = EngineOptions(
         model=model,
         block_size=BLOCK_SIZE,
@@ -165,25 +195,33 @@ async def _start(model: Path, transport: str, secret: bytes, name: str, mode: Mo
         kv_transfer=KVTransferConfig.from_mapping(mapping),
     )
     side_channel = SideChannelConfig(port=0)
-    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
+    kit = ConfiguredTransportKit(
+        side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,)
+    )
     return await EngineClient.start(options, kit, secret=secret, side_channel=side_channel)
 
 
 def _request(name: str, prompt: list[int], params: dict[str, Any]) -> AddRequest:
-    return AddRequest(name, prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), params)
+    return AddRequest(
+        name, prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), params
+    )
 
 
-# -------------------- handover --------------------
-# `kvferry bench handover`: from the prefill side's last token to the decode side's first, in pull, push, and push while P computes.
+# -------------------- handover -------------------- `kvferry bench handover`: from the prefill
+# side's last token to the decode side's first, in pull, push, and push while P computes.
 #
-# Two embedded engines for each mode, all alive at once, asked in turn so that whatever else the machine does meets all alike. Below HTTP:
-# requests go straight to the engine cores, as an API process sends them. P computes the prompt in chunks; how many bytes were still to be
-# moved when it had computed the last is counted by D and by the transports, not derived from times or from tokens.
+# Two embedded engines for each mode, all alive at once, asked in turn so that whatever else the
+# machine does meets all alike. Below HTTP: requests go straight to the engine cores, as an API
+# process sends them. P computes the prompt in chunks; how many bytes were still to be moved when it
+# had computed the last is counted by D and by the transports, not derived from times or from
+# tokens.
 
 
 DESCRIPTION = (
-    "Measure the time from the prefill engine's last token to the decode engine's first, in pull, in push, and in push while the prompt\n"
-    "is still computed, between embedded engines on this machine; and count what was left to move when the prompt had been computed."
+    "Measure the time from the prefill engine's last token to the decode engine's first, in pull, "
+    "in push, and in push while the prompt\n"
+    "is still computed, between embedded engines on this machine; and count what was left to move "
+    "when the prompt had been computed."
 )
 EXAMPLES = """\
   kvferry bench handover
@@ -215,9 +253,22 @@ class HandoverSamples:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=4096, metavar="N", help="length of the prompts (default: %(default)s)")
-    parser.add_argument("--transport", default="shm", choices=("shm", "nixl", "tcp"), help="data transport (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="length of the prompts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transport",
+        default="shm",
+        choices=("shm", "nixl", "tcp"),
+        help="data transport (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -225,9 +276,13 @@ def run(arguments: argparse.Namespace) -> int:
     with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-handover-") as directory:
         model = Path(directory) / "model"
         token_bytes = _make_model(model, arguments.prompt_tokens)
-        samples = asyncio.run(_measure_all(model, arguments.transport, arguments.samples, arguments.prompt_tokens))
+        samples = asyncio.run(
+            _measure_all(model, arguments.transport, arguments.samples, arguments.prompt_tokens)
+        )
     rows = make_rows(samples)
-    facts = Facts(arguments.prompt_tokens, CHUNK_TOKENS, token_bytes, arguments.transport, arguments.samples)
+    facts = Facts(
+        arguments.prompt_tokens, CHUNK_TOKENS, token_bytes, arguments.transport, arguments.samples
+    )
     print(json.dumps({**asdict(facts), "rows": rows}) if arguments.json else _table(rows, facts))
     return 0
 
@@ -237,16 +292,23 @@ def _make_model(directory: Path, prompt_tokens: int) -> int:
     make_model(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], prompt_tokens + HEADROOM_TOKENS)
+    config["max_position_embeddings"] = max(
+        config["max_position_embeddings"], prompt_tokens + HEADROOM_TOKENS
+    )
     path.write_text(json.dumps(config))
     return shape_of_config(config, auto_dtype(config) or config["dtype"]).bytes_per_token()
 
 
-async def _measure_all(model: Path, transport: str, count: int, length: int) -> dict[Mode, HandoverSamples]:
+async def _measure_all(
+    model: Path, transport: str, count: int, length: int
+) -> dict[Mode, HandoverSamples]:
     samples = {mode: HandoverSamples() for mode in Mode}
     rng = random.Random(SEED)
     async with AsyncExitStack() as stack:
-        pairs = {mode: await stack.enter_async_context(start_pair(model, transport, mode, length)) for mode in Mode}
+        pairs = {
+            mode: await stack.enter_async_context(start_pair(model, transport, mode, length))
+            for mode in Mode
+        }
         for number in range(-WARM_UPS, count):
             for mode, pair in pairs.items():
                 tokens = rng.choices(VOCABULARY, k=length if number > -WARM_UPS else CHUNK_TOKENS)
@@ -292,6 +354,19 @@ def _table(rows: Sequence[Mapping[str, Any]], facts: Facts) -> str:
         "left, at most": "bytes_left_max",
     }
     lines = ["".join(f"{title:>16}" for title in columns)]
-    lines += ["".join(f"{'-' if row[key] is None else row[key]:>16}" for key in columns.values()) for row in rows]
-    summary = f"{facts.prompt_tokens} tokens of {facts.bytes_per_token} bytes in chunks of {facts.chunk_tokens} over {facts.transport}"
-    return "\n".join([*lines, "", f"from P's last token to D's first; {summary}; left: bytes still to be moved when P was through"])
+    lines += [
+        "".join(f"{'-' if row[key] is None else row[key]:>16}" for key in columns.values())
+        for row in rows
+    ]
+    summary = (
+        f"{facts.prompt_tokens} tokens of {facts.bytes_per_token} bytes in chunks of "
+        f"{facts.chunk_tokens} over {facts.transport}"
+    )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"from P's last token to D's first; {summary}; left: bytes still to be moved when P "
+            "was through",
+        ]
+    )

@@ -1,6 +1,8 @@
-"""One engine's connector, both halves, with its real ferry, in a process of its own: what `kvferry bench leases` measures.
+"""One engine's connector, both halves, with its real ferry, in a process of its own: what `kvferry
+bench leases` measures.
 
-There is no model. The main thread does what an engine's does with its connector in a step, or sleeps, and times itself.
+There is no model. The main thread does what an engine's does with its connector in a step, or
+sleeps, and times itself.
 """
 
 import argparse
@@ -38,15 +40,24 @@ from kvferry.connectors.stats import merge_stats
 from kvferry.errors import KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "LeaseBenchEngine", "RemoteCall", "add_arguments", "judge_rows", "run", "run_engine_process"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "LeaseBenchEngine",
+    "RemoteCall",
+    "add_arguments",
+    "judge_rows",
+    "run",
+    "run_engine_process",
+]
 
 
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 16, 256, 32
 LAYERS = ("layer.0", "layer.1")
 PROMPT_TOKENS = 40
 WORK = bytes(2**20)
-"""What is computed on between steps: as a forward pass does, it keeps the core busy for a while and leaves the interpreter to the transfer
-worker.
+"""What is computed on between steps: as a forward pass does, it keeps the core busy for a while and
+leaves the interpreter to the transfer worker.
 """
 
 
@@ -111,14 +122,24 @@ class LeaseBenchEngine:
     scheduler: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        cache = KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, (KVCacheGroup(LAYERS),), "HND", 1, WIDTH // 2, "uint8")
+        cache = KVCacheConfig(
+            NUM_BLOCKS, BLOCK_SIZE, (KVCacheGroup(LAYERS),), "HND", 1, WIDTH // 2, "uint8"
+        )
         memory = self.config.cache_memory
         assert memory is not None
         layer_bytes = memory.size_bytes // len(LAYERS)
-        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cache)
-        self.worker.register_kv_caches({name: _Tensor(memory.address + i * layer_bytes) for i, name in enumerate(LAYERS)})
-        self.scheduler = KVConnectorFactory.create_connector(self.config, KVConnectorRole.SCHEDULER, cache)
-        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, cache
+        )
+        self.worker.register_kv_caches(
+            {name: _Tensor(memory.address + i * layer_bytes) for i, name in enumerate(LAYERS)}
+        )
+        self.scheduler = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.SCHEDULER, cache
+        )
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): self.worker.get_handshake_metadata()}
+        )
 
     def step(self) -> None:
         """All calls of one engine step without tokens, in the engine's order."""
@@ -151,14 +172,19 @@ class LeaseBenchEngine:
             if stats is not None:
                 merge_stats(self.totals, stats.to_dict())
 
-    # -- what the benchmark asks for -------------------------------------------------------------------------------
+    # -- what the benchmark asks for --
 
     def issue(self, count: int) -> list[dict[str, Any]]:
         """As P: so many finished prefills, and their parameters for D."""
         assert isinstance(self.scheduler, SupportsHMA)
         issued = []
         for number in range(count):
-            request = _Request(f"lease-{number}", _prompt(number), {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED)
+            request = _Request(
+                f"lease-{number}",
+                _prompt(number),
+                {"do_remote_decode": True},
+                RequestStatus.FINISHED_LENGTH_CAPPED,
+            )
             request.num_computed_tokens = PROMPT_TOKENS
             blocks = [(3 * number + i) % NUM_BLOCKS for i in range(3)]
             _, params = self.scheduler.request_finished_all_groups(request, (blocks,))
@@ -190,8 +216,14 @@ class LeaseBenchEngine:
             self.step()
             walls.append(time.perf_counter() - wall)
             cpus.append(time.thread_time() - cpu)
-        found = {"p50": quantile(walls, 0.5), "p99": quantile(walls, 0.99), "cpu": sum(cpus) / len(cpus)}
-        return {name: round(1e6 * (value or 0.0), 1) for name, value in found.items()} | {"steps": len(walls)}
+        found = {
+            "p50": quantile(walls, 0.5),
+            "p99": quantile(walls, 0.99),
+            "cpu": sum(cpus) / len(cpus),
+        }
+        return {name: round(1e6 * (value or 0.0), 1) for name, value in found.items()} | {
+            "steps": len(walls)
+        }
 
     def idle(self, seconds: float) -> float:
         """The share of a core that this process takes while its engine sleeps."""
@@ -205,16 +237,38 @@ class LeaseBenchEngine:
         self.worker.shutdown()
 
 
-def run_engine_process(link: Connection, name: str, transport: str, lease_s: float, secret: bytes) -> None:
-    """The main function of a side's process: answers calls until `close`, or until whoever asks is gone."""
+def run_engine_process(
+    link: Connection, name: str, transport: str, lease_s: float, secret: bytes
+) -> None:
+    """The main function of a side's process: answers calls until `close`, or until whoever asks is
+    gone.
+    """
     side_channel = SideChannelConfig(port=0)
-    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
+    kit = ConfiguredTransportKit(
+        side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,)
+    )
     extra = {"transports": [transport], "kv_lease_duration": lease_s}
-    mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
+    mapping = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "engine_id": name,
+        "kv_connector_extra_config": extra,
+    }
     memory = kit.allocate_cache(len(LAYERS) * NUM_BLOCKS * BLOCK_SIZE * WIDTH)
     identity = ModelIdentity("None", "none", len(LAYERS), 1, WIDTH // 2, "uint8")
     transfer = KVTransferConfig.from_mapping(mapping)
-    side = LeaseBenchEngine(ConnectorConfig(transfer, identity, ParallelConfig(), side_channel, secret, f"epoch of {name}", kit, memory))
+    side = LeaseBenchEngine(
+        ConnectorConfig(
+            transfer,
+            identity,
+            ParallelConfig(),
+            side_channel,
+            secret,
+            f"epoch of {name}",
+            kit,
+            memory,
+        )
+    )
     try:
         while not side.is_closed:
             call = link.recv()
@@ -231,16 +285,17 @@ def _prompt(number: int) -> list[int]:
     return [10 + (number >> (6 * (i % 5))) % 64 + i for i in range(PROMPT_TOKENS)]
 
 
-# -------------------- leases --------------------
-# `kvferry bench leases`: what live leases cost an engine per step, and a process that has nothing to do.
+# -------------------- leases -------------------- `kvferry bench leases`: what live leases cost an
+# engine per step, and a process that has nothing to do.
 #
-# P and D are two processes with their real connectors and transfer workers, ZeroMQ and a real data transport. P holds so many leases, D waits
-# for as many requests and renews them by heartbeat. The whole takes longer than a lease lasts, so leases that are alive at the end were
-# renewed.
+# P and D are two processes with their real connectors and transfer workers, ZeroMQ and a real data
+# transport. P holds so many leases, D waits for as many requests and renews them by heartbeat. The
+# whole takes longer than a lease lasts, so leases that are alive at the end were renewed.
 
 
 DESCRIPTION = (
-    "Measure what live leases cost: the engine's thread per step, in both halves of the connector, and an idle process.\n"
+    "Measure what live leases cost: the engine's thread per step, in both halves of the "
+    "connector, and an idle process.\n"
     "Exit code 1 when a step costs more than 50 µs, or an idle process more than 1 % of a core."
 )
 EXAMPLES = """\
@@ -255,7 +310,9 @@ END_S = 15.0
 MAX_STEP_US = 50.0
 MAX_IDLE_SHARE = 0.01
 MAX_RATIO = 2.0
-"""Most against fewest leases: less is flat, for a step of a few dozen calls is never measured to the microsecond."""
+"""Most against fewest leases: less is flat, for a step of a few dozen calls is never measured to
+the microsecond.
+"""
 
 
 class _EngineProcess:
@@ -292,13 +349,42 @@ class _EngineProcess:
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--leases", nargs="+", type=parse_size, default=list(COUNTS), metavar="N", help="how many (default: 10 1000 10000)")
     parser.add_argument(
-        "--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="one after the other (default: shm nixl tcp)"
+        "--leases",
+        nargs="+",
+        type=parse_size,
+        default=list(COUNTS),
+        metavar="N",
+        help="how many (default: 10 1000 10000)",
     )
-    parser.add_argument("--seconds", type=float, default=MEASURE_S, metavar="S", help="of steps at each number (default: %(default)s)")
-    parser.add_argument("--lease-seconds", type=float, default=LEASE_S, metavar="S", help="a lease lasts (default: %(default)s)")
-    parser.add_argument("--idle-seconds", type=float, default=IDLE_S, metavar="S", help="of nothing (default: %(default)s)")
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=list(TRANSPORTS),
+        help="one after the other (default: shm nixl tcp)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MEASURE_S,
+        metavar="S",
+        help="of steps at each number (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=LEASE_S,
+        metavar="S",
+        help="a lease lasts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        default=IDLE_S,
+        metavar="S",
+        help="of nothing (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -307,7 +393,8 @@ def run(arguments: argparse.Namespace) -> int:
         for transport in arguments.transports:
             for count in arguments.leases:
                 print_progress(
-                    f"{count:,} leases by {transport}: {arguments.seconds:g} s of steps, {arguments.idle_seconds:g} s of nothing"
+                    f"{count:,} leases by {transport}: {arguments.seconds:g} s of steps, "
+                    f"{arguments.idle_seconds:g} s of nothing"
                 )
                 with _pair(transport, arguments.lease_seconds) as sides:
                     rows += _measure(sides, transport, count, arguments)
@@ -315,7 +402,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"rows": rows, "problems": problems, "is_flat": not problems}))
     else:
-        print("\n".join([*_table(rows), *(problems or ["flat, and within 50 µs per step and 1 % of a core"])]))
+        print(
+            "\n".join(
+                [
+                    *_table(rows),
+                    *(problems or ["flat, and within 50 µs per step and 1 % of a core"]),
+                ]
+            )
+        )
     return 1 if problems else 0
 
 
@@ -325,15 +419,26 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         where = f"{row['leases']:,} leases by {row['transport']} on the {row['side']} side"
         if row["us_per_step"] > MAX_STEP_US:
-            problems.append(f"a step with {where} takes {row['us_per_step']} µs, more than {MAX_STEP_US:g}")
+            problems.append(
+                f"a step with {where} takes {row['us_per_step']} µs, more than {MAX_STEP_US:g}"
+            )
         if row["idle_share"] > MAX_IDLE_SHARE:
-            problems.append(f"an idle process with {where} takes {row['idle_share']:.2%} of a core, more than {MAX_IDLE_SHARE:.0%}")
+            problems.append(
+                f"an idle process with {where} takes {row['idle_share']:.2%} of a core, more than "
+                f"{MAX_IDLE_SHARE:.0%}"
+            )
         if row["leases_at_end"] != row["leases"]:
             problems.append(f"of {where} {row['leases_at_end']:,} were left at the end")
     for transport, side in dict.fromkeys((row["transport"], row["side"]) for row in rows):
-        ours = sorted((row for row in rows if (row["transport"], row["side"]) == (transport, side)), key=lambda row: int(row["leases"]))
+        ours = sorted(
+            (row for row in rows if (row["transport"], row["side"]) == (transport, side)),
+            key=lambda row: int(row["leases"]),
+        )
         if ours[-1]["us_per_step"] > MAX_RATIO * ours[0]["us_per_step"]:
-            problems.append(f"a step by {transport} on the {side} side takes {MAX_RATIO:g} times as long with the most leases, or longer")
+            problems.append(
+                f"a step by {transport} on the {side} side takes {MAX_RATIO:g} times as long with "
+                "the most leases, or longer"
+            )
     return problems
 
 
@@ -345,7 +450,9 @@ def _pair(transport: str, lease_s: float) -> Iterator[tuple[_EngineProcess, _Eng
         for name in ("prefill", "decode"):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.get_context("spawn").Process(
-                target=run_engine_process, args=(theirs, name, transport, lease_s, secret), name=f"kvferry-{name}"
+                target=run_engine_process,
+                args=(theirs, name, transport, lease_s, secret),
+                name=f"kvferry-{name}",
             )
             process.start()
             theirs.close()
@@ -358,7 +465,12 @@ def _pair(transport: str, lease_s: float) -> Iterator[tuple[_EngineProcess, _Eng
             side.end()
 
 
-def _measure(sides: tuple[_EngineProcess, _EngineProcess], transport: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(
+    sides: tuple[_EngineProcess, _EngineProcess],
+    transport: str,
+    count: int,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
     prefill, decode = sides
     started = time.monotonic()
     decode.call("track", prefill.call("issue", count))
@@ -399,7 +511,9 @@ def _wait_for(side: _EngineProcess, level: str, value: int) -> None:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [f"{'transport':<7}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}{'on the core':>13}{'idle':>9}{'left':>8}"]
+    lines = [
+        f"{'transport':<7}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}{'on the core':>13}{'idle':>9}{'left':>8}"
+    ]
     for row in rows:
         lines.append(
             f"{row['transport']:<7}{row['side']:<9}{row['leases']:>8,}{row['us_per_step']:>13}{row['us_per_step_p99']:>8}"

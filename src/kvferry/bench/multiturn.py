@@ -1,5 +1,6 @@
-"""Prefill engines, a decode engine and a router of the multi-turn benchmark as processes, and what is asked of them. Blocking; every wait
-has a deadline. Whatever ends the one who started them, no process is left behind (see `kvferry.cli.cluster.processes`).
+"""Prefill engines, a decode engine and a router of the multi-turn benchmark as processes, and what
+is asked of them. Blocking; every wait has a deadline. Whatever ends the one who started them, no
+process is left behind (see `kvferry.cli.cluster.processes`).
 """
 
 import argparse
@@ -66,13 +67,19 @@ class Arrangement:
     """Of the prefill engines."""
 
     def __str__(self) -> str:
-        engines = "one prefill engine" if self.prefill_engines == 1 else f"{self.prefill_engines} prefill engines in turn"
+        engines = (
+            "one prefill engine"
+            if self.prefill_engines == 1
+            else f"{self.prefill_engines} prefill engines in turn"
+        )
         return f"{engines}, {'with' if self.prefix_caching else 'without'} prefix cache"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCounts:
-    """By all prefill engines so far: prompt tokens by where their KV came from, and bytes that they fetched."""
+    """By all prefill engines so far: prompt tokens by where their KV came from, and bytes that they
+    fetched.
+    """
 
     computed: int
     cached: int
@@ -106,7 +113,13 @@ class BenchFleet:
 
     def ask(self, conversation: str, prompt: Sequence[int], answer_tokens: int) -> TurnAnswer:
         """One turn, streamed. The clock stops at the first event that has a token."""
-        body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"stream": True, "return_token_ids": True, "conversation_id": conversation}
         tokens: list[int] = []
         with VllmConnection(self.router) as connection:
@@ -118,7 +131,10 @@ class BenchFleet:
                     first = time.perf_counter() - since
                 tokens += found
         if first is None or len(tokens) != answer_tokens:
-            raise KVFerryError(f"a turn of {len(prompt)} tokens was answered with {len(tokens)} tokens instead of {answer_tokens}")
+            raise KVFerryError(
+                f"a turn of {len(prompt)} tokens was answered with {len(tokens)} tokens instead "
+                f"of {answer_tokens}"
+            )
         return TurnAnswer(first, tokens)
 
     def counts(self) -> PrefillCounts:
@@ -127,20 +143,33 @@ class BenchFleet:
         for address in self.prefill:
             with VllmConnection(address) as connection:
                 text = connection.get("/metrics").decode()
-            for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+            for sample in (
+                sample
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            ):
                 if sample.name == _BY_SOURCE:
                     tokens[sample.labels["source"]] += int(sample.value)
                 elif sample.name == _MOVED:
                     moved += int(sample.value)
-        return PrefillCounts(tokens["local_compute"], tokens["local_cache_hit"], tokens["external_kv_transfer"], moved)
+        return PrefillCounts(
+            tokens["local_compute"],
+            tokens["local_cache_hit"],
+            tokens["external_kv_transfer"],
+            moved,
+        )
 
 
 @contextmanager
-def start_fleets(model: Path, arrangement: Arrangement, transport: str) -> Iterator[dict[bool, BenchFleet]]:
+def start_fleets(
+    model: Path, arrangement: Arrangement, transport: str
+) -> Iterator[dict[bool, BenchFleet]]:
     """Two that differ in one thing, by it: whether what D has of an earlier turn is used again."""
     directory = Path(tempfile.gettempdir()) / f"kvferry-multiturn-{secrets.token_hex(8)}"
     given = {name: value for name, value in os.environ.items() if name != "KVFERRY_SECRET_FILE"}
-    environment = child_environment({**given, "KVFERRY_SECRET": secrets.token_hex(32)}, directory / "unused")
+    environment = child_environment(
+        {**given, "KVFERRY_SECRET": secrets.token_hex(32)}, directory / "unused"
+    )
     fleets = {reuse: BenchFleet(arrangement, reuse) for reuse in (False, True)}
     processes: list[ChildProcess] = []
     with ProcessGroup(directory) as group:
@@ -151,7 +180,10 @@ def start_fleets(model: Path, arrangement: Arrangement, transport: str) -> Itera
             return processes[-1]
 
         try:
-            engines = {reuse: _start_engines(fleet, model, transport, start) for reuse, fleet in fleets.items()}
+            engines = {
+                reuse: _start_engines(fleet, model, transport, start)
+                for reuse, fleet in fleets.items()
+            }
             for reuse, fleet in fleets.items():
                 addresses = [_wait_healthy(process) for process in engines[reuse]]
                 fleet.prefill, fleet.decode = addresses[:-1], addresses[-1:]
@@ -164,22 +196,53 @@ def start_fleets(model: Path, arrangement: Arrangement, transport: str) -> Itera
                 process.close(CLOSE_TIMEOUT_S)
 
 
-def _start_engines(fleet: BenchFleet, model: Path, transport: str, start: Callable[[str, list[str]], ChildProcess]) -> list[ChildProcess]:
+def _start_engines(
+    fleet: BenchFleet, model: Path, transport: str, start: Callable[[str, list[str]], ChildProcess]
+) -> list[ChildProcess]:
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"transports": [transport], "bidirectional_kv_xfer": fleet.reuse},
+        "kv_connector_extra_config": {
+            "transports": [transport],
+            "bidirectional_kv_xfer": fleet.reuse,
+        },
     }
-    command = [sys.executable, "-m", "kvferry", "serve", str(model), "--host", LOOPBACK, "--port", "0", "--served-model-name", MODEL_NAME]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "serve",
+        str(model),
+        "--host",
+        LOOPBACK,
+        "--port",
+        "0",
+        "--served-model-name",
+        MODEL_NAME,
+    ]
     command += ["--drain-timeout", "0", "--kv-transfer-config", json.dumps(transfer)]
     caching = [] if fleet.arrangement.prefix_caching else ["--no-enable-prefix-caching"]
-    prefill = [start(f"prefill-{i}, reuse {fleet.reuse}", command + caching) for i in range(fleet.arrangement.prefill_engines)]
+    prefill = [
+        start(f"prefill-{i}, reuse {fleet.reuse}", command + caching)
+        for i in range(fleet.arrangement.prefill_engines)
+    ]
     return [*prefill, start(f"decode, reuse {fleet.reuse}", command)]
 
 
 def _router(fleet: BenchFleet) -> list[str]:
     # Turns go from one P to the next, as they do in a large fleet: what the other has is not there.
-    command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", "0", "--prefill-policy", "round_robin"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "proxy",
+        "--host",
+        LOOPBACK,
+        "--port",
+        "0",
+        "--prefill-policy",
+        "round_robin",
+    ]
     for role, addresses in (("prefiller", fleet.prefill), ("decoder", fleet.decode)):
         command += [f"--{role}-hosts", *(address.host for address in addresses)]
         command += [f"--{role}-ports", *(str(address.port) for address in addresses)]
@@ -192,7 +255,11 @@ def _wait_healthy(process: ChildProcess) -> Address:
         try:
             address = process.poll_address()
         except KVFerryError as error:
-            raise KVFerryError("\n".join([f"{error}; last log lines:", *(f"  {line}" for line in process.tail(40))])) from None
+            raise KVFerryError(
+                "\n".join(
+                    [f"{error}; last log lines:", *(f"  {line}" for line in process.tail(40))]
+                )
+            ) from None
         if address is not None and is_healthy(address):
             return address
         time.sleep(POLL_INTERVAL_S)
@@ -200,7 +267,9 @@ def _wait_healthy(process: ChildProcess) -> Address:
 
 
 def _token_ids(line: bytes) -> list[int]:
-    """Of one event; none where it has no choice. TransportError for an error in the middle of the stream."""
+    """Of one event; none where it has no choice. TransportError for an error in the middle of the
+    stream.
+    """
     if not line.startswith(b"data: {"):
         return []
     event = json.loads(line.removeprefix(b"data: "))
@@ -209,18 +278,21 @@ def _token_ids(line: bytes) -> list[int]:
     return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
 
 
-# -------------------- multiturn --------------------
-# `kvferry bench multiturn`: the time to the first token of each turn of a conversation, with and without what D has of the turns before.
+# -------------------- multiturn -------------------- `kvferry bench multiturn`: the time to the
+# first token of each turn of a conversation, with and without what D has of the turns before.
 #
-# Two fleets of embedded engines live side by side, each prefill engines, a decode engine and a router as processes, and differ in
-# `bidirectional_kv_xfer` alone. The same conversations are held with both, turn by turn, and must get the same answers. What P has to
-# compute depends on what it still has itself, so two arrangements are measured: two prefill engines that are asked in turn and cache
-# prefixes, and one that does not.
+# Two fleets of embedded engines live side by side, each prefill engines, a decode engine and a
+# router as processes, and differ in `bidirectional_kv_xfer` alone. The same conversations are held
+# with both, turn by turn, and must get the same answers. What P has to compute depends on what it
+# still has itself, so two arrangements are measured: two prefill engines that are asked in turn and
+# cache prefixes, and one that does not.
 
 
 DESCRIPTION = (
-    "Measure the time to the first token of every turn of a conversation with embedded engines behind the router, with and without the\n"
-    "reuse of what the decode engine has of the turns before; and count what the prefill engines computed and fetched for it."
+    "Measure the time to the first token of every turn of a conversation with embedded engines "
+    "behind the router, with and without the\n"
+    "reuse of what the decode engine has of the turns before; and count what the prefill engines "
+    "computed and fetched for it."
 )
 EXAMPLES = """\
   kvferry bench multiturn
@@ -250,7 +322,11 @@ class Lengths:
 
     @property
     def total(self) -> int:
-        return self.first_tokens + (self.turns - 1) * self.user_tokens + self.turns * self.answer_tokens
+        return (
+            self.first_tokens
+            + (self.turns - 1) * self.user_tokens
+            + self.turns * self.answer_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +350,33 @@ def add_arguments(parser: Parser) -> None:
         ("user-tokens", 128, "that every further turn adds"),
         ("answer-tokens", 64, "of every answer"),
     ):
-        parser.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
-    help_text = "of prefill engines: on (2 in turn), off (1) or both, one after the other (default: %(default)s)"
-    parser.add_argument("--prefix-caching", default="both", choices=("on", "off", "both"), help=help_text)
-    parser.add_argument("--transport", default="shm", choices=("shm", "nixl", "tcp"), help="data transport (default: %(default)s)")
+        parser.add_argument(
+            f"--{flag}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    help_text = (
+        "of prefill engines: on (2 in turn), off (1) or both, one after the other (default: "
+        "%(default)s)"
+    )
+    parser.add_argument(
+        "--prefix-caching", default="both", choices=("on", "off", "both"), help=help_text
+    )
+    parser.add_argument(
+        "--transport",
+        default="shm",
+        choices=("shm", "nixl", "tcp"),
+        help="data transport (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    lengths = Lengths(arguments.turns, arguments.first_tokens, arguments.user_tokens, arguments.answer_tokens)
+    lengths = Lengths(
+        arguments.turns, arguments.first_tokens, arguments.user_tokens, arguments.answer_tokens
+    )
     if arguments.conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {arguments.conversations}")
     turns: list[TurnSample] = []
@@ -290,13 +384,20 @@ def run(arguments: argparse.Namespace) -> int:
         model = Path(directory) / "model"
         _make_model(model, lengths.total)
         for arrangement in ARRANGEMENTS:
-            if arguments.prefix_caching != "both" and arrangement.prefix_caching != (arguments.prefix_caching == "on"):
+            if arguments.prefix_caching != "both" and arrangement.prefix_caching != (
+                arguments.prefix_caching == "on"
+            ):
                 continue
             print(f"{arrangement}: starting", file=sys.stderr, flush=True)
             with start_fleets(model, arrangement, arguments.transport) as fleets:
                 turns += _measure(fleets, lengths, arguments.conversations)
     rows = make_rows(turns)
-    facts = {**asdict(lengths), "conversations": arguments.conversations, "transport": arguments.transport, "machine": _machine()}
+    facts = {
+        **asdict(lengths),
+        "conversations": arguments.conversations,
+        "transport": arguments.transport,
+        "machine": _machine(),
+    }
     print(json.dumps({**facts, "rows": rows}) if arguments.json else _table(rows))
     return 0
 
@@ -310,7 +411,9 @@ def _make_model(directory: Path, length: int) -> None:
     path.write_text(json.dumps(config))
 
 
-def _measure(fleets: Mapping[bool, BenchFleet], lengths: Lengths, conversations: int) -> list[TurnSample]:
+def _measure(
+    fleets: Mapping[bool, BenchFleet], lengths: Lengths, conversations: int
+) -> list[TurnSample]:
     rng = random.Random(SEED)
     turns: list[TurnSample] = []
     for number in range(-WARM_UPS, conversations):
@@ -321,7 +424,9 @@ def _measure(fleets: Mapping[bool, BenchFleet], lengths: Lengths, conversations:
     return turns
 
 
-def _run_conversation(fleets: Mapping[bool, BenchFleet], lengths: Lengths, rng: random.Random) -> list[TurnSample]:
+def _run_conversation(
+    fleets: Mapping[bool, BenchFleet], lengths: Lengths, rng: random.Random
+) -> list[TurnSample]:
     """One conversation with both fleets. Their answers must be equal."""
     name = secrets.token_hex(8)
     prompt = rng.choices(VOCABULARY, k=lengths.first_tokens)
@@ -332,10 +437,22 @@ def _run_conversation(fleets: Mapping[bool, BenchFleet], lengths: Lengths, rng: 
             fleet = fleets[reuse]
             before = fleet.counts()
             turn_answer = fleet.ask(name, prompt, lengths.answer_tokens)
-            turns.append(TurnSample(fleet.arrangement, reuse, number, len(prompt), turn_answer.ttft_s, fleet.counts().since(before)))
+            turns.append(
+                TurnSample(
+                    fleet.arrangement,
+                    reuse,
+                    number,
+                    len(prompt),
+                    turn_answer.ttft_s,
+                    fleet.counts().since(before),
+                )
+            )
             answers.append(turn_answer.token_ids)
         if any(answer != answers[0] for answer in answers):
-            raise KVFerryError(f"turn {number} was answered differently with and without reuse: the KV that was used again is wrong")
+            raise KVFerryError(
+                f"turn {number} was answered differently with and without reuse: the KV that was "
+                "used again is wrong"
+            )
         prompt = [*prompt, *answers[0], *rng.choices(VOCABULARY, k=lengths.user_tokens)]
     return turns
 
@@ -349,7 +466,10 @@ def make_rows(turns: Sequence[TurnSample]) -> list[dict[str, Any]]:
 
 
 def _row(
-    arrangement: Arrangement, number: int, reuse: bool, groups: Mapping[tuple[Arrangement, int, bool], Sequence[TurnSample]]
+    arrangement: Arrangement,
+    number: int,
+    reuse: bool,
+    groups: Mapping[tuple[Arrangement, int, bool], Sequence[TurnSample]],
 ) -> dict[str, Any]:
     turns = groups[arrangement, number, reuse]
     plain = quantile([turn.ttft_s for turn in groups.get((arrangement, number, False), [])], 0.5)
@@ -412,8 +532,19 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             title = arrangement
             lines += ["", title, "".join(f"{column:>12}" for column in COLUMNS)]
         lines.append("".join(f"{_field(row[key]):>12}" for key in COLUMNS.values()))
-    return "\n".join([*lines[1:], "", "time to the first token of a turn, through the router; tokens and bytes: of the prefill engines"])
+    return "\n".join(
+        [
+            *lines[1:],
+            "",
+            "time to the first token of a turn, through the router; tokens and bytes: of the "
+            "prefill engines",
+        ]
+    )
 
 
 def _field(value: object) -> str:
-    return {True: "yes", False: "no", None: "-"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
+    return (
+        {True: "yes", False: "no", None: "-"}.get(value, str(value))
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )

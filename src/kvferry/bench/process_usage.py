@@ -7,7 +7,15 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["ProcessUsage", "cpu_seconds", "device_bytes_by_process", "parse_device_bytes", "process_tree", "read_usage", "run_queue_wait_s"]
+__all__ = [
+    "ProcessUsage",
+    "cpu_seconds",
+    "device_bytes_by_process",
+    "parse_device_bytes",
+    "process_tree",
+    "read_usage",
+    "run_queue_wait_s",
+]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
@@ -30,13 +38,17 @@ def read_usage(pid: int) -> ProcessUsage:
     folder = Path(f"/proc/{pid}")
     try:
         resident = int((folder / "statm").read_text().split()[1])
-        return ProcessUsage(resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
+        return ProcessUsage(
+            resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task"))
+        )
     except (OSError, IndexError) as error:
         raise KVFerryError(f"process {pid} cannot be looked at: {error}") from None
 
 
 def device_bytes_by_process() -> dict[int, int]:
-    """What each process uses of GPUs. Empty where there is no driver; inside a container it may know no process by our number."""
+    """What each process uses of GPUs. Empty where there is no driver; inside a container it may
+    know no process by our number.
+    """
     try:
         ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -62,7 +74,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def run_queue_wait_s(pid: int) -> float:
-    """What its threads that still live have waited so far for a core while they could have run; 0 where the kernel does not count it."""
+    """What its threads that still live have waited so far for a core while they could have run; 0
+    where the kernel does not count it.
+    """
     waited = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -74,5 +88,9 @@ def run_queue_wait_s(pid: int) -> float:
 
 def process_tree(pid: int) -> list[int]:
     """A process and all below it."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in task.read_text().split()
+    ]
     return [pid, *(member for child in children for member in process_tree(child))]

@@ -1,7 +1,8 @@
-"""P and D of the embedded engine as two core processes, and one transfer after the other between them, some aborted on purpose.
+"""P and D of the embedded engine as two core processes, and one transfer after the other between
+them, some aborted on purpose.
 
-Below HTTP: requests go straight to the engine cores, as an API process sends them, so that a hundred thousand take minutes. Everything
-runs on one asyncio loop; every wait has a deadline.
+Below HTTP: requests go straight to the engine cores, as an API process sends them, so that a
+hundred thousand take minutes. Everything runs on one asyncio loop; every wait has a deadline.
 """
 
 import argparse
@@ -22,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.figures import MIN_SAMPLES, Tolerance, Verdict, judge
-from kvferry.bench.process_usage import ProcessUsage, device_bytes_by_process, process_tree, read_usage
+from kvferry.bench.process_usage import (
+    ProcessUsage,
+    device_bytes_by_process,
+    process_tree,
+    read_usage,
+)
 from kvferry.bench.vllm.servers import model_directory, print_progress
 from kvferry.cli.arguments import Parser, parse_device, parse_size
 from kvferry.cli.runtime import stop_signals
@@ -60,7 +66,9 @@ LEASE_S = 20.0
 VOCABULARY = range(10, 500)
 KNOWN_PROMPTS = 64
 FRESH_SHARE = 0.25
-"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike; D keeps nothing, so all move."""
+"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike;
+D keeps nothing, so all move.
+"""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -124,7 +132,11 @@ class SoakPair:
         """One prompt through P and D. P's token is what D's first must be."""
         self._number += 1
         name, prompt = f"soak-{self._number}", self._next_prompt()
-        outcome = self.rng.choice(ABORTED_OUTCOMES) if self.rng.random() < self.abort_share else SoakOutcome.DONE
+        outcome = (
+            self.rng.choice(ABORTED_OUTCOMES)
+            if self.rng.random() < self.abort_share
+            else SoakOutcome.DONE
+        )
         async with asyncio.timeout(LEG_S):
             await self._run(name, prompt, outcome)
 
@@ -171,7 +183,9 @@ class SoakPair:
         stream.close()
 
     async def settle(self) -> tuple[CoreStatus, CoreStatus]:
-        """Wait until no block is in use on either side. What is still held when time is up is in the answer."""
+        """Wait until no block is in use on either side. What is still held when time is up is in
+        the answer.
+        """
         deadline = asyncio.get_running_loop().time() + SETTLE_S
         while True:
             both = await self.prefill.status(), await self.decode.status()
@@ -181,11 +195,14 @@ class SoakPair:
 
 
 @asynccontextmanager
-async def start_pair(model: Path, transport: str, abort_share: float, seed: int, load: SoakLoad = SHORT_PROMPTS) -> AsyncIterator[SoakPair]:
+async def start_pair(
+    model: Path, transport: str, abort_share: float, seed: int, load: SoakLoad = SHORT_PROMPTS
+) -> AsyncIterator[SoakPair]:
     """Both engines on their own processes, joined by this transport alone."""
     secret = secrets.token_bytes(32)
     engines = await asyncio.gather(
-        *(_start(model, transport, secret, role, load) for role in ("prefill", "decode")), return_exceptions=True
+        *(_start(model, transport, secret, role, load) for role in ("prefill", "decode")),
+        return_exceptions=True,
     )
     started = [engine for engine in engines if isinstance(engine, EngineClient)]
     try:
@@ -199,9 +216,16 @@ async def start_pair(model: Path, transport: str, abort_share: float, seed: int,
             await client.close()
 
 
-async def _start(model: Path, transport: str, secret: bytes, role: str, load: SoakLoad) -> EngineClient:
+async def _start(
+    model: Path, transport: str, secret: bytes, role: str, load: SoakLoad
+) -> EngineClient:
     extra: dict[str, Any] = {"transports": [transport], "kv_lease_duration": LEASE_S}
-    mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": f"soak-{role}", "kv_connector_extra_config": extra}
+    mapping = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "engine_id": f"soak-{role}",
+        "kv_connector_extra_config": extra,
+    }
     options = EngineOptions(
         model=model,
         device=load.device,
@@ -211,12 +235,19 @@ async def _start(model: Path, transport: str, secret: bytes, role: str, load: So
         kv_transfer=KVTransferConfig.from_mapping(mapping),
     )
     side_channel = SideChannelConfig(port=0)
-    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
+    kit = ConfiguredTransportKit(
+        side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,)
+    )
     return await EngineClient.start(options, kit, secret=secret, side_channel=side_channel)
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> AddRequest:
-    return AddRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), params)
+    return AddRequest(
+        name,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        params,
+    )
 
 
 async def _last_output(engine: EngineClient, request: AddRequest) -> RequestOutput:
@@ -233,15 +264,17 @@ def _is_busy(status: CoreStatus) -> bool:
     return bool(waiting or status.num_used_blocks or status.num_delayed_frees)
 
 
-# -------------------- soak --------------------
-# `kvferry bench soak`: many transfers between two embedded engines, and whether memory (a GPU's too), files and threads stay flat.
+# -------------------- soak -------------------- `kvferry bench soak`: many transfers between two
+# embedded engines, and whether memory (a GPU's too), files and threads stay flat.
 #
-# Two engine cores in processes of their own, real ZeroMQ, the data transport asked for; this process drives them. Some requests are aborted
-# at every point where a client may leave. At the end all blocks must be free.
+# Two engine cores in processes of their own, real ZeroMQ, the data transport asked for; this
+# process drives them. Some requests are aborted at every point where a client may leave. At the end
+# all blocks must be free.
 
 
 DESCRIPTION = (
-    "Run many transfers between two embedded engines and say whether memory, open files and threads of every process stay flat,\n"
+    "Run many transfers between two embedded engines and say whether memory, open files and "
+    "threads of every process stay flat,\n"
     "every token is right and every block is free at the end. Exit code 1 when not."
 )
 EXAMPLES = """\
@@ -252,7 +285,9 @@ EXAMPLES = """\
 TRANSPORTS = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """By kind of device."""
 SAMPLES = {"cpu": 200, "cuda": 40}
-"""Of each process over a whole run, at equal numbers of transfers, so that a busy machine only makes it longer. A driver is slow to ask."""
+"""Of each process over a whole run, at equal numbers of transfers, so that a busy machine only
+makes it longer. A driver is slow to ask.
+"""
 GPU = "gpu"
 PROGRESS_INTERVAL_S = 10.0
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -287,15 +322,27 @@ class SoakResult:
             for what, verdict in rows.items()
             if not verdict.is_flat
         ]
-        usage = [f"{count} blocks of {name} are still in use" for name, count in self.used_blocks.items() if count]
-        failed = [f"{count} requests failed: {reason}" for reason, count in self.tally.errors.items()]
+        usage = [
+            f"{count} blocks of {name} are still in use"
+            for name, count in self.used_blocks.items()
+            if count
+        ]
+        failed = [
+            f"{count} requests failed: {reason}" for reason, count in self.tally.errors.items()
+        ]
         wrong = [f"{self.tally.wrong_tokens} tokens were wrong"] if self.tally.wrong_tokens else []
         return [*grown, *usage, *failed, *wrong]
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--transfers", type=parse_size, default=100_000, metavar="N", help="on each transport (default: %(default)s)")
+    parser.add_argument(
+        "--transfers",
+        type=parse_size,
+        default=100_000,
+        metavar="N",
+        help="on each transport (default: %(default)s)",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -303,16 +350,51 @@ def add_arguments(parser: Parser) -> None:
         metavar="M",
         help="end each run after so long, with what is done by then (default: no limit)",
     )
-    parser.add_argument("--device", type=parse_device, default="cpu", help="of both engines: cpu, cuda or cuda:N (default: %(default)s)")
-    known = tuple(dict.fromkeys(transport for transports in TRANSPORTS.values() for transport in transports))
-    parser.add_argument("--transports", nargs="+", choices=known, help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)")
     parser.add_argument(
-        "--longest", type=parse_size, default=48, metavar="TOKENS", help="prompts have up to so many (default: %(default)s)"
+        "--device",
+        type=parse_device,
+        default="cpu",
+        help="of both engines: cpu, cuda or cuda:N (default: %(default)s)",
     )
-    parser.add_argument("--concurrency", type=parse_size, default=64, metavar="N", help="requests in flight (default: %(default)s)")
-    parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests aborted (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
+    known = tuple(
+        dict.fromkeys(transport for transports in TRANSPORTS.values() for transport in transports)
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=known,
+        help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=parse_size,
+        default=48,
+        metavar="TOKENS",
+        help="prompts have up to so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=parse_size,
+        default=64,
+        metavar="N",
+        help="requests in flight (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--abort-share",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="of requests aborted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -324,10 +406,18 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:
         results = [
-            asyncio.run(soak(model, transport, arguments)) for transport in arguments.transports or TRANSPORTS[_kind(arguments.device)]
+            asyncio.run(soak(model, transport, arguments))
+            for transport in arguments.transports or TRANSPORTS[_kind(arguments.device)]
         ]
     if arguments.json:
-        print(json.dumps({"runs": [_as_json(result) for result in results], "is_flat": not any(r.problems for r in results)}))
+        print(
+            json.dumps(
+                {
+                    "runs": [_as_json(result) for result in results],
+                    "is_flat": not any(r.problems for r in results),
+                }
+            )
+        )
     else:
         print("\n\n".join(map(_table, results)))
     return 1 if any(result.problems for result in results) else 0
@@ -335,11 +425,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def soak(model: Path, transport: str, arguments: argparse.Namespace) -> SoakResult:
     """One transport's run, from the start of its engines to their end."""
-    print_progress(f"{arguments.transfers:,} transfers by {transport}, {arguments.concurrency} at a time")
+    print_progress(
+        f"{arguments.transfers:,} transfers by {transport}, {arguments.concurrency} at a time"
+    )
     load = SoakLoad(arguments.device, arguments.longest)
     async with start_pair(model, transport, arguments.abort_share, arguments.seed, load) as pair:
         started = time.monotonic()
-        samples = await _drive(pair, arguments.transfers, arguments.concurrency, started + 60 * arguments.minutes)
+        samples = await _drive(
+            pair, arguments.transfers, arguments.concurrency, started + 60 * arguments.minutes
+        )
         prefill, decode = await pair.settle()
         return SoakResult(
             transport,
@@ -352,8 +446,12 @@ async def soak(model: Path, transport: str, arguments: argparse.Namespace) -> So
         )
 
 
-async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: float) -> dict[str, list[ProcessUsage]]:
-    """Keep that many in flight until so many are done or time is up; look at every process at equal distances."""
+async def _drive(
+    pair: SoakPair, transfers: int, concurrency: int, deadline: float
+) -> dict[str, list[ProcessUsage]]:
+    """Keep that many in flight until so many are done or time is up; look at every process at equal
+    distances.
+    """
     pids = _processes(pair)
     samples: dict[str, list[ProcessUsage]] = {name: [] for name in pids}
     every = max(1, transfers // SAMPLES[_kind(pair.load.device)])
@@ -361,7 +459,11 @@ async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: flo
 
     async def keep_going() -> None:
         nonlocal num_samples, reported_at
-        while pair.tally.done < transfers and pair.tally.errors.total() < MAX_ERRORS and time.monotonic() < deadline:
+        while (
+            pair.tally.done < transfers
+            and pair.tally.errors.total() < MAX_ERRORS
+            and time.monotonic() < deadline
+        ):
             await pair.transfer()
             if pair.tally.done >= every * (1 + num_samples):
                 num_samples += 1
@@ -384,8 +486,11 @@ async def _sample_usage(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, Pr
     by_process = await asyncio.to_thread(device_bytes_by_process)
     for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
         status = await engine.status()
-        found[name] = replace(found[name], device_bytes=by_process.get(pids[name], 0), torch_bytes=status.device_bytes)
-        # Of the whole device: what is left where the driver knows no process, and for what neither side's torch has asked for.
+        found[name] = replace(
+            found[name], device_bytes=by_process.get(pids[name], 0), torch_bytes=status.device_bytes
+        )
+        # Of the whole device: what is left where the driver knows no process, and for what neither
+        # side's torch has asked for.
         found[GPU] = ProcessUsage(0, 0, 0, status.device_used_bytes)
     return found
 
@@ -421,30 +526,49 @@ def _verdicts(samples: Mapping[str, Sequence[ProcessUsage]]) -> dict[str, dict[s
 
 
 def _print_progress(tally: SoakTally, samples: Mapping[str, Sequence[ProcessUsage]]) -> None:
-    usage = ", ".join(f"{name} {_in_mebibytes(series[-1])}" for name, series in samples.items() if series)
+    usage = ", ".join(
+        f"{name} {_in_mebibytes(series[-1])}" for name, series in samples.items() if series
+    )
     print_progress(f"{tally.done:,} done, {tally.aborted:,} aborted; {usage}")
 
 
 def _in_mebibytes(usage: ProcessUsage) -> str:
     """Main memory, then the driver's and torch's word on device memory, where there is any."""
-    return "/".join(f"{count / 2**20:.1f}" for count in (usage.rss_bytes, usage.device_bytes, usage.torch_bytes) if count) + " MiB"
+    return (
+        "/".join(
+            f"{count / 2**20:.1f}"
+            for count in (usage.rss_bytes, usage.device_bytes, usage.torch_bytes)
+            if count
+        )
+        + " MiB"
+    )
 
 
 def _as_json(result: SoakResult) -> dict[str, Any]:
     return {
         "transport": result.transport,
         "transfers": result.tally.done,
-        "aborted": {outcome: count for outcome, count in result.tally.outcomes.items() if outcome in ABORTED_OUTCOMES},
+        "aborted": {
+            outcome: count
+            for outcome, count in result.tally.outcomes.items()
+            if outcome in ABORTED_OUTCOMES
+        },
         "wrong_tokens": result.tally.wrong_tokens,
         "errors": dict(result.tally.errors),
         "seconds": round(result.seconds, 1),
         "moved": dict(result.moved),
         "used_blocks": dict(result.used_blocks),
         "verdicts": {
-            name: {what: {**asdict(verdict), "is_flat": verdict.is_flat} for what, verdict in rows.items()}
+            name: {
+                what: {**asdict(verdict), "is_flat": verdict.is_flat}
+                for what, verdict in rows.items()
+            }
             for name, rows in result.verdicts.items()
         },
-        "samples": {name: [asdict(sample) for sample in _thinned(series)] for name, series in result.samples.items()},
+        "samples": {
+            name: [asdict(sample) for sample in _thinned(series)]
+            for name, series in result.samples.items()
+        },
         "problems": result.problems,
     }
 
@@ -456,10 +580,16 @@ def _thinned(series: Sequence[ProcessUsage], most: int = 50) -> Sequence[Process
 def _table(result: SoakResult) -> str:
     tally = result.tally
     rate = tally.done / result.seconds
-    aborted = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(tally.outcomes.items()) if outcome != "done")
+    aborted = ", ".join(
+        f"{outcome} {count:,}"
+        for outcome, count in sorted(tally.outcomes.items())
+        if outcome != "done"
+    )
     lines = [
-        f"{tally.done:,} transfers by {result.transport} in {result.seconds:,.0f} s ({rate:,.0f} per second); aborted: {aborted or 'none'}",
-        f"{'process':<12}{'what':<12}{'before':>16}{'after':>16}{'growth':>14}{'allowed':>14}  verdict",
+        f"{tally.done:,} transfers by {result.transport} in {result.seconds:,.0f} s ({rate:,.0f} "
+        f"per second); aborted: {aborted or 'none'}",
+        f"{'process':<12}{'what':<12}{'before':>16}{'after':>16}{'growth':>14}{'allowed':>14}  "
+        "verdict",
     ]
     for name, rows in result.verdicts.items():
         for what, verdict in rows.items():
@@ -468,6 +598,11 @@ def _table(result: SoakResult) -> str:
             lines.append(f"{name:<12}{what:<12}{numbers}  {says}")
     for name, series in result.samples.items():
         if any(sample.device_bytes or sample.torch_bytes for sample in series):
-            lines.append(f"{name}, main/device/torch: " + ", ".join(map(_in_mebibytes, _thinned(series, 20))))
-    lines += result.problems or ["every token was right, every block is free" + ("" if result.verdicts else "; too short to judge growth")]
+            lines.append(
+                f"{name}, main/device/torch: " + ", ".join(map(_in_mebibytes, _thinned(series, 20)))
+            )
+    lines += result.problems or [
+        "every token was right, every block is free"
+        + ("" if result.verdicts else "; too short to judge growth")
+    ]
     return "\n".join(lines)

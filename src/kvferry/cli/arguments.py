@@ -1,4 +1,6 @@
-"""An argument parser whose complaints are `ConfigError`s: one sentence, with the nearest flag there is. Pure."""
+"""An argument parser whose complaints are `ConfigError`s: one sentence, with the nearest flag there
+is. Pure.
+"""
 
 import argparse
 import json
@@ -8,7 +10,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvferry.config import kind_of_setting
-from kvferry.config.fields import RENAMED_FLAGS, is_list, is_text, list_takes_text, may_be_null, nearest, shown
+from kvferry.config.fields import (
+    RENAMED_FLAGS,
+    is_list,
+    is_text,
+    list_takes_text,
+    may_be_null,
+    nearest,
+    shown,
+)
 from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError
 
@@ -58,12 +68,16 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def add_switch(self, name: str, *, default: bool, meaning: str) -> None:
-        """A flag with a `--no-` twin. Python's own action writes its default into the help in some versions only."""
+        """A flag with a `--no-` twin. Python's own action writes its default into the help in some
+        versions only.
+        """
         action = self.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         action.help = f"{meaning} (default: {'on' if default else 'off'})"
 
     def add_unsupported(self, name: str, value: str = "", *, advice: str) -> None:
-        """A flag, or one value of a flag, that people know from elsewhere and that is not built yet: a guess would lead them astray."""
+        """A flag, or one value of a flag, that people know from elsewhere and that is not built
+        yet: a guess would lead them astray.
+        """
         self._unsupported[name, value] = advice
 
     def flag_rows(self) -> list[FlagRow]:
@@ -79,8 +93,12 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{word} of `{self.prog}` is now called {RENAMED_FLAGS[word]}")
             if word.startswith("-"):
                 guess = nearest(word, self._flags, f"`{self.prog} --help`")
-                raise ConfigError(f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}")
-            raise ConfigError(f"{show_argument(word)} is one argument too many for `{self.prog}`; remove it")
+                raise ConfigError(
+                    f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}"
+                )
+            raise ConfigError(
+                f"{show_argument(word)} is one argument too many for `{self.prog}`; remove it"
+            )
         return found
 
     def _refuse_unsupported(self, arguments: Sequence[str]) -> None:
@@ -90,7 +108,10 @@ class Parser(argparse.ArgumentParser):
             flag, equals, inline = word.partition("=")
             for value in ("", inline if equals else following):
                 if (flag, value) in self._unsupported:
-                    raise ConfigError(f"{f'{flag} {value}'.strip()} is not supported yet; {self._unsupported[flag, value]}")
+                    raise ConfigError(
+                        f"{f'{flag} {value}'.strip()} is not supported yet; "
+                        f"{self._unsupported[flag, value]}"
+                    )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
@@ -104,7 +125,9 @@ def _row(action: argparse.Action) -> FlagRow:
     text = (action.help or "").replace("%(default)s", str(action.default))
     default = DEFAULT.search(text)
     names = tuple(action.option_strings) or (str(action.metavar or action.dest),)
-    return FlagRow(names, _values(action), default[1] if default else "", DEFAULT.sub("", text).strip())
+    return FlagRow(
+        names, _values(action), default[1] if default else "", DEFAULT.sub("", text).strip()
+    )
 
 
 def _values(action: argparse.Action) -> str:
@@ -112,11 +135,21 @@ def _values(action: argparse.Action) -> str:
         return ""
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
-    name = "number" if action.type in (int, float) else KINDS.get(getattr(action.type, "__name__", ""), "text")
+    name = (
+        "number"
+        if action.type in (int, float)
+        else KINDS.get(getattr(action.type, "__name__", ""), "text")
+    )
     return f"{name} …" if action.nargs == "+" else name
 
 
-KINDS = {"parse_size": "size", "parse_device": "device", "parse_port": "port", "Path": "folder", "parse_backend": "name"}
+KINDS = {
+    "parse_size": "size",
+    "parse_device": "device",
+    "parse_port": "port",
+    "Path": "folder",
+    "parse_backend": "name",
+}
 
 
 # -------------------- arguments --------------------
@@ -126,8 +159,8 @@ KINDS = {"parse_size": "size", "parse_device": "device", "parse_port": "port", "
 #     --kv-transfer-config.kv_role kv_both
 #     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
 #
-# Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it looks like.
-# Where both spellings name a key, the dotted one wins.
+# Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it
+# looks like. Where both spellings name a key, the dotted one wins.
 
 
 TRANSFER_CONFIG_FLAG = "--kv-transfer-config"
@@ -137,7 +170,9 @@ MAX_PATH_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class TransferArguments:
-    """What an argument list says about KV transfer, and the arguments that are about something else."""
+    """What an argument list says about KV transfer, and the arguments that are about something
+    else.
+    """
 
     mapping: dict[str, Any] | None
     """None: nothing was said."""
@@ -145,7 +180,9 @@ class TransferArguments:
 
 
 def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
-    """Take every `--kv-transfer-config…` out of an argument list and merge them. ConfigError for what cannot be meant."""
+    """Take every `--kv-transfer-config…` out of an argument list and merge them. ConfigError for
+    what cannot be meant.
+    """
     found: list[tuple[str, str]] = []
     rest: list[str] = []
     waiting = list(reversed(arguments))
@@ -162,7 +199,9 @@ def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
 
 
 def dashed(argument: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`: flags may be written either way. What follows a dot or `=` stays."""
+    """`--max_model_len=8` as `--max-model-len=8`: flags may be written either way. What follows a
+    dot or `=` stays.
+    """
     if not argument.startswith("--"):
         return argument
     name = re.split(r"[.=]", argument, maxsplit=1)[0]
@@ -176,7 +215,9 @@ def _next_value(flag: str, waiting: list[str]) -> str:
 
 
 def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The JSON first, then dotted values, then appends: the order on the command line does not matter, except among appends."""
+    """The JSON first, then dotted values, then appends: the order on the command line does not
+    matter, except among appends.
+    """
     whole = [value for flag, value in found if flag == TRANSFER_CONFIG_FLAG]
     if len(whole) > 1:
         raise ConfigError(f"{TRANSFER_CONFIG_FLAG} is given twice; keep one of them")
@@ -194,7 +235,9 @@ def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _connector(merged: dict[str, Any], sets: dict[tuple[str, ...], str]) -> str:
-    """Whose settings the extra config holds; empty for a connector of another module, whose kinds we do not know."""
+    """Whose settings the extra config holds; empty for a connector of another module, whose kinds
+    we do not know.
+    """
     if merged.get("kv_connector_module_path") or ("kv_connector_module_path",) in sets:
         return ""
     return sets.get(("kv_connector",)) or str(merged.get("kv_connector", ""))
@@ -204,7 +247,10 @@ def _path(flag: str) -> tuple[str, ...]:
     dotted = flag[len(TRANSFER_CONFIG_FLAG) + 1 :]
     parts = tuple(dotted.split("."))
     if not DOTTED_PATH.fullmatch(dotted) or len(parts) > MAX_PATH_PARTS:
-        raise ConfigError(f"{shown_flag(flag)} is not a dotted key; write it like {TRANSFER_CONFIG_FLAG}.kv_role kv_both")
+        raise ConfigError(
+            f"{shown_flag(flag)} is not a dotted key; write it like "
+            f"{TRANSFER_CONFIG_FLAG}.kv_role kv_both"
+        )
     return parts
 
 
@@ -212,11 +258,14 @@ def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
     seen: set[tuple[str, ...]] = set()
     for path in sorted(paths):
         if path in seen:
-            raise ConfigError(f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} is given twice; keep one of them")
+            raise ConfigError(
+                f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} is given twice; keep one of them"
+            )
         for length in range(1, len(path)):
             if path[:length] in seen:
                 raise ConfigError(
-                    f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} goes into {'.'.join(path[:length])}, which is given a value too; keep one "
+                    f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} goes into "
+                    f"{'.'.join(path[:length])}, which is given a value too; keep one "
                     "of them"
                 )
         seen.add(path)
@@ -229,7 +278,8 @@ def _parent(merged: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         below = here.setdefault(part, {})
         if not isinstance(below, dict):
             raise ConfigError(
-                f"{'.'.join(path[: depth + 1])} is {shown(below)}, so {'.'.join(path)} cannot be set in it; make it an object"
+                f"{'.'.join(path[: depth + 1])} is {shown(below)}, so {'.'.join(path)} cannot be "
+                "set in it; make it an object"
             )
         here = below
     return here
@@ -242,7 +292,9 @@ def _append(merged: dict[str, Any], path: tuple[str, ...], value: str, connector
         raise ConfigError(f"{'.'.join(path)} takes one value; remove the +")
     listed = _parent(merged, path).setdefault(path[-1], [])
     if not isinstance(listed, list):
-        raise ConfigError(f"{'.'.join(path)} is {shown(listed)}, so nothing can be appended to it; make it a list")
+        raise ConfigError(
+            f"{'.'.join(path)} is {shown(listed)}, so nothing can be appended to it; make it a list"
+        )
     decoded = _decoded_value(value)
     listed.append(value if list_takes_text(kind) and not isinstance(decoded, str) else decoded)
 
@@ -251,7 +303,10 @@ def _decoded_object(text: str) -> dict[str, Any]:
     try:
         decoded = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} is not JSON ({error}); put single quotes around it and double quotes inside") from None
+        raise ConfigError(
+            f"{TRANSFER_CONFIG_FLAG} is not JSON ({error}); put single quotes around it and "
+            "double quotes inside"
+        ) from None
     if not isinstance(decoded, dict):
         raise ConfigError(f"{TRANSFER_CONFIG_FLAG} must be a JSON object, got {shown(decoded)}")
     return decoded
@@ -277,7 +332,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(decoded) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} has the key {shown(twice)} twice; keep one of them")
+        raise ConfigError(
+            f"{TRANSFER_CONFIG_FLAG} has the key {shown(twice)} twice; keep one of them"
+        )
     return decoded
 
 
@@ -285,13 +342,23 @@ def shown_flag(flag: str) -> str:
     return flag if flag.isprintable() and len(flag) <= 120 else shown(flag)
 
 
-# -------------------- sizes --------------------
-# Numbers as people write them, `4096`, `1G`, `8k`, `512Mi`, a port or a device: how a flag's text becomes a value. Pure.
+# -------------------- sizes -------------------- Numbers as people write them, `4096`, `1G`, `8k`,
+# `512Mi`, a port or a device: how a flag's text becomes a value. Pure.
 
 
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
 # As `vllm serve` reads them: small letters count in thousands, capitals in powers of two.
-FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+FACTORS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 
 
 def parse_size(text: str) -> int:
@@ -302,14 +369,18 @@ def parse_size(text: str) -> int:
     number, unit = match.groups()
     size = float(number) * FACTORS[unit] if "." in number else int(number) * FACTORS[unit]
     if size != int(size):
-        raise argparse.ArgumentTypeError(f"{text!a} is not a whole number; write it like 4096, 8k or 1G")
+        raise argparse.ArgumentTypeError(
+            f"{text!a} is not a whole number; write it like 4096, 8k or 1G"
+        )
     return int(size)
 
 
 def parse_port(text: str) -> int:
     """For argparse: a port number, or 0."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port number from 0 to 65535, got {text[:80]!a}")
+        raise argparse.ArgumentTypeError(
+            f"must be a port number from 0 to 65535, got {text[:80]!a}"
+        )
     return int(text)
 
 

@@ -1,7 +1,8 @@
 """`kvferry bench`: finds a benchmark by name and runs it.
 
-A benchmark is a module like a command: `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) -> int`. With `--json` it
-writes one JSON object to standard output and nothing else; what it says on the way goes to standard error.
+A benchmark is a module like a command: `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and
+`run(arguments) -> int`. With `--json` it writes one JSON object to standard output and nothing
+else; what it says on the way goes to standard error.
 """
 
 import argparse
@@ -13,7 +14,15 @@ from kvferry.cli.arguments import Parser, dashed, show_argument
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError
 
-__all__ = ["BENCHMARKS", "DESCRIPTION", "EXAMPLES", "BenchmarkEntry", "add_arguments", "make_parser", "run"]
+__all__ = [
+    "BENCHMARKS",
+    "DESCRIPTION",
+    "EXAMPLES",
+    "BenchmarkEntry",
+    "add_arguments",
+    "make_parser",
+    "run",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +33,52 @@ class BenchmarkEntry:
 
 BENCHMARKS = {
     "decode-interference": BenchmarkEntry(
-        "kvferry.bench.decode_interference", "a decode step of the embedded engine while KV arrives, and without"
+        "kvferry.bench.decode_interference",
+        "a decode step of the embedded engine while KV arrives, and without",
     ),
-    "handover": BenchmarkEntry("kvferry.bench.handover", "from P's last token to D's first: pull, push, and push while P computes"),
-    "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
+    "handover": BenchmarkEntry(
+        "kvferry.bench.handover",
+        "from P's last token to D's first: pull, push, and push while P computes",
+    ),
+    "leases": BenchmarkEntry(
+        "kvferry.bench.leases",
+        "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process",
+    ),
     "multiturn": BenchmarkEntry(
-        "kvferry.bench.multiturn", "the first token of each turn of a conversation, with and without what D has of the turns before"
+        "kvferry.bench.multiturn",
+        "the first token of each turn of a conversation, with and without what D has of the turns "
+        "before",
     ),
     "router": BenchmarkEntry(
-        "kvferry.bench.router.command", "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router"
+        "kvferry.bench.router.command",
+        "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router",
     ),
     "soak": BenchmarkEntry(
-        "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
+        "kvferry.bench.soak",
+        "many transfers between two embedded engines; whether memory, files and threads stay flat",
     ),
     "transfer": BenchmarkEntry(
-        "kvferry.bench.transfer.command", "KV moved between two processes on every transport, beside memcpy and raw NIXL"
+        "kvferry.bench.transfer.command",
+        "KV moved between two processes on every transport, beside memcpy and raw NIXL",
     ),
     "vllm-handover": BenchmarkEntry(
-        "kvferry.bench.vllm.handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
+        "kvferry.bench.vllm.handover",
+        "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector",
     ),
     "vllm-steps": BenchmarkEntry(
-        "kvferry.bench.vllm.steps", "the engine's time in the connector per step inside real vLLM, beside vLLM's own NixlConnector"
+        "kvferry.bench.vllm.steps",
+        "the engine's time in the connector per step inside real vLLM, beside vLLM's own "
+        "NixlConnector",
     ),
 }
 
 WIDTH = max(map(len, BENCHMARKS))
 DESCRIPTION = "\n".join(
-    ["Measure something on this machine. Benchmarks:", "", *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items())]
+    [
+        "Measure something on this machine. Benchmarks:",
+        "",
+        *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items()),
+    ]
 )
 EXAMPLES = """\
   kvferry bench transfer --plot transfer.svg
@@ -71,15 +99,22 @@ class Benchmark(Protocol):
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("benchmark", metavar="BENCHMARK", help="which one")
     parser.add_argument(
-        "rest", metavar="…", nargs=argparse.REMAINDER, help="its own arguments; `kvferry bench BENCHMARK --help` lists them"
+        "rest",
+        metavar="…",
+        nargs=argparse.REMAINDER,
+        help="its own arguments; `kvferry bench BENCHMARK --help` lists them",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     name = arguments.benchmark
     if name not in BENCHMARKS:
-        raise ConfigError(f"{show_argument(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}")
-    return _benchmark(name).run(make_parser(name).parse([dashed(argument) for argument in arguments.rest]))
+        raise ConfigError(
+            f"{show_argument(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}"
+        )
+    return _benchmark(name).run(
+        make_parser(name).parse([dashed(argument) for argument in arguments.rest])
+    )
 
 
 def make_parser(name: str) -> Parser:

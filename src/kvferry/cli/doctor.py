@@ -78,8 +78,21 @@ __all__ = [
 _Report = TypeVar("_Report", TorchReport, NixlReport, GpuReport)
 
 PROBE_TIMEOUT_S = 60.0
-GPU_BENCHMARK = ("bench", "transfer", "--json", "--segments", "16", "--moved", "256", "--rounds", "7", "--device")
-"""What is measured of a GPU: enough to tell transports apart, in a few seconds of which most is starting up."""
+GPU_BENCHMARK = (
+    "bench",
+    "transfer",
+    "--json",
+    "--segments",
+    "16",
+    "--moved",
+    "256",
+    "--rounds",
+    "7",
+    "--device",
+)
+"""What is measured of a GPU: enough to tell transports apart, in a few seconds of which most is
+starting up.
+"""
 
 TORCH_CODE = """
 import json, torch
@@ -90,8 +103,9 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.vers
 # Not to stdout, UCX's default, where a late line of its log would follow the answer.
 UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
 
-# A fork for each plugin: one that crashes or hangs says nothing about the others, and importing NIXL takes longer than all of them.
-# A child writes a byte once its plugin has started and then exits normally, so that a crash on the way out is seen as what it is.
+# A fork for each plugin: one that crashes or hangs says nothing about the others, and importing
+# NIXL takes longer than all of them. A child writes a byte once its plugin has started and then
+# exits normally, so that a crash on the way out is seen as what it is.
 NIXL_CODE = """
 import json, os, signal, sys
 from importlib.metadata import version
@@ -147,13 +161,18 @@ class ProbeOutput:
 
 
 def run_probe(
-    code: str, *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_TIMEOUT_S
+    code: str,
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = PROBE_TIMEOUT_S,
 ) -> ProbeOutput | ProbeFailed:
     """Run a segment of Python in a process of its own."""
     return _run_python("-c", code, *arguments, environ=environ, timeout_s=timeout_s)
 
 
-def _run_python(*arguments: str, environ: Mapping[str, str] | None, timeout_s: float) -> ProbeOutput | ProbeFailed:
+def _run_python(
+    *arguments: str, environ: Mapping[str, str] | None, timeout_s: float
+) -> ProbeOutput | ProbeFailed:
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -180,15 +199,25 @@ def probe_torch() -> TorchReport | ProbeFailed:
     return output if isinstance(output, ProbeFailed) else _decoded(output, TorchReport)
 
 
-def probe_nixl(environ: Mapping[str, str], plugins: Sequence[str]) -> tuple[NixlReport | ProbeFailed, str]:
-    """The report of a process that tried to start these plugins, and UCX's log with its table of transports."""
+def probe_nixl(
+    environ: Mapping[str, str], plugins: Sequence[str]
+) -> tuple[NixlReport | ProbeFailed, str]:
+    """The report of a process that tried to start these plugins, and UCX's log with its table of
+    transports.
+    """
     output = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
-    return (output, "") if isinstance(output, ProbeFailed) else (_decoded(output, NixlReport), output.log)
+    return (
+        (output, "")
+        if isinstance(output, ProbeFailed)
+        else (_decoded(output, NixlReport), output.log)
+    )
 
 
 def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | ProbeFailed:
     """How fast KV moves between two processes on one GPU."""
-    output = _run_python("-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    output = _run_python(
+        "-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S
+    )
     return output if isinstance(output, ProbeFailed) else _decoded(output, GpuReport)
 
 
@@ -198,7 +227,14 @@ def driver_gpus() -> list[str]:
     if tool is None:
         return []
     try:
-        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [tool, "-L"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (subprocess.TimeoutExpired, OSError):
         return []
     return [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
@@ -222,7 +258,9 @@ def can_share_memory() -> str | None:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether we could listen there now. True when the host is not ours to listen on: that is another complaint."""
+    """Whether we could listen there now. True when the host is not ours to listen on: that is
+    another complaint.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -244,14 +282,21 @@ def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the process that asked it was killed by signal {-done.returncode}"
     lines = done.stderr.strip().splitlines()
-    return f"cannot be used ({ascii(lines[-1])[1:161]})" if lines else f"ended with exit code {done.returncode}"
+    return (
+        f"cannot be used ({ascii(lines[-1])[1:161]})"
+        if lines
+        else f"ended with exit code {done.returncode}"
+    )
 
 
 # -------------------- doctor --------------------
 # `kvferry doctor`: what this machine can do, and what to set. One line per topic; changes nothing.
 
 
-DESCRIPTION = "Say what this machine can do for KV transfer, and what to set. Exit code 1 when something will not work."
+DESCRIPTION = (
+    "Say what this machine can do for KV transfer, and what to set. Exit code 1 when something "
+    "will not work."
+)
 EXAMPLES = """\
   kvferry doctor
   kvferry doctor --backends LIBFABRIC
@@ -264,12 +309,20 @@ OTHER_PORTS = [8100, 8200, 8192, SECOND_SIDE_CHANNEL_PORT]
 """Those of the README's commands: prefill, decode, router, and the second engine's side channel."""
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 PLAIN = {level: f"{level:<7}" for level in Severity}
-COLOURED = {level: f"\033[{colour}m{PLAIN[level]}\033[0m" for level, colour in zip(Severity, (32, 33, 31), strict=True)}
+COLOURED = {
+    level: f"\033[{colour}m{PLAIN[level]}\033[0m"
+    for level, colour in zip(Severity, (32, 33, 31), strict=True)
+}
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "--backends", nargs="+", type=parse_backend, metavar="NAME", default=[], help="NIXL plugins to try to start, beside UCX"
+        "--backends",
+        nargs="+",
+        type=parse_backend,
+        metavar="NAME",
+        default=[],
+        help="NIXL plugins to try to start, beside UCX",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
@@ -278,7 +331,12 @@ def run(arguments: argparse.Namespace) -> int:
     findings = examine(os.environ, arguments.backends)
     is_ok = all(finding.level is not Severity.PROBLEM for finding in findings)
     if arguments.json:
-        print(json.dumps({"is_ok": is_ok, "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+        print(
+            json.dumps(
+                {"is_ok": is_ok, "findings": [dataclasses.asdict(finding) for finding in findings]},
+                indent=2,
+            )
+        )
     else:
         for finding in findings:
             print(_line(finding, COLOURED if sys.stdout.isatty() else PLAIN))
@@ -288,7 +346,9 @@ def run(arguments: argparse.Namespace) -> int:
 def parse_backend(text: str) -> str:
     """For argparse: the name of a NIXL plugin, which becomes part of a file's name."""
     if not PLUGIN_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no name of a NIXL plugin; write it like LIBFABRIC")
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} is no name of a NIXL plugin; write it like LIBFABRIC"
+        )
     return text
 
 
@@ -296,14 +356,20 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [machine_finding(platform.machine(), " ".join(platform.libc_ver()))],
-        lambda: [python_finding(sys.version_info[:3]), compiled_finding(missing_native_functions())],
+        lambda: [
+            python_finding(sys.version_info[:3]),
+            compiled_finding(missing_native_functions()),
+        ],
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],
         lambda: _side_channel(environ),
         lambda: [_secret(environ)],
         lambda: [_api_port(), _other_ports()],
-        lambda: [Finding(Severity.ADVICE, "environment", sentence) for sentence in ignored_variables(environ)],
+        lambda: [
+            Finding(Severity.ADVICE, "environment", sentence)
+            for sentence in ignored_variables(environ)
+        ],
         lambda: [descriptor_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         lambda: [core_finding(len(os.sched_getaffinity(0)))],
     ]
@@ -319,12 +385,18 @@ def _torch(environ: Mapping[str, str]) -> list[Finding]:
 
 def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
     """One of each kind is measured."""
-    settings = {name: value for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items() if name in REPORTED_SETTINGS}
+    settings = {
+        name: value
+        for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items()
+        if name in REPORTED_SETTINGS
+    }
     findings = [ucx_settings_finding(settings, environ)] if names else []
     bounce = BounceSettings().resolved(MemoryKind.VRAM)
     for name in dict.fromkeys(names):
         index = names.index(name)
-        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), bounce.segment_bytes)
+        findings += gpu_speed_findings(
+            f"cuda:{index} ({name})", measure_gpu(index, environ), bounce.segment_bytes
+        )
     return findings
 
 
@@ -332,14 +404,21 @@ def _nixl(environ: Mapping[str, str], backends: Sequence[str]) -> list[Finding]:
     others = [name for name in dict.fromkeys(backends) if name != DEFAULT_PLUGIN]
     report, log = probe_nixl(environ, [DEFAULT_PLUGIN, *others])
     settings = {name: value for name, value in environ.items() if name.startswith("UCX_")}
-    return [*nixl_findings(report, others), *([transport_finding(enabled_transports(log), settings)] if log else [])]
+    return [
+        *nixl_findings(report, others),
+        *([transport_finding(enabled_transports(log), settings)] if log else []),
+    ]
 
 
 def _shared_memory() -> Finding:
     reason = can_share_memory()
     if reason is not None:
-        return Finding(Severity.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead")
-    return Finding(Severity.OK, "shared memory", "processes of this user can map each other's cache")
+        return Finding(
+            Severity.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead"
+        )
+    return Finding(
+        Severity.OK, "shared memory", "processes of this user can map each other's cache"
+    )
 
 
 def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
@@ -352,9 +431,17 @@ def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
     where = f"port {channel.port} on {channel.bind_host}"
     if channel.port and not is_port_free(channel.bind_host, channel.port):
         return [
-            Finding(Severity.ADVICE, "side channel", f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine")
+            Finding(
+                Severity.ADVICE,
+                "side channel",
+                f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine",
+            )
         ]
-    return [Finding(Severity.OK, "side channel", f"{where} is free, advertised as {channel.advertised_host}")]
+    return [
+        Finding(
+            Severity.OK, "side channel", f"{where} is free, advertised as {channel.advertised_host}"
+        )
+    ]
 
 
 def _secret(environ: Mapping[str, str]) -> Finding:
@@ -362,12 +449,18 @@ def _secret(environ: Mapping[str, str]) -> Finding:
     is_given = any(environ.get(name) for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
     own: Path = runtime_directory(environ) / FILE_NAME
     if not is_given and not os.path.lexists(own):
-        return Finding(Severity.OK, "secret", f"none yet; one for this machine is made on first use in {own}")
+        return Finding(
+            Severity.OK, "secret", f"none yet; one for this machine is made on first use in {own}"
+        )
     try:
         secret = ClusterSecret.load(environ)
     except ConfigError as error:
         return Finding(Severity.PROBLEM, "secret", str(error))
-    reach = "" if secret.is_explicit else " (this machine only; set KVFERRY_SECRET_FILE to reach others)"
+    reach = (
+        ""
+        if secret.is_explicit
+        else " (this machine only; set KVFERRY_SECRET_FILE to reach others)"
+    )
     return Finding(Severity.OK, "secret", f"{secret.source}{reach}")
 
 
@@ -378,7 +471,9 @@ def _api_port() -> Finding:
 
 
 def _other_ports() -> Finding:
-    return port_finding([port for port in OTHER_PORTS if not is_port_free("127.0.0.1", port)], OTHER_PORTS)
+    return port_finding(
+        [port for port in OTHER_PORTS if not is_port_free("127.0.0.1", port)], OTHER_PORTS
+    )
 
 
 def _line(finding: Finding, marks: Mapping[Severity, str]) -> str:

@@ -1,7 +1,8 @@
-"""`kvferry`: finds the command, runs it, and turns what goes wrong into one sentence and an exit code.
+"""`kvferry`: finds the command, runs it, and turns what goes wrong into one sentence and an exit
+code.
 
-A command is a module with `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is
-asked for, so that `kvferry --help` costs nothing.
+A command is a module with `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) ->
+int`; it is imported only when it is asked for, so that `kvferry --help` costs nothing.
 """
 
 import argparse
@@ -13,7 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvferry import __version__
-from kvferry.cli.arguments import TRANSFER_CONFIG_FLAG, Parser, dashed, show_argument, split_transfer_arguments
+from kvferry.cli.arguments import (
+    TRANSFER_CONFIG_FLAG,
+    Parser,
+    dashed,
+    show_argument,
+    split_transfer_arguments,
+)
 from kvferry.cli.runtime import raise_file_limit
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
@@ -31,13 +38,25 @@ class CommandEntry:
 
 
 COMMANDS = {
-    "up": CommandEntry("kvferry.cli.up", "prefill, decode and router on this machine; shows one request, serves until Ctrl-C"),
-    "serve": CommandEntry("kvferry.cli.serve", "one engine, flags as `vllm serve`", takes_transfer_config=True),
-    "proxy": CommandEntry("kvferry.cli.proxy", "the router in front of prefill and decode instances"),
-    "register": CommandEntry("kvferry.cli.register", "keeps an engine in the fleets of routers while it is well"),
+    "up": CommandEntry(
+        "kvferry.cli.up",
+        "prefill, decode and router on this machine; shows one request, serves until Ctrl-C",
+    ),
+    "serve": CommandEntry(
+        "kvferry.cli.serve", "one engine, flags as `vllm serve`", takes_transfer_config=True
+    ),
+    "proxy": CommandEntry(
+        "kvferry.cli.proxy", "the router in front of prefill and decode instances"
+    ),
+    "register": CommandEntry(
+        "kvferry.cli.register", "keeps an engine in the fleets of routers while it is well"
+    ),
     "make-model": CommandEntry("kvferry.cli.make_model", "writes a tiny checkpoint"),
     "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
-    "plan": CommandEntry("kvferry.cli.plan", "how large a model's KV cache is, how long it takes to move, what to set"),
+    "plan": CommandEntry(
+        "kvferry.cli.plan",
+        "how large a model's KV cache is, how long it takes to move, what to set",
+    ),
     "bench": CommandEntry("kvferry.cli.bench", "measurements, beside what others do"),
 }
 
@@ -62,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone. Pointing it elsewhere keeps the interpreter from complaining at exit.
+        # Whoever read our output has gone. Pointing it elsewhere keeps the interpreter from
+        # complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -75,7 +95,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"kvferry {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        raise ConfigError(f"{show_argument(argv[0])} is not a command of kvferry; {nearest(argv[0], COMMANDS)}")
+        raise ConfigError(
+            f"{show_argument(argv[0])} is not a command of kvferry; {nearest(argv[0], COMMANDS)}"
+        )
     return _run(argv[0], argv[1:])
 
 
@@ -99,7 +121,8 @@ def make_parser(name: str) -> Parser:
         parser.add_argument(
             TRANSFER_CONFIG_FLAG,
             metavar="JSON",
-            help=f"KV transfer as JSON; single keys as {TRANSFER_CONFIG_FLAG}.KEY VALUE, lists with KEY+",
+            help=f"KV transfer as JSON; single keys as {TRANSFER_CONFIG_FLAG}.KEY VALUE, lists "
+            "with KEY+",
         )
     return parser
 
@@ -115,7 +138,8 @@ def _overview() -> str:
         [
             "usage: kvferry COMMAND [ARGUMENTS]",
             "",
-            "Carries the KV cache of a language model from the engine that computed it to the engine that needs it.",
+            "Carries the KV cache of a language model from the engine that computed it to the "
+            "engine that needs it.",
             "",
             "commands:",
             *lines,

@@ -7,7 +7,10 @@ from kvferry.cli.arguments import Parser
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
-DESCRIPTION = "Write a tiny checkpoint in the layout of Hugging Face: random weights, a tokenizer, a chat template. Nothing is downloaded."
+DESCRIPTION = (
+    "Write a tiny checkpoint in the layout of Hugging Face: random weights, a tokenizer, a chat "
+    "template. Nothing is downloaded."
+)
 EXAMPLES = """\
   kvferry make-model /tmp/tiny
   kvferry make-model /tmp/tiny-llama --family llama --seed 7
@@ -17,26 +20,34 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if it is not there")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="where to write it; made if it is not there"
+    )
     parser.add_argument(
         "--family",
         choices=("qwen3", "llama", "mla", "window"),
         default="qwen3",
-        help="architecture; mla: DeepSeek-V2 with a latent cache, window: Gemma 3 with sliding windows (default: %(default)s)",
+        help="architecture; mla: DeepSeek-V2 with a latent cache, window: Gemma 3 with sliding "
+        "windows (default: %(default)s)",
     )
     parser.add_argument(
         "--heads",
         type=int,
         metavar="N",
-        help="attention heads, and half as many KV heads except with mla; they bound --tensor-parallel-size (default: 4)",
+        help="attention heads, and half as many KV heads except with mla; they bound "
+        "--tensor-parallel-size (default: 4)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the random weights (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here because it brings torch, which takes a second.
     from kvferry.engine.make_model.writer import make_model
 
-    make_model(arguments.directory, family=arguments.family, seed=arguments.seed, heads=arguments.heads)
+    make_model(
+        arguments.directory, family=arguments.family, seed=arguments.seed, heads=arguments.heads
+    )
     print(f"wrote {arguments.directory}; try `kvferry serve {arguments.directory}`")
     return 0

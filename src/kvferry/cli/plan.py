@@ -17,7 +17,14 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 from kvferry.sizing.hf_config import MAX_HEADS, MAX_LAYERS, auto_dtype, shape_of_config
 from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, SegmentCount, Sides, count_segments
-from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
+from kvferry.sizing.shape import (
+    DTYPE_BYTES,
+    LATENT_DTYPE,
+    LayerCacheKind,
+    LayerGroup,
+    ModelCacheShape,
+    canonical_dtype,
+)
 from kvferry.sizing.transfer import (
     DEFAULT_LINKS,
     DEFAULT_TOKENS,
@@ -73,19 +80,37 @@ def plan_as_text(plan: Plan, units: Units) -> str:
     ]
     if plan.tp > 1:
         rank = shape.bytes_per_token(plan.tp)
-        lines.append(f"On each of {plan.tp} ranks = {rank:,} bytes per token, {rank * plan.block_size:,} bytes per block")
+        lines.append(
+            f"On each of {plan.tp} ranks = {rank:,} bytes per token, {rank * plan.block_size:,} "
+            "bytes per block"
+        )
     head = ["Prompt Length", "KV Cache Size", *(link.title for link in plan.links)]
-    body = [[show_tokens(row.tokens), show_size(row.gigabytes), *map(show_ms, row.ms)] for row in plan.rows]
-    rule = "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 bytes in a GB"
-    lines += ["", *_table(head, body), rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes"]
+    body = [
+        [show_tokens(row.tokens), show_size(row.gigabytes), *map(show_ms, row.ms)]
+        for row in plan.rows
+    ]
+    rule = (
+        "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 "
+        "bytes in a GB"
+    )
+    lines += [
+        "",
+        *_table(head, body),
+        rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes",
+    ]
     longest = max(row.tokens for row in plan.rows)
     head = ["P to D", *dict.fromkeys(count.layout for count in plan.segments)]
     lines += [
         "",
-        f"Segments of one transfer of {show_tokens(longest)} into one rank, before adjacent blocks are joined (bytes of a segment):",
+        f"Segments of one transfer of {show_tokens(longest)} into one rank, before adjacent "
+        "blocks are joined (bytes of a segment):",
     ]
     lines += _table(head, _segment_rows(plan.segments))
-    lines += ["", "Advice:", *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice)]
+    lines += [
+        "",
+        "Advice:",
+        *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice),
+    ]
     return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
 
 
@@ -93,7 +118,10 @@ def _describe(group: LayerGroup) -> str:
     window = "" if group.window is None else f" of {group.window:,} tokens"
     if group.kind is LayerCacheKind.LATENT:
         return f"{group.layers} latent layers of {group.width} numbers"
-    return f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of {group.width // 2}"
+    return (
+        f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of "
+        f"{group.width // 2}"
+    )
 
 
 def _formula(shape: ModelCacheShape) -> str:
@@ -104,23 +132,36 @@ def _formula(shape: ModelCacheShape) -> str:
         elif group.kind is LayerCacheKind.LATENT:
             parts.append(f"{group.layers} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
         elif group.width % 2 == 0:
-            parts.append(f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × {DTYPE_BYTES[shape.dtype]}")
+            parts.append(
+                f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × "
+                f"{DTYPE_BYTES[shape.dtype]}"
+            )
         else:
-            parts.append(f"{group.layers} × {group.kv_heads} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
+            parts.append(
+                f"{group.layers} × {group.kv_heads} × {group.width} × {DTYPE_BYTES[shape.dtype]}"
+            )
     return " + ".join(parts)
 
 
 def _segment_rows(segments: tuple[SegmentCount, ...]) -> list[list[str]]:
     rows: dict[Sides, list[str]] = {}
     for count in segments:
-        rows.setdefault(count.sides, [count.sides.title]).append(f"{count.segments:,} ({count.segment_bytes:,})")
+        rows.setdefault(count.sides, [count.sides.title]).append(
+            f"{count.segments:,} ({count.segment_bytes:,})"
+        )
     return list(rows.values())
 
 
 def _table(head: list[str], body: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
-    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *body]]
-    return [f"| {line} |" for line in [lines[0], "-|-".join("-" * width for width in widths), *lines[1:]]]
+    lines = [
+        " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in [head, *body]
+    ]
+    return [
+        f"| {line} |"
+        for line in [lines[0], "-|-".join("-" * width for width in widths), *lines[1:]]
+    ]
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -129,7 +170,10 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.name,
         "dtype": shape.dtype,
         "layers": shape.layers,
-        "groups": [{**asdict(group), "bytes_per_token": group.layers * shape.layer_bytes(group)} for group in shape.groups],
+        "groups": [
+            {**asdict(group), "bytes_per_token": group.layers * shape.layer_bytes(group)}
+            for group in shape.groups
+        ],
         "bytes_per_token": shape.bytes_per_token(),
         "bytes_per_token_beyond_windows": shape.bytes_per_late_token(),
         "block_size": plan.block_size,
@@ -140,10 +184,18 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "links": [asdict(link) for link in plan.links],
         "prompts": [_row_as_json(row, plan.links) for row in plan.rows],
         "segments": [
-            {"layout": count.layout, **asdict(count.sides), "segments": count.segments, "segment_bytes": count.segment_bytes}
+            {
+                "layout": count.layout,
+                **asdict(count.sides),
+                "segments": count.segments,
+                "segment_bytes": count.segment_bytes,
+            }
             for count in plan.segments
         ],
-        "advice": {advice.setting: {"value": advice.value, "reason": advice.reason} for advice in plan.advice},
+        "advice": {
+            advice.setting: {"value": advice.value, "reason": advice.reason}
+            for advice in plan.advice
+        },
         "notes": list(plan.notes),
     }
 
@@ -151,17 +203,25 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, Any]:
     """`bytes` and `exact_ms` are exact; `gb` and `ms` are what the table shows, before rounding."""
     times = [
-        {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)} for link, ms in zip(links, row.ms, strict=True)
+        {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)}
+        for link, ms in zip(links, row.ms, strict=True)
     ]
-    return {"tokens": row.tokens, "bytes": row.size_bytes, "bytes_per_rank": row.rank_bytes, "gb": row.gigabytes, "times": times}
+    return {
+        "tokens": row.tokens,
+        "bytes": row.size_bytes,
+        "bytes_per_rank": row.rank_bytes,
+        "gb": row.gigabytes,
+        "times": times,
+    }
 
 
-# -------------------- plan --------------------
-# `kvferry plan`: how large a model's KV cache is, how long it takes to move, and what to set. Computes nothing else; loads no weights.
+# -------------------- plan -------------------- `kvferry plan`: how large a model's KV cache is,
+# how long it takes to move, and what to set. Computes nothing else; loads no weights.
 
 
 DESCRIPTION = (
-    "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many segments it falls, and what to set."
+    "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many "
+    "segments it falls, and what to set."
 )
 EXAMPLES = """\
   kvferry plan /models/tiny
@@ -183,21 +243,55 @@ FLAG_WIDTHS = ("--layers", "--kv-heads", "--head-dim")
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, its config.json, or owner/name in the Hugging Face cache"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder of a checkpoint, its config.json, or owner/name in the Hugging Face cache",
     )
-    parser.add_argument("--layers", type=count_to(MAX_LAYERS), metavar="N", help="layers, instead of MODEL; with --kv-heads and --head-dim")
-    parser.add_argument("--kv-heads", type=count_to(MAX_HEADS), metavar="N", help="KV heads of a layer, instead of MODEL")
-    parser.add_argument("--head-dim", type=count_to(MAX_HEAD_DIM), metavar="N", help="numbers in a head, instead of MODEL")
+    parser.add_argument(
+        "--layers",
+        type=count_to(MAX_LAYERS),
+        metavar="N",
+        help="layers, instead of MODEL; with --kv-heads and --head-dim",
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=count_to(MAX_HEADS),
+        metavar="N",
+        help="KV heads of a layer, instead of MODEL",
+    )
+    parser.add_argument(
+        "--head-dim",
+        type=count_to(MAX_HEAD_DIM),
+        metavar="N",
+        help="numbers in a head, instead of MODEL",
+    )
     dtypes = ", ".join([*DTYPE_BYTES, LATENT_DTYPE])
-    parser.add_argument("--dtype", default="auto", help=f"of the cache: {dtypes} (default: what MODEL says, else bfloat16)")
     parser.add_argument(
-        "--block-size", type=count_to(MAX_BLOCK_SIZE), default=16, metavar="N", help="tokens in a block (default: %(default)s)"
+        "--dtype",
+        default="auto",
+        help=f"of the cache: {dtypes} (default: what MODEL says, else bfloat16)",
     )
     parser.add_argument(
-        "--tp", "--tensor-parallel-size", type=count_to(MAX_TP), default=1, metavar="N", help="ranks (default: %(default)s)"
+        "--block-size",
+        type=count_to(MAX_BLOCK_SIZE),
+        default=16,
+        metavar="N",
+        help="tokens in a block (default: %(default)s)",
     )
     parser.add_argument(
-        "--peer-tp", type=count_to(MAX_TP), metavar="N", help="ranks of the other side, for the segments (default: twice --tp)"
+        "--tp",
+        "--tensor-parallel-size",
+        type=count_to(MAX_TP),
+        default=1,
+        metavar="N",
+        help="ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peer-tp",
+        type=count_to(MAX_TP),
+        metavar="N",
+        help="ranks of the other side, for the segments (default: twice --tp)",
     )
     parser.add_argument(
         "--peer-block-size",
@@ -213,9 +307,17 @@ def add_arguments(parser: Parser) -> None:
         help="a link and its Gbit/s; may be repeated (default: IB HDR × 1=200)",
     )
     parser.add_argument(
-        "--tokens", type=parse_tokens, action="append", metavar="N", help="a prompt length; 1K is 1,000 (default: 1K 4K 8K 32K 128K)"
+        "--tokens",
+        type=parse_tokens,
+        action="append",
+        metavar="N",
+        help="a prompt length; 1K is 1,000 (default: 1K 4K 8K 32K 128K)",
     )
-    parser.add_argument("--exact", action="store_true", help="1 GB is 1,000,000,000 bytes everywhere, also in the times")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="1 GB is 1,000,000,000 bytes everywhere, also in the times",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -233,12 +335,32 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     shape.check_tp(tp)
     links = tuple(arguments.link or DEFAULT_LINKS)
     units = Units.EXACT if arguments.exact else Units.ROUND
-    rows = tuple(prompt_row(shape, tokens, links, tp, units) for tokens in arguments.tokens or DEFAULT_TOKENS)
+    rows = tuple(
+        prompt_row(shape, tokens, links, tp, units) for tokens in arguments.tokens or DEFAULT_TOKENS
+    )
     longest, slowest = max(rows, key=lambda row: row.tokens), min(links, key=lambda link: link.gbit)
     longest_s = longest.size_bytes * 8 / (slowest.gbit * 1e9)
-    segments = [count_segments(shape, layout, sides, longest.tokens) for sides in _sides(arguments, shape) for layout in _layouts(shape)]
-    advice = (advise_lease(longest_s, slowest, longest.size_bytes), advise_read_timeout(longest_s, slowest), advise_block_size(shape, tp))
-    return Plan(name, shape, block, tp, links, rows, tuple(segments), advice, tuple([*notes, *_notes(shape, tp)]))
+    segments = [
+        count_segments(shape, layout, sides, longest.tokens)
+        for sides in _sides(arguments, shape)
+        for layout in _layouts(shape)
+    ]
+    advice = (
+        advise_lease(longest_s, slowest, longest.size_bytes),
+        advise_read_timeout(longest_s, slowest),
+        advise_block_size(shape, tp),
+    )
+    return Plan(
+        name,
+        shape,
+        block,
+        tp,
+        links,
+        rows,
+        tuple(segments),
+        advice,
+        tuple([*notes, *_notes(shape, tp)]),
+    )
 
 
 def count_to(most: int) -> Callable[[str], int]:
@@ -258,10 +380,15 @@ def parse_tokens(text: str) -> int:
     """For argparse: a prompt length; K counts in thousands here, as people say it of prompts."""
     match = TOKENS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no prompt length; write it like 4000 or 4K")
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} is no prompt length; write it like 4000 or 4K"
+        )
     tokens = int(match[1]) * FACTORS[match[2].lower()]
     if tokens > MAX_TOKENS:
-        raise argparse.ArgumentTypeError(f"a prompt of {text[:80]!a} is too long to plan; {MAX_TOKENS // FACTORS['m']:,}M is the most")
+        raise argparse.ArgumentTypeError(
+            f"a prompt of {text[:80]!a} is too long to plan; {MAX_TOKENS // FACTORS['m']:,}M is "
+            "the most"
+        )
     return tokens
 
 
@@ -273,20 +400,32 @@ def parse_link(text: str) -> NetworkLink:
     except ValueError:
         gbit = math.nan
     if not name.strip() or not name.isprintable() or not MIN_GBIT <= gbit < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s")
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s"
+        )
     return NetworkLink(name.strip(), gbit)
 
 
 def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[str]]:
-    given = [value for value in (arguments.layers, arguments.kv_heads, arguments.head_dim) if value is not None]
+    given = [
+        value
+        for value in (arguments.layers, arguments.kv_heads, arguments.head_dim)
+        if value is not None
+    ]
     if arguments.model is not None and given:
-        raise ConfigError(f"MODEL and {', '.join(FLAG_WIDTHS)} say the same thing twice; give one or the other")
+        raise ConfigError(
+            f"MODEL and {', '.join(FLAG_WIDTHS)} say the same thing twice; give one or the other"
+        )
     if arguments.model is not None:
         return _shape_of_model(arguments.model, arguments.dtype)
     if len(given) < len(FLAG_WIDTHS):
-        raise ConfigError(f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}")
+        raise ConfigError(
+            f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}"
+        )
     dtype = canonical_dtype("bfloat16" if arguments.dtype == "auto" else arguments.dtype)
-    group = LayerGroup(LayerCacheKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim)
+    group = LayerGroup(
+        LayerCacheKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim
+    )
     return "a model of these sizes", ModelCacheShape((group,), dtype), []
 
 
@@ -302,7 +441,11 @@ def _shape_of_model(model: str, requested_dtype: str) -> tuple[str, ModelCacheSh
     )
     return (
         model,
-        shape_of_config(config, config_dtype or canonical_dtype("bfloat16" if requested_dtype == "auto" else requested_dtype)),
+        shape_of_config(
+            config,
+            config_dtype
+            or canonical_dtype("bfloat16" if requested_dtype == "auto" else requested_dtype),
+        ),
         notes,
     )
 
@@ -312,7 +455,9 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_CONFIG_BYTES))
     except OSError as error:
-        raise ConfigError(f"{shown(str(path))} cannot be read: {error.strerror}; name a model's config.json") from None
+        raise ConfigError(
+            f"{shown(str(path))} cannot be read: {error.strerror}; name a model's config.json"
+        ) from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{shown(str(path))} is not JSON; name a model's config.json") from None
     if not isinstance(content, dict):
@@ -329,10 +474,14 @@ def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]
     )
     shape.check_tp(other_tp, "--peer-tp")
     if max(block, other_block) % min(block, other_block):
-        raise ConfigError(f"--peer-block-size {other_block} does not fit --block-size {block}; one must divide the other")
+        raise ConfigError(
+            f"--peer-block-size {other_block} does not fit --block-size {block}; one must divide "
+            "the other"
+        )
     if max(block, other_block) > MAX_BLOCK_RATIO * min(block, other_block):
         raise ConfigError(
-            f"--peer-block-size {other_block} and --block-size {block} are too far apart to plan; {MAX_BLOCK_RATIO} times is the most"
+            f"--peer-block-size {other_block} and --block-size {block} are too far apart to plan; "
+            f"{MAX_BLOCK_RATIO} times is the most"
         )
     both = [Sides(tp, tp, block, block)]
     if other_tp != tp:
@@ -344,7 +493,14 @@ def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]
 
 def _default_peer_tp(shape: ModelCacheShape, tp: int) -> int:
     """Twice ours, or ours where the heads do not allow that."""
-    return 2 * tp if all(group.kind is LayerCacheKind.LATENT or can_divide(group.kv_heads, 2 * tp) for group in shape.groups) else tp
+    return (
+        2 * tp
+        if all(
+            group.kind is LayerCacheKind.LATENT or can_divide(group.kv_heads, 2 * tp)
+            for group in shape.groups
+        )
+        else tp
+    )
 
 
 def _layouts(shape: ModelCacheShape) -> list[str]:
@@ -357,12 +513,19 @@ def _notes(shape: ModelCacheShape, tp: int) -> list[str]:
     if any(group.window is not None for group in shape.groups):
         late = shape.bytes_per_late_token()
         notes.append(
-            f"layers with a window hold at most that many tokens: beyond them a token adds {late:,} bytes, and a prompt's size is less"
+            "layers with a window hold at most that many tokens: beyond them a token adds "
+            f"{late:,} bytes, and a prompt's size is less"
         )
     if any(group.kind is LayerCacheKind.LATENT for group in shape.groups):
-        notes.append("latent attention caches one vector for all heads: every rank holds and reads all of it, whatever the TP")
-    if tp > 1 and any(group.kind is not LayerCacheKind.LATENT and group.kv_heads < tp for group in shape.groups):
         notes.append(
-            "there are more ranks than KV heads: neighbours hold the same head, so all ranks together hold more than once the bytes"
+            "latent attention caches one vector for all heads: every rank holds and reads all of "
+            "it, whatever the TP"
+        )
+    if tp > 1 and any(
+        group.kind is not LayerCacheKind.LATENT and group.kv_heads < tp for group in shape.groups
+    ):
+        notes.append(
+            "there are more ranks than KV heads: neighbours hold the same head, so all ranks "
+            "together hold more than once the bytes"
         )
     return notes

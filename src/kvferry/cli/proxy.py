@@ -1,4 +1,6 @@
-"""`kvferry proxy`: the router in front of prefill and decode instances, with the flags of the seeds' proxies."""
+"""`kvferry proxy`: the router in front of prefill and decode instances, with the flags of the
+seeds' proxies.
+"""
 
 import argparse
 import os
@@ -28,7 +30,10 @@ from kvferry.types import Address, FailurePolicy
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
-DESCRIPTION = "Serve the OpenAI API by sending each prompt to a prefill instance and its KV to a decode instance."
+DESCRIPTION = (
+    "Serve the OpenAI API by sending each prompt to a prefill instance and its KV to a decode "
+    "instance."
+)
 EXAMPLES = """\
   kvferry proxy --port 8192 --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost --decoder-ports 8200
   kvferry proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 --decoder-host 10.0.0.3 --decoder-port 8000
@@ -36,38 +41,90 @@ EXAMPLES = """\
 
 _DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 _FLAGS = {Role.PREFILL: "prefiller", Role.DECODE: "decoder"}
-_ACCESS_FILES = ("api_key_file", "admin_key_file", "instance_key_file", "instance_ca_file", "ssl_certfile", "ssl_keyfile")
+_ACCESS_FILES = (
+    "api_key_file",
+    "admin_key_file",
+    "instance_key_file",
+    "instance_ca_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+)
 
 T = TypeVar("T")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="settings as TOML (docs/router.md lists them); flags come before them")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings as TOML (docs/router.md lists them); flags come before them",
+    )
     parser.add_argument("--host", help="address to listen on (default: localhost)")
-    parser.add_argument("--port", type=parse_port, help="port to listen on; 0: any free one (default: 8000)")
+    parser.add_argument(
+        "--port", type=parse_port, help="port to listen on; 0: any free one (default: 8000)"
+    )
     for role, name in _FLAGS.items():
         hosts = f"hosts of the {name}s, one per port or one for all (default: localhost)"
-        parser.add_argument(f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts)
-        ports = f"their ports, in the order of the hosts (default, without --config: {_DEFAULT_PORTS[role]})"
-        parser.add_argument(f"--{name}-ports", f"--{name}-port", nargs="+", type=parse_port, metavar="PORT", help=ports)
+        parser.add_argument(
+            f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts
+        )
+        ports = (
+            "their ports, in the order of the hosts (default, without --config: "
+            f"{_DEFAULT_PORTS[role]})"
+        )
+        parser.add_argument(
+            f"--{name}-ports",
+            f"--{name}-port",
+            nargs="+",
+            type=parse_port,
+            metavar="PORT",
+            help=ports,
+        )
         default = getattr(RoutingOptions(), f"{role}_policy")
         help_text = f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})"
-        parser.add_argument(f"--{role}-policy", choices=list(POLICIES), metavar="NAME", help=help_text)
+        parser.add_argument(
+            f"--{role}-policy", choices=list(POLICIES), metavar="NAME", help=help_text
+        )
     policies = [policy.value for policy in FailurePolicy]
     parser.add_argument(
         "--without-prefill",
         choices=policies,
-        help="with no prefill instance available: recompute lets decode instances compute prompts, fail refuses (default: recompute)",
+        help="with no prefill instance available: recompute lets decode instances compute prompts, "
+        "fail refuses (default: recompute)",
     )
-    parser.add_argument("--api-key-file", metavar="FILE", help="keys that clients must have, `TENANT KEY` or `KEY` in each line")
-    parser.add_argument("--admin-key-file", metavar="FILE", help="the key for /admin and /dashboard (default: this machine only, no key)")
-    parser.add_argument("--instance-key-file", metavar="FILE", help="the API key that the instances want")
-    parser.add_argument("--instance-ca-file", metavar="FILE", help="who vouches for instances that are https://")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="keys that clients must have, `TENANT KEY` or `KEY` in each line",
+    )
+    parser.add_argument(
+        "--admin-key-file",
+        metavar="FILE",
+        help="the key for /admin and /dashboard (default: this machine only, no key)",
+    )
+    parser.add_argument(
+        "--instance-key-file", metavar="FILE", help="the API key that the instances want"
+    )
+    parser.add_argument(
+        "--instance-ca-file", metavar="FILE", help="who vouches for instances that are https://"
+    )
     parser.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
-    parser.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages that browsers may ask us from; * for all")
-    parser.add_argument("--access-log", action="store_true", default=None, help="one line in the log per request")
-    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="of the log (default: %(default)s)")
+    parser.add_argument(
+        "--cors-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="web pages that browsers may ask us from; * for all",
+    )
+    parser.add_argument(
+        "--access-log", action="store_true", default=None, help="one line in the log per request"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="of the log (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +140,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _make_app(options: RouterOptions, side_channels: SideChannelSender, secret: ClusterSecret) -> RouterApp:
+def _make_app(
+    options: RouterOptions, side_channels: SideChannelSender, secret: ClusterSecret
+) -> RouterApp:
     return RouterApp(
         options,
         side_channels,
@@ -109,7 +168,10 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
 
 
 def _instances(arguments: argparse.Namespace, role: Role, is_default: bool) -> tuple[Instance, ...]:
-    hosts, ports = getattr(arguments, f"{_FLAGS[role]}_hosts"), getattr(arguments, f"{_FLAGS[role]}_ports")
+    hosts, ports = (
+        getattr(arguments, f"{_FLAGS[role]}_hosts"),
+        getattr(arguments, f"{_FLAGS[role]}_ports"),
+    )
     if hosts is None and ports is None and not is_default:
         return ()
     return pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
@@ -141,20 +203,28 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise ConfigError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
 
 
 def _announce(address: Address, is_tls: bool) -> None:
     where = dialable(address)
     everywhere = "" if where == address else " and on every other address of this machine"
     scheme = "https" if is_tls else "http"
-    print(f"kvferry proxy listens on {scheme}://{where}{everywhere}; dashboard: {scheme}://{where}/dashboard", flush=True)
+    print(
+        f"kvferry proxy listens on {scheme}://{where}{everywhere}; dashboard: "
+        f"{scheme}://{where}/dashboard",
+        flush=True,
+    )
     announce_address(where, os.environ)
 
 
 @contextmanager
 def _releases(secret: ClusterSecret) -> Iterator[SideChannelSender]:
-    """The way to tell P that nobody will come. The router only dials, so it listens on the loopback alone."""
+    """The way to tell P that nobody will come. The router only dials, so it listens on the loopback
+    alone.
+    """
     kit = ConfiguredTransportKit.from_settings(SideChannelConfig(), secret, None, os.environ)
     sender = SideChannelSender(kit.control_transport())
     sender.start()

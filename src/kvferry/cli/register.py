@@ -1,4 +1,6 @@
-"""Keeps one instance in the fleets of routers while it is well. One thread; every wait has a deadline."""
+"""Keeps one instance in the fleets of routers while it is well. One thread; every wait has a
+deadline.
+"""
 
 import argparse
 import json
@@ -36,7 +38,12 @@ def check_router_url(url: str) -> str:
     """`http://HOST:PORT` without a path. ConfigError."""
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+        is_good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and parts.path in ("", "/")
+        )
     except ValueError:
         is_good = False
     if not is_good:
@@ -46,7 +53,9 @@ def check_router_url(url: str) -> str:
 
 @dataclass(slots=True)
 class Registration:
-    """`run` in a thread of its own, or in the main one; `stop` from anywhere. It leaves the fleets in good order."""
+    """`run` in a thread of its own, or in the main one; `stop` from anywhere. It leaves the fleets
+    in good order.
+    """
 
     instance: Instance
     routers: Sequence[str]
@@ -77,9 +86,13 @@ class Registration:
             return False
 
     def _send(self, router: str, is_leaving: bool = False) -> None:
-        statement = Statement(self.instance.role, self.instance.url, self.ttl_s, time.time(), is_leaving)
+        statement = Statement(
+            self.instance.role, self.instance.url, self.ttl_s, time.time(), is_leaving
+        )
         body = json.dumps({"statement": self.registrar.sign(statement)}).encode()
-        request = urllib.request.Request(f"{router}/admin/register", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{router}/admin/register", body, {"Content-Type": "application/json"}
+        )
         try:
             with _open(request, timeout=_CALL_S) as answer:
                 answer.read()
@@ -102,21 +115,35 @@ def _error_text(error: Exception) -> str:
         return str(error)
 
 
-# -------------------- register --------------------
-# `kvferry register`: keeps an engine that was started elsewhere, vLLM for one, in the fleets of routers while it is well.
+# -------------------- register -------------------- `kvferry register`: keeps an engine that was
+# started elsewhere, vLLM for one, in the fleets of routers while it is well.
 
 
-DESCRIPTION = "Keep an instance in the fleets of routers for as long as it is well; it leaves them when this is stopped."
+DESCRIPTION = (
+    "Keep an instance in the fleets of routers for as long as it is well; it leaves them when "
+    "this is stopped."
+)
 EXAMPLES = """\
   kvferry register --router http://router:8000 --role decode --url http://10.0.0.3:8000"""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--router", nargs="+", required=True, metavar="URL", help="where the routers are")
-    parser.add_argument("--role", choices=[role.value for role in Role], required=True, help="what the instance is for")
+    parser.add_argument(
+        "--router", nargs="+", required=True, metavar="URL", help="where the routers are"
+    )
+    parser.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        required=True,
+        help="what the instance is for",
+    )
     parser.add_argument("--url", required=True, help="where routers reach it: http://HOST:PORT")
     parser.add_argument(
-        "--ttl", type=float, default=DEFAULT_TTL_S, metavar="SECONDS", help="it is out when unwell for so long (default: %(default)s)"
+        "--ttl",
+        type=float,
+        default=DEFAULT_TTL_S,
+        metavar="SECONDS",
+        help="it is out when unwell for so long (default: %(default)s)",
     )
 
 
@@ -124,7 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logs(is_json=False)
     routers = [check_router_url(url) for url in arguments.router]
     registrar = Registrar(ClusterSecret.load(os.environ).key)
-    registration = Registration(parse_instance(Role(arguments.role), arguments.url), routers, registrar, arguments.ttl)
+    registration = Registration(
+        parse_instance(Role(arguments.role), arguments.url), routers, registrar, arguments.ttl
+    )
 
     def stop(number: int, frame: FrameType | None) -> None:
         registration.stop()

@@ -1,9 +1,11 @@
-"""Signals that ask a command to stop: an exception wherever it happens to be, or a request that it looks at when it can.
+"""Signals that ask a command to stop: an exception wherever it happens to be, or a request that it
+looks at when it can.
 
-An exception out of a signal handler appears between any two instructions of whatever the main thread runs. Code that only waits is well
-served by that. Code that is inside other libraries is not. They may swallow it, and the command would go on for hours: `__del__` and weak
-references' callbacks do, Cython does while it makes a module (seen: the first use of numpy.random). Or it leaves a transfer half made,
-whose memory is then freed under it.
+An exception out of a signal handler appears between any two instructions of whatever the main
+thread runs. Code that only waits is well served by that. Code that is inside other libraries is
+not. They may swallow it, and the command would go on for hours: `__del__` and weak references'
+callbacks do, Cython does while it makes a module (seen: the first use of numpy.random). Or it
+leaves a transfer half made, whose memory is then freed under it.
 """
 
 import contextlib
@@ -18,14 +20,24 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
 
-__all__ = ["STOP_SIGNALS", "JsonFormatter", "StopRequest", "configure_logs", "raise_file_limit", "stop_requests", "stop_signals"]
+__all__ = [
+    "STOP_SIGNALS",
+    "JsonFormatter",
+    "StopRequest",
+    "configure_logs",
+    "raise_file_limit",
+    "stop_requests",
+    "stop_signals",
+]
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINISH_S = 2.0
 """For what is under way when a stop is asked for."""
 END_S = 30.0
-"""From then until the process ends by force, saying where it hung. Longer than every wait on the way out."""
+"""From then until the process ends by force, saying where it hung. Longer than every wait on the
+way out.
+"""
 
 
 @contextmanager
@@ -36,7 +48,9 @@ def stop_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """What a signal asked for, remembered until somebody looks. Loops call `check`, waits end at `earlier_deadline`."""
+    """What a signal asked for, remembered until somebody looks. Loops call `check`, waits end at
+    `earlier_deadline`.
+    """
 
     def __init__(self) -> None:
         self._requested_at: float | None = None
@@ -55,13 +69,19 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def earlier_deadline(self, deadline: float) -> float:
-        """Until when to wait for something that had better be finished: its deadline, or a moment after the stop."""
-        return deadline if self._requested_at is None else min(deadline, self._requested_at + FINISH_S)
+        """Until when to wait for something that had better be finished: its deadline, or a moment
+        after the stop.
+        """
+        return (
+            deadline if self._requested_at is None else min(deadline, self._requested_at + FINISH_S)
+        )
 
 
 @contextmanager
 def stop_requests(end_s: float = END_S) -> Iterator[StopRequest]:
-    """They are remembered. A process that has not ended `end_s` after the first is ended, also when it hangs in another library."""
+    """They are remembered. A process that has not ended `end_s` after the first is ended, also when
+    it hangs in another library.
+    """
     stop = StopRequest()
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -92,7 +112,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def raise_file_limit() -> None:
-    """As many files as we may have: each connection is one, and the usual soft limit of 1,024 is too few for a busy server."""
+    """As many files as we may have: each connection is one, and the usual soft limit of 1,024 is
+    too few for a busy server.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -125,11 +147,17 @@ class _TextFormatter(logging.Formatter):
     """The same for people: what was given as `extra` follows the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extra = " ".join(f"{name}={value}" for name, value in vars(record).items() if name not in _PLAIN and value != "")
+        extra = " ".join(
+            f"{name}={value}"
+            for name, value in vars(record).items()
+            if name not in _PLAIN and value != ""
+        )
         return f"{super().format(record)} {extra}".rstrip()
 
 
 def configure_logs(is_json: bool) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if is_json else _TextFormatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(
+        JsonFormatter() if is_json else _TextFormatter("%(asctime)s %(levelname)s %(message)s")
+    )
     logging.basicConfig(level=logging.INFO, handlers=[handler])

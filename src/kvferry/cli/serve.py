@@ -1,4 +1,6 @@
-"""`kvferry serve`: one engine with its API, flags as `vllm serve`. The composition root of an engine."""
+"""`kvferry serve`: one engine with its API, flags as `vllm serve`. The composition root of an
+engine.
+"""
 
 import argparse
 import logging
@@ -32,9 +34,19 @@ from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "api_host", "check_before_start", "engine_options", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "add_arguments",
+    "api_host",
+    "check_before_start",
+    "engine_options",
+    "run",
+]
 
-DESCRIPTION = "Serve one model over the OpenAI API with the embedded engine. Flags are those of `vllm serve`."
+DESCRIPTION = (
+    "Serve one model over the OpenAI API with the embedded engine. Flags are those of `vllm serve`."
+)
 EXAMPLES = """\
   kvferry serve /models/tiny --port 8100
   VLLM_NIXL_SIDE_CHANNEL_PORT=5601 kvferry serve /models/tiny --port 8200 \\
@@ -44,38 +56,98 @@ EXAMPLES = """\
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2")
-DATA_PARALLEL = ("--data-parallel-size", "-dp", "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-address")
+DATA_PARALLEL = (
+    "--data-parallel-size",
+    "-dp",
+    "--data-parallel-size-local",
+    "--data-parallel-rank",
+    "--data-parallel-address",
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fields__.items()}
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or owner/name in the Hugging Face cache")
-    parser.add_argument("--host", help="address to listen on (default: localhost; every interface when the side channel is for others)")
-    parser.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
-    parser.add_argument("--served-model-name", metavar="NAME", default="", help="what clients call the model (default: MODEL)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a Hugging Face checkpoint, or owner/name in the Hugging Face cache",
+    )
+    parser.add_argument(
+        "--host",
+        help="address to listen on (default: localhost; every interface when the side channel is "
+        "for others)",
+    )
+    parser.add_argument(
+        "--port",
+        type=parse_port,
+        default=8000,
+        help="port to listen on; 0: any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        default="",
+        help="what clients call the model (default: MODEL)",
+    )
     _add_model_arguments(parser)
     _add_cache_arguments(parser)
-    parser.add_argument("--router", nargs="+", metavar="URL", help="routers to register with, for as long as this engine serves")
-    parser.add_argument("--router-role", choices=[role.value for role in Role], help="what for; needed with --router")
-    parser.add_argument("--router-url", metavar="URL", help="where routers reach this engine (default: the side channel's host)")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much is logged (default: %(default)s)")
+    parser.add_argument(
+        "--router",
+        nargs="+",
+        metavar="URL",
+        help="routers to register with, for as long as this engine serves",
+    )
+    parser.add_argument(
+        "--router-role",
+        choices=[role.value for role in Role],
+        help="what for; needed with --router",
+    )
+    parser.add_argument(
+        "--router-url",
+        metavar="URL",
+        help="where routers reach this engine (default: the side channel's host)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="how much is logged (default: %(default)s)",
+    )
     for name in DATA_PARALLEL:
-        parser.add_unsupported(name, advice="start several engines and name them all to `kvferry proxy`")
+        parser.add_unsupported(
+            name, advice="start several engines and name them all to `kvferry proxy`"
+        )
     for name in ("--pipeline-parallel-size", "-pp"):
         parser.add_unsupported(name, advice="use --tensor-parallel-size to split a model")
 
 
 def _add_model_arguments(parser: Parser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: %(default)s)")
-    parser.add_argument("--compute-dtype", choices=(*DTYPES, "float64"), default="auto", help="of arithmetic (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and activations (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=(*DTYPES, "float64"),
+        default="auto",
+        help="of arithmetic (default: %(default)s)",
+    )
     parser.add_argument(
         "--device",
         type=parse_device,
         default=DEFAULTS["device"],
-        help="what computes: cpu, cuda or cuda:N; further ranks take the next GPUs (default: %(default)s)",
+        help="what computes: cpu, cuda or cuda:N; further ranks take the next GPUs (default: "
+        "%(default)s)",
     )
-    parser.add_argument("--num-threads", type=int, default=DEFAULTS["num_threads"], help="torch threads per rank (default: %(default)s)")
+    parser.add_argument(
+        "--num-threads",
+        type=int,
+        default=DEFAULTS["num_threads"],
+        help="torch threads per rank (default: %(default)s)",
+    )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
@@ -88,21 +160,48 @@ def _add_model_arguments(parser: Parser) -> None:
         type=float,
         default=DEFAULTS["drain_timeout_s"],
         metavar="SECONDS",
-        help="after SIGTERM, for requests to finish and peers to fetch what is kept for them; 0: none (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="of sampling without a seed (default: %(default)s)")
-    parser.add_argument(
-        "--max-model-len", type=parse_size, default=DEFAULTS["max_model_len"], help="tokens (default: the checkpoint's limit)"
+        help="after SIGTERM, for requests to finish and peers to fetch what is kept for them; 0: "
+        "none (default: %(default)s)",
     )
     parser.add_argument(
-        "--tensor-parallel-size", "-tp", type=int, default=DEFAULTS["tensor_parallel_size"], help="ranks, one process each (default: 1)"
+        "--seed",
+        type=int,
+        default=DEFAULTS["seed"],
+        help="of sampling without a seed (default: %(default)s)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=DEFAULTS["max_num_seqs"], help="sequences per step (default: %(default)s)")
     parser.add_argument(
-        "--max-num-batched-tokens", type=parse_size, default=DEFAULTS["max_num_batched_tokens"], help="per step (default: %(default)s)"
+        "--max-model-len",
+        type=parse_size,
+        default=DEFAULTS["max_model_len"],
+        help="tokens (default: the checkpoint's limit)",
     )
-    parser.add_switch("--enable-chunked-prefill", default=True, meaning="compute long prompts in chunks, between steps of other requests")
-    parser.add_argument("--enforce-eager", action="store_true", help="accepted; this engine is always eager")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=DEFAULTS["tensor_parallel_size"],
+        help="ranks, one process each (default: 1)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=DEFAULTS["max_num_seqs"],
+        help="sequences per step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=parse_size,
+        default=DEFAULTS["max_num_batched_tokens"],
+        help="per step (default: %(default)s)",
+    )
+    parser.add_switch(
+        "--enable-chunked-prefill",
+        default=True,
+        meaning="compute long prompts in chunks, between steps of other requests",
+    )
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="accepted; this engine is always eager"
+    )
 
 
 def _add_cache_arguments(parser: Parser) -> None:
@@ -112,32 +211,51 @@ def _add_cache_arguments(parser: Parser) -> None:
         default="auto",
         help="how the KV cache is stored; fp8 is fp8_e4m3 (default: %(default)s, as --dtype)",
     )
-    parser.add_argument("--block-size", type=int, default=DEFAULTS["block_size"], help="tokens per block (default: %(default)s)")
-    parser.add_argument("--num-gpu-blocks-override", type=int, default=0, metavar="N", help="blocks in the cache (default: what fits)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=DEFAULTS["block_size"],
+        help="tokens per block (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-gpu-blocks-override",
+        type=int,
+        default=0,
+        metavar="N",
+        help="blocks in the cache (default: what fits)",
+    )
     parser.add_argument(
         "--kv-cache-memory-bytes",
         type=parse_size,
-        help="cache per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves on GPUs)",
+        help="cache per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves on "
+        "GPUs)",
     )
-    parser.add_switch("--enable-prefix-caching", default=True, meaning="keep blocks for prompts that begin alike")
+    parser.add_switch(
+        "--enable-prefix-caching", default=True, meaning="keep blocks for prompts that begin alike"
+    )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=DEFAULTS["gpu_memory_utilization"],
         metavar="SHARE",
-        help="of a GPU's memory that may be in use, by whomever, once the cache is there (default: %(default)s)",
+        help="of a GPU's memory that may be in use, by whomever, once the cache is there (default: "
+        "%(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     options = engine_options(arguments, os.environ)
     side_channel = SideChannelConfig.from_environment(os.environ)
     secret = None
     if options.kv_transfer is not None:
         secret = ClusterSecret.load(os.environ)
         secret.check_reach(side_channel)
-    kit = ConfiguredTransportKit.from_settings(side_channel, secret, options.kv_transfer, os.environ)
+    kit = ConfiguredTransportKit.from_settings(
+        side_channel, secret, options.kv_transfer, os.environ
+    )
     address = Address(api_host(arguments.host, side_channel), arguments.port)
     check_before_start(options, address)
     for sentence in ignored_variables(os.environ):
@@ -148,9 +266,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
     """The options that parsed arguments ask for. ConfigError names what is wrong."""
-    transfer = None if arguments.kv_transfer_config is None else KVTransferConfig.from_mapping(arguments.kv_transfer_config)
+    transfer = (
+        None
+        if arguments.kv_transfer_config is None
+        else KVTransferConfig.from_mapping(arguments.kv_transfer_config)
+    )
     if transfer is not None and transfer.kv_buffer_device == "cuda" and arguments.device == "cpu":
-        raise ConfigError("kv_buffer_device cannot be cuda with --device cpu; remove it, or set it to cpu")
+        raise ConfigError(
+            "kv_buffer_device cannot be cuda with --device cpu; remove it, or set it to cpu"
+        )
     return EngineOptions(
         model=find_checkpoint(arguments.model, environ),
         served_model_name=arguments.served_model_name or arguments.model,
@@ -186,7 +310,9 @@ def _wants_cross_layer_blocks(transfer: KVTransferConfig) -> bool:
 
 
 def check_before_start(options: EngineOptions, address: Address) -> None:
-    """What would otherwise be found seconds later, in another process. ConfigError names what is wrong."""
+    """What would otherwise be found seconds later, in another process. ConfigError names what is
+    wrong.
+    """
     if options.kv_transfer is not None:
         KVConnectorFactory.get_connector_class(options.kv_transfer)
     model = read_model_config(options.model)
@@ -197,11 +323,15 @@ def check_before_start(options: EngineOptions, address: Address) -> None:
 
 
 def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
-    """Whoever opened the side channel to other machines means the API to be reached from there too, as with vLLM."""
+    """Whoever opened the side channel to other machines means the API to be reached from there too,
+    as with vLLM.
+    """
     return given or ("localhost" if side_channel.is_local else "0.0.0.0")
 
 
-def _registering(arguments: argparse.Namespace, side_channel: SideChannelConfig) -> Callable[[str, Address], None]:
+def _registering(
+    arguments: argparse.Namespace, side_channel: SideChannelConfig
+) -> Callable[[str, Address], None]:
     """Tell routers of this engine once it listens. They forget it soon after it stops."""
     routers = [check_router_url(url) for url in arguments.router]
     if arguments.router_role is None:
@@ -214,7 +344,8 @@ def _registering(arguments: argparse.Namespace, side_channel: SideChannelConfig)
         url = arguments.router_url or f"http://{Address(host, address.port)}"
         instance = parse_instance(Role(arguments.router_role), url)
         registration = Registration(instance, routers, registrar, DEFAULT_TTL_S)
-        # It holds up nobody's end: routers notice an engine that does not renew, and one that refuses.
+        # It holds up nobody's end: routers notice an engine that does not renew, and one that
+        # refuses.
         threading.Thread(target=registration.run, name="kvferry-registration", daemon=True).start()
 
     return listening
@@ -231,12 +362,21 @@ async def _serve(
     # The core logs its stages too; nobody needs to read them twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
     with stop_signals() as signals:
-        starting = EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress)
+        starting = EngineClient.start(
+            options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress
+        )
         client = await signals.run_unless_stopped(starting)
         if isinstance(client, StoppedBySignal):
             return client.exit_code
         try:
-            await serve_api(client, options, address.host, address.port, signals=signals, on_listening=on_listening)
+            await serve_api(
+                client,
+                options,
+                address.host,
+                address.port,
+                signals=signals,
+                on_listening=on_listening,
+            )
         finally:
             await client.close()
     return 0

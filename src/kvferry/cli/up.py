@@ -1,4 +1,5 @@
-"""`kvferry up`: prefill, decode and router on this machine; shows one request and serves until it is told to stop.
+"""`kvferry up`: prefill, decode and router on this machine; shows one request and serves until it
+is told to stop.
 
 Whatever ends it, kill -9 included, it leaves no process, socket or file behind (see `processes`).
 """
@@ -17,8 +18,21 @@ from rich.console import Console
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
-from kvferry.cli.cluster.http_client import TransportTotals, complete, read_transport_totals, sum_transport_totals
-from kvferry.cli.cluster.local_cluster import CONNECTORS, LOOPBACK, LocalCluster, LocalLaunch, StartupView, UpOptions, child_environment
+from kvferry.cli.cluster.http_client import (
+    TransportTotals,
+    complete,
+    read_transport_totals,
+    sum_transport_totals,
+)
+from kvferry.cli.cluster.local_cluster import (
+    CONNECTORS,
+    LOOPBACK,
+    LocalCluster,
+    LocalLaunch,
+    StartupView,
+    UpOptions,
+    child_environment,
+)
 from kvferry.cli.cluster.processes import ProcessGroup
 from kvferry.cli.runtime import STOP_SIGNALS, stop_signals
 from kvferry.engine.model.config import read_model_config
@@ -27,7 +41,10 @@ from kvferry.types import Address
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
-DESCRIPTION = "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API until Ctrl-C."
+DESCRIPTION = (
+    "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API "
+    "until Ctrl-C."
+)
 EXAMPLES = """\
   kvferry up
   kvferry up --prefill 2 --decode 2 --transports nixl
@@ -36,7 +53,8 @@ EXAMPLES = """\
   kvferry up --once"""
 
 PROMPT = (
-    "A ferry carries people, carts and letters over a river that has no bridge. It does not care what is written in the letters, "
+    "A ferry carries people, carts and letters over a river that has no bridge. It does not care "
+    "what is written in the letters, "
     "but it must not lose one, nor deliver one twice, nor hand one to a stranger."
 )
 SAMPLE_TOKENS = 16
@@ -46,17 +64,53 @@ POLL_INTERVAL_S = 0.25
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances (default: %(default)s)")
-    parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
-    parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
     parser.add_argument(
-        "--transports", choices=("shm", "cuda_ipc", "nixl", "tcp"), help="data transport to use (default: the best that works here)"
+        "--prefill",
+        type=int,
+        default=1,
+        metavar="N",
+        help="prefill instances (default: %(default)s)",
     )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
-    parser.add_argument("--device", type=parse_device, default="cpu", help="of all engines: cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+    )
+    parser.add_argument(
+        "--port",
+        type=parse_port,
+        default=8000,
+        help="the router's port; 0: any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transports",
+        choices=("shm", "cuda_ipc", "nixl", "tcp"),
+        help="data transport to use (default: the best that works here)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="ranks of each engine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        type=parse_device,
+        default="cpu",
+        help="of all engines: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     modes = "pull, when prefill is through; push: while it computes (default: %(default)s)"
-    parser.add_argument("--mode", choices=tuple(CONNECTORS), default="pull", help=f"when decode gets the KV: {modes}")
+    parser.add_argument(
+        "--mode",
+        choices=tuple(CONNECTORS),
+        default="pull",
+        help=f"when decode gets the KV: {modes}",
+    )
     parser.add_argument("--once", action="store_true", help="stop after the sample request")
 
 
@@ -76,7 +130,11 @@ def run(arguments: argparse.Namespace) -> int:
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
     console = Console()
-    with stop_signals(), _cluster(options) as (cluster, launch), _show_logs_on_failure(console, cluster):
+    with (
+        stop_signals(),
+        _cluster(options) as (cluster, launch),
+        _show_logs_on_failure(console, cluster),
+    ):
         router = _start_cluster(cluster, launch, console)
         totals = _show_sample(cluster, router, options, console)
         if arguments.once:
@@ -87,7 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
-    """The guardian is told of the directory before it exists, so there is no moment at which a kill would leave it behind."""
+    """The guardian is told of the directory before it exists, so there is no moment at which a kill
+    would leave it behind.
+    """
     directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
     with ProcessGroup(directory) as group:
         directory.mkdir(mode=0o700)
@@ -95,7 +155,9 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
         secret_file.touch(mode=0o600)
         secret_file.write_text(secrets.token_hex(32))
         launch = LocalLaunch(options, options.model or directory / "model")
-        cluster = LocalCluster(launch, child_environment(os.environ, secret_file), group.id, START_TIMEOUT_S)
+        cluster = LocalCluster(
+            launch, child_environment(os.environ, secret_file), group.id, START_TIMEOUT_S
+        )
         try:
             yield cluster, launch
         finally:
@@ -111,23 +173,42 @@ def _start_cluster(cluster: LocalCluster, launch: LocalLaunch, console: Console)
         return cluster.start(launch.options.prefill, launch.options.decode, view)
 
 
-def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, console: Console) -> list[TransportTotals]:
-    request = {"model": options.model_name, "prompt": PROMPT, "max_tokens": SAMPLE_TOKENS, "temperature": 0, "ignore_eos": True}
+def _show_sample(
+    cluster: LocalCluster, router: Address, options: UpOptions, console: Console
+) -> list[TransportTotals]:
+    request = {
+        "model": options.model_name,
+        "prompt": PROMPT,
+        "max_tokens": SAMPLE_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     since = time.monotonic()
     text = complete(router, request, SAMPLE_TIMEOUT_S)
     took_s = time.monotonic() - since
-    totals = sum_transport_totals(part for address in cluster.decoders for part in read_transport_totals(address))
-    _print(console, f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
+    totals = sum_transport_totals(
+        part for address in cluster.decoders for part in read_transport_totals(address)
+    )
+    _print(
+        console,
+        f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)",
+    )
     for part in totals:
         rate = f" at {_bytes(part.bytes_per_s)}/s" if part.seconds > 0 else ""
-        _print(console, f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.transport} in {part.transfers} transfer(s){rate}")
+        _print(
+            console,
+            f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.transport} in "
+            f"{part.transfers} transfer(s){rate}",
+        )
     if not totals:
         _print(console, "moved:  nothing; the decode instance computed the prompt itself")
     return totals
 
 
 def _show_address(router: Address, options: UpOptions, console: Console) -> None:
-    _print(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
+    _print(
+        console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}"
+    )
     _print(console, f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
 
 
@@ -149,7 +230,9 @@ def _show_logs_on_failure(console: Console, cluster: LocalCluster) -> Iterator[N
         raise
     except KVFerryError:
         for name, lines in cluster.last_log_lines():
-            _print(console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
+            _print(
+                console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)])
+            )
         raise
 
 

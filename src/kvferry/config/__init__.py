@@ -1,9 +1,15 @@
-"""Settings: frozen, typed, checked on construction. The only package that reads environment and files for them.
+"""Settings: frozen, typed, checked on construction. The only package that reads environment and
+files for them.
 
 Every `ConfigError` is one sentence that starts with the dotted key and ends with the fix.
 """
 
-from kvferry.config.environment import fault_spec_from_environment, find_checkpoint, ignored_variables, kv_cache_layout_from_environment
+from kvferry.config.environment import (
+    fault_spec_from_environment,
+    find_checkpoint,
+    ignored_variables,
+    kv_cache_layout_from_environment,
+)
 from kvferry.config.extra import (
     ExampleExtraConfig,
     ExtraConfig,
@@ -14,7 +20,13 @@ from kvferry.config.extra import (
 )
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
-from kvferry.config.transfer import BufferDevice, KVRole, KVTransferConfig, MultiExtraConfig, kind_of_setting
+from kvferry.config.transfer import (
+    BufferDevice,
+    KVRole,
+    KVTransferConfig,
+    MultiExtraConfig,
+    kind_of_setting,
+)
 
 __all__ = [
     "BufferDevice",

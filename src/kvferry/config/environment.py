@@ -8,7 +8,12 @@ from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
 
-__all__ = ["fault_spec_from_environment", "find_checkpoint", "ignored_variables", "kv_cache_layout_from_environment"]
+__all__ = [
+    "fault_spec_from_environment",
+    "find_checkpoint",
+    "ignored_variables",
+    "kv_cache_layout_from_environment",
+]
 
 
 OLD_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
@@ -16,7 +21,9 @@ LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 
 def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
-    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together, so a head slice is one segment."""
+    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together,
+    so a head slice is one segment.
+    """
     for name in LAYOUT_NAMES:
         text = environ.get(name, "").strip()
         if text:
@@ -27,7 +34,9 @@ def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
 
 
 def fault_spec_from_environment(environ: Mapping[str, str]) -> str:
-    """KVFERRY_FAULTS: what the data transports do wrong on purpose, for tests that must fail; empty: nothing."""
+    """KVFERRY_FAULTS: what the data transports do wrong on purpose, for tests that must fail;
+    empty: nothing.
+    """
     return environ.get("KVFERRY_FAULTS", "").strip()
 
 
@@ -35,11 +44,14 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
     """One sentence for each variable that operators set elsewhere and that nothing here reads."""
     if not environ.get(OLD_TIMEOUT, "").strip():
         return []
-    return [f"{OLD_TIMEOUT} has no effect here; set kv_lease_duration in kv_connector_extra_config (seconds, 30 by default)"]
+    return [
+        f"{OLD_TIMEOUT} has no effect here; set kv_lease_duration in kv_connector_extra_config "
+        "(seconds, 30 by default)"
+    ]
 
 
-# -------------------- checkpoint --------------------
-# Where a model's files are: a folder, or a name that some other tool has already downloaded. Reads the file system, downloads nothing.
+# -------------------- checkpoint -------------------- Where a model's files are: a folder, or a
+# name that some other tool has already downloaded. Reads the file system, downloads nothing.
 
 
 REVISION = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -47,18 +59,24 @@ HUB_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}(/[A-Za-z0-9._-]{1,96})?")
 
 
 def find_checkpoint(model: str, environ: Mapping[str, str]) -> Path:
-    """The folder of a model given as a folder or as `owner/name` in the Hugging Face cache. ConfigError when there is none."""
+    """The folder of a model given as a folder or as `owner/name` in the Hugging Face cache.
+    ConfigError when there is none.
+    """
     folder = _expanded(model)
     if folder is not None and folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"MODEL is {shown(model)}, a folder without config.json; name the folder of a Hugging Face checkpoint")
+            raise ConfigError(
+                f"MODEL is {shown(model)}, a folder without config.json; name the folder of a "
+                "Hugging Face checkpoint"
+            )
         return folder
     if HUB_NAME.fullmatch(model):
         cached = _newest_snapshot(_hub_cache(environ) / f"models--{model.replace('/', '--')}")
         if cached is not None:
             return cached
     raise ConfigError(
-        f"MODEL is {shown(model)}, which is neither a folder nor in the Hugging Face cache; kvferry downloads nothing, so name a folder "
+        f"MODEL is {shown(model)}, which is neither a folder nor in the Hugging Face cache; "
+        "kvferry downloads nothing, so name a folder "
         "or make a tiny model with `kvferry make-model DIR`"
     )
 
@@ -73,7 +91,10 @@ def _expanded(model: str) -> Path | None:
 def _hub_cache(environ: Mapping[str, str]) -> Path:
     if environ.get("HF_HUB_CACHE"):
         return Path(environ["HF_HUB_CACHE"])
-    home = environ.get("HF_HOME") or str(Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache") / "huggingface")
+    home = environ.get("HF_HOME") or str(
+        Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache")
+        / "huggingface"
+    )
     return Path(home) / "hub"
 
 
@@ -93,6 +114,10 @@ def _main_snapshot(repository: Path) -> list[Path]:
 
 def _snapshots_newest_first(repository: Path) -> list[Path]:
     try:
-        return sorted((repository / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        return sorted(
+            (repository / "snapshots").iterdir(),
+            key=lambda path: path.stat().st_mtime,
+            reverse=True,
+        )
     except OSError:
         return []

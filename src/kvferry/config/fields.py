@@ -1,6 +1,7 @@
 """How one setting is checked: the kinds of values, and the sentence for each that is wrong. Pure.
 
-A settings class is a frozen dataclass whose annotations are the kinds below; `check_fields` in its `__post_init__` does the rest.
+A settings class is a frozen dataclass whose annotations are the kinds below; `check_fields` in its
+`__post_init__` does the rest.
 """
 
 import dataclasses
@@ -54,7 +55,9 @@ RENAMED = {
     "ill_probes": "max_failed_probes",
     "forgive_s": "backoff_reset_s",
 }
-"""Settings of earlier versions, in connectors and in the router's file, by the name they have now."""
+"""Settings of earlier versions, in connectors and in the router's file, by the name they have
+now.
+"""
 RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
 Flag = Annotated[bool, Meta(description="true or false")]
@@ -62,10 +65,17 @@ Count = Annotated[int, Meta(ge=1, le=LARGEST_INT, description="a whole number of
 Natural = Annotated[int, Meta(ge=0, le=LARGEST_INT, description="a whole number of at least 0")]
 Port = Annotated[int, Meta(ge=0, le=65535, description="a port number from 0 to 65535")]
 Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, description="a number")]
-Seconds = Annotated[float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")]
+Seconds = Annotated[
+    float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")
+]
 Bytes = Annotated[float, Meta(ge=0, le=LARGEST_INT, description="a number of bytes")]
 LeaseSeconds = Annotated[
-    float, Meta(ge=MIN_LEASE_SECONDS, le=LARGEST_SECONDS, description=f"a number of seconds of at least {MIN_LEASE_SECONDS}")
+    float,
+    Meta(
+        ge=MIN_LEASE_SECONDS,
+        le=LARGEST_SECONDS,
+        description=f"a number of seconds of at least {MIN_LEASE_SECONDS}",
+    ),
 ]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text that is not empty")]
 Texts = Annotated[tuple[Text, ...], Meta(description="a list of texts")]
@@ -76,7 +86,9 @@ FLAG_TEXTS = {"True": True, "true": True, "False": False, "false": False}
 
 
 def check_fields(settings: Any) -> None:
-    """Check and normalise every field of a frozen dataclass in place; ConfigError names the first that is wrong."""
+    """Check and normalise every field of a frozen dataclass in place; ConfigError names the first
+    that is wrong.
+    """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         if not field.init:
@@ -92,11 +104,15 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
         if key not in known:
             if RENAMED.get(str(key)) in known:
                 raise ConfigError(f"{key} of {owner} is now called {RENAMED[str(key)]}; rename it")
-            raise ConfigError(f"{shown_key(key)} is not a setting of {owner}; {nearest(str(key), known)}")
+            raise ConfigError(
+                f"{shown_key(key)} is not a setting of {owner}; {nearest(str(key), known)}"
+            )
 
 
 def nearest(word: str, known: Iterable[str], reference: str = REFERENCE) -> str:
-    """The end of a sentence about an unknown word: a guess, all there is, or where to read what there is."""
+    """The end of a sentence about an unknown word: a guess, all there is, or where to read what
+    there is.
+    """
     folded = {name.casefold(): name for name in sorted(known)}
     close = difflib.get_close_matches(word[:200].casefold(), folded, n=1, cutoff=0.6)
     if close:
@@ -130,12 +146,16 @@ def described(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(str(member.value) for member in hint)
     if get_args(hint):
-        return " or ".join("null" if part is type(None) else described(part) for part in get_args(hint))
+        return " or ".join(
+            "null" if part is type(None) else described(part) for part in get_args(hint)
+        )
     return str(getattr(hint, "__name__", hint))
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a sentence: as JSON, which is how users write it, in one line, bounded."""
+    """A value as it appears in a sentence: as JSON, which is how users write it, in one line,
+    bounded.
+    """
     try:
         text = json.dumps(value).replace("\x7f", "\\u007f")
     except (TypeError, ValueError, RecursionError):
@@ -155,7 +175,9 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             raise ValueError("not a number")
         return msgspec.convert(value, hint)
     except (msgspec.ValidationError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be {described(hint)}, got {shown(value)}{_typo(value, hint)}") from None
+        raise ConfigError(
+            f"{name} must be {described(hint)}, got {shown(value)}{_typo(value, hint)}"
+        ) from None
 
 
 def _bare(hint: Any) -> Any:

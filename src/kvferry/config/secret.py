@@ -1,4 +1,5 @@
-"""The cluster secret: who has it belongs to the cluster. Read from the operator, or made once per user on a single host.
+"""The cluster secret: who has it belongs to the cluster. Read from the operator, or made once per
+user on a single host.
 
 `ClusterSecret.load` reads the environment it is given, and the file system.
 """
@@ -36,21 +37,35 @@ class ClusterSecret:
 
     def __post_init__(self) -> None:
         if len(self.key) < MIN_SECRET_BYTES:
-            fix = "use `openssl rand -hex 32`" if self.is_explicit else "delete it and it will be made anew"
-            raise ConfigError(f"{self.source} holds a secret of {len(self.key)} bytes, but {MIN_SECRET_BYTES} are the least; {fix}")
+            fix = (
+                "use `openssl rand -hex 32`"
+                if self.is_explicit
+                else "delete it and it will be made anew"
+            )
+            raise ConfigError(
+                f"{self.source} holds a secret of {len(self.key)} bytes, but {MIN_SECRET_BYTES} "
+                f"are the least; {fix}"
+            )
         if len(self.key) > MAX_SECRET_BYTES:
-            raise ConfigError(f"{self.source} holds a secret of more than {MAX_SECRET_BYTES} bytes; use `openssl rand -hex 32`")
+            raise ConfigError(
+                f"{self.source} holds a secret of more than {MAX_SECRET_BYTES} bytes; use "
+                "`openssl rand -hex 32`"
+            )
 
     @classmethod
     def load(cls, environ: Mapping[str, str]) -> Self:
-        """KVFERRY_SECRET_FILE or KVFERRY_SECRET; else this user's own, made on first use. Safe when two processes start at once."""
+        """KVFERRY_SECRET_FILE or KVFERRY_SECRET; else this user's own, made on first use. Safe when
+        two processes start at once.
+        """
         path, text = environ.get(FILE_VARIABLE, ""), environ.get(TEXT_VARIABLE, "")
         if path and text:
             raise ConfigError(f"{FILE_VARIABLE} and {TEXT_VARIABLE} are both set; keep one of them")
         if path:
             return cls(_read_given(Path(path)), f"{FILE_VARIABLE} {path}", is_explicit=True)
         if text:
-            return cls(text.strip().encode("utf-8", "surrogateescape"), TEXT_VARIABLE, is_explicit=True)
+            return cls(
+                text.strip().encode("utf-8", "surrogateescape"), TEXT_VARIABLE, is_explicit=True
+            )
         directory = runtime_directory(environ)
         return cls(_read_or_make(directory), str(directory / FILE_NAME), is_explicit=False)
 
@@ -58,12 +73,19 @@ class ClusterSecret:
         """ConfigError when others could reach us and the operator gave no secret."""
         if self.is_explicit or side_channel.is_local:
             return
-        reach = f"bound to {side_channel.bind_host} and advertised as {side_channel.advertised_host}"
-        raise ConfigError(f"{FILE_VARIABLE} must be set to the cluster's secret when the side channel is {reach}; without it use localhost")
+        reach = (
+            f"bound to {side_channel.bind_host} and advertised as {side_channel.advertised_host}"
+        )
+        raise ConfigError(
+            f"{FILE_VARIABLE} must be set to the cluster's secret when the side channel is "
+            f"{reach}; without it use localhost"
+        )
 
 
 def runtime_directory(environ: Mapping[str, str]) -> Path:
-    """This user's private directory for what lives as long as a login: in XDG_RUNTIME_DIR, else in the temporary directory."""
+    """This user's private directory for what lives as long as a login: in XDG_RUNTIME_DIR, else in
+    the temporary directory.
+    """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and _is_ours(Path(runtime)):
         return Path(runtime) / "kvferry"
@@ -84,14 +106,21 @@ def _read_given(path: Path) -> bytes:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{FILE_VARIABLE} names {path}, which is not a file; name the file that holds the secret")
+                raise ConfigError(
+                    f"{FILE_VARIABLE} names {path}, which is not a file; name the file that holds "
+                    "the secret"
+                )
             if found.st_mode & 0o027:
-                raise ConfigError(f"{FILE_VARIABLE} names {path}, which others may read or write; run `chmod 600 {path}`")
+                raise ConfigError(
+                    f"{FILE_VARIABLE} names {path}, which others may read or write; run `chmod "
+                    f"600 {path}`"
+                )
             return file.read(MAX_SECRET_BYTES + 2).strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(
-            f"{FILE_VARIABLE} names {shown(str(path))}, which cannot be read ({reason}); correct the path or its mode"
+            f"{FILE_VARIABLE} names {shown(str(path))}, which cannot be read ({reason}); correct "
+            "the path or its mode"
         ) from error
 
 
@@ -101,24 +130,36 @@ def _read_or_make(directory: Path) -> bytes:
             directory.mkdir(mode=0o700)
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be used for the secret ({error.strerror}); remove it or set {FILE_VARIABLE}") from error
+        raise ConfigError(
+            f"{directory} cannot be used for the secret ({error.strerror}); remove it or set "
+            f"{FILE_VARIABLE}"
+        ) from error
     try:
         _check_private(os.fstat(opened), directory)
         if (found := _read_own(opened, directory)) is None:
             _make(opened)
             found = _read_own(opened, directory)
         if found is None:
-            raise ConfigError(f"{directory / FILE_NAME} disappeared while it was made; set {FILE_VARIABLE}")
+            raise ConfigError(
+                f"{directory / FILE_NAME} disappeared while it was made; set {FILE_VARIABLE}"
+            )
         return found
     except OSError as error:
-        raise ConfigError(f"{directory / FILE_NAME} cannot be made or read ({error.strerror}); remove it or set {FILE_VARIABLE}") from error
+        raise ConfigError(
+            f"{directory / FILE_NAME} cannot be made or read ({error.strerror}); remove it or set "
+            f"{FILE_VARIABLE}"
+        ) from error
     finally:
         os.close(opened)
 
 
 def _read_own(directory_fd: int, directory: Path) -> bytes | None:
     try:
-        opened = os.open(FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+        opened = os.open(
+            FILE_NAME,
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            dir_fd=directory_fd,
+        )
     except FileNotFoundError:
         return None
     with open(opened, "rb") as file:
@@ -130,14 +171,27 @@ def _read_own(directory_fd: int, directory: Path) -> bytes | None:
 
 
 def _make(directory_fd: int) -> None:
-    """Whole or not at all: written under another name, then linked. Whoever links first has made it; the others read that one."""
+    """Whole or not at all: written under another name, then linked. Whoever links first has made
+    it; the others read that one.
+    """
     name = f".{FILE_NAME}.{secrets.token_hex(8)}"
-    opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    opened = os.open(
+        name,
+        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
+        dir_fd=directory_fd,
+    )
     try:
         with open(opened, "wb") as file:
             file.write(secrets.token_hex(32).encode())
         with suppress(FileExistsError):
-            os.link(name, FILE_NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+            os.link(
+                name,
+                FILE_NAME,
+                src_dir_fd=directory_fd,
+                dst_dir_fd=directory_fd,
+                follow_symlinks=False,
+            )
     finally:
         os.unlink(name, dir_fd=directory_fd)
 
@@ -146,4 +200,7 @@ def _check_private(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise ConfigError(f"{path} belongs to another user; remove it or set {FILE_VARIABLE}")
     if found.st_mode & 0o077:
-        raise ConfigError(f"{path} can be opened by others; run `chmod go= {path}`, or remove it if you did not make it")
+        raise ConfigError(
+            f"{path} can be opened by others; run `chmod go= {path}`, or remove it if you did not "
+            "make it"
+        )

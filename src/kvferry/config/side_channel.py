@@ -1,4 +1,6 @@
-"""Where an engine's side channel listens and what it tells others to dial. Reads the environment it is given."""
+"""Where an engine's side channel listens and what it tells others to dial. Reads the environment it
+is given.
+"""
 
 import ipaddress
 import re
@@ -33,22 +35,40 @@ class SideChannelConfig:
         check_fields(self)
         for name in ("bind_host", "advertised_host"):
             if not _is_host(getattr(self, name)):
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}, which is no host; use an address or a host name")
+                raise ConfigError(
+                    f"{name} is {shown(getattr(self, name))}, which is no host; use an address or "
+                    "a host name"
+                )
         if is_wildcard(self.advertised_host):
-            raise ConfigError(f"advertised_host is {self.advertised_host}, which no peer can dial; use this machine's address")
+            raise ConfigError(
+                f"advertised_host is {self.advertised_host}, which no peer can dial; use this "
+                "machine's address"
+            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """KVFERRY_SIDE_CHANNEL_HOST and _PORT, else the same of VLLM_NIXL_; KVFERRY_SIDE_CHANNEL_BIND to listen elsewhere."""
+        """KVFERRY_SIDE_CHANNEL_HOST and _PORT, else the same of VLLM_NIXL_;
+        KVFERRY_SIDE_CHANNEL_BIND to listen elsewhere.
+        """
         host_name, host = _first(environ, HOST_NAMES, "localhost")
         port_name, port = _first(environ, PORT_NAMES, str(DEFAULT_PORT))
         if is_wildcard(host):
-            raise ConfigError(f"{host_name} is {host}, which no peer can dial; set it to this machine's address and {BIND_NAME} to {host}")
+            raise ConfigError(
+                f"{host_name} is {host}, which no peer can dial; set it to this machine's address "
+                f"and {BIND_NAME} to {host}"
+            )
         bind_name, bind = _first(environ, (BIND_NAME,), host)
         for name, value in ((host_name, host), (bind_name, bind)):
             if not _is_host(value):
-                raise ConfigError(f"{name} is {shown(value)}, which is no host; set it to an address or a host name")
-        return cls(bind_host=numeric_host(bind), advertised_host=numeric_host(host), port=_port(port_name, port))
+                raise ConfigError(
+                    f"{name} is {shown(value)}, which is no host; set it to an address or a host "
+                    "name"
+                )
+        return cls(
+            bind_host=numeric_host(bind),
+            advertised_host=numeric_host(host),
+            port=_port(port_name, port),
+        )
 
     @property
     def is_local(self) -> bool:
@@ -65,7 +85,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine and nothing else. Other names are not looked up, so they are not."""
+    """Whether a host is this machine and nothing else. Other names are not looked up, so they are
+    not.
+    """
     address = _parsed(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
@@ -82,13 +104,18 @@ def _is_host(host: str) -> bool:
 
 
 def numeric_host(host: str) -> str:
-    """One spelling of the loopback, so that nobody dials ::1 where we listen on 127.0.0.1; brackets belong to ports, not hosts."""
+    """One spelling of the loopback, so that nobody dials ::1 where we listen on 127.0.0.1; brackets
+    belong to ports, not hosts.
+    """
     return LOOPBACK if host == "localhost" else host.removeprefix("[").removesuffix("]")
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:
     """The first variable that is set and not empty, with its value."""
-    return next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), (names[-1], default))
+    return next(
+        ((name, environ[name].strip()) for name in names if environ.get(name, "").strip()),
+        (names[-1], default),
+    )
 
 
 def _port(name: str, text: str) -> int:

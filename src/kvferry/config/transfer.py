@@ -1,4 +1,6 @@
-"""`KVTransferConfig`: what `--kv-transfer-config` says. Pure but for the random default of `engine_id`."""
+"""`KVTransferConfig`: what `--kv-transfer-config` says. Pure but for the random default of
+`engine_id`.
+"""
 
 import dataclasses
 import uuid
@@ -7,8 +9,25 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self, get_type_hints
 
-from kvferry.config.extra import ExtraConfig, FreeExtraConfig, NixlExtraConfig, extra_config_class, register_extra_config
-from kvferry.config.fields import Bytes, Count, Flag, Natural, Port, Settings, Text, check_fields, refuse_unknown_keys, shown
+from kvferry.config.extra import (
+    ExtraConfig,
+    FreeExtraConfig,
+    NixlExtraConfig,
+    extra_config_class,
+    register_extra_config,
+)
+from kvferry.config.fields import (
+    Bytes,
+    Count,
+    Flag,
+    Natural,
+    Port,
+    Settings,
+    Text,
+    check_fields,
+    refuse_unknown_keys,
+    shown,
+)
 from kvferry.errors import ConfigError
 from kvferry.types import FailurePolicy
 
@@ -35,28 +54,38 @@ class BufferDevice(StrEnum):
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra` is.
+    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra`
+    is.
 
-    More fields than a class of ours has otherwise: the JSON is one flat table, and vLLM's has keys that we only accept.
+    More fields than a class of ours has otherwise: the JSON is one flat table, and vLLM's has keys
+    that we only accept.
     """
 
     kv_connector: Text
-    """How KV moves: NixlConnector (also called NixlPullConnector), or the class name of one of your own."""
+    """How KV moves: NixlConnector (also called NixlPullConnector), or the class name of one of your
+    own.
+    """
     kv_role: KVRole
     """Whether this engine gives KV away, takes it, or does both."""
     kv_buffer_device: BufferDevice = BufferDevice.AUTO
-    """Where peers read and write KV; auto, or the engine's own device: in its cache. cpu with a cache elsewhere: in a host buffer of it in
-    host memory, pinned where that is possible, which takes as much memory again."""
+    """Where peers read and write KV; auto, or the engine's own device: in its cache. cpu with a
+    cache elsewhere: in a host buffer of it in host memory, pinned where that is possible, which
+    takes as much memory again.
+    """
     kv_connector_extra_config: Settings = field(default_factory=dict)
     """The connector's own settings; those of NixlConnector are in the next table."""
     kv_connector_module_path: Text | None = None
     """The Python module of a connector of your own."""
     engine_id: Text = field(default_factory=lambda: str(uuid.uuid4()))
-    """The name of this engine in tickets, logs and metrics; unique in the cluster, printable, without spaces."""
+    """The name of this engine in tickets, logs and metrics; unique in the cluster, printable,
+    without spaces.
+    """
     kv_load_failure_policy: FailurePolicy = FailurePolicy.FAIL
     """When KV could not be fetched: fail the request, or recompute its prompt here."""
     enable_permute_local_kv: Flag = False
-    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put into our order."""
+    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put
+    into our order.
+    """
     kv_port: Port = 14579
     """Accepted because vLLM has it; no effect here."""
     kv_rank: Natural | None = None
@@ -66,18 +95,27 @@ class KVTransferConfig:
     kv_buffer_size: Bytes | Text = 1e9
     """Accepted because vLLM has it, as a number or a text; no effect here."""
     kv_ip: Text = "127.0.0.1"
-    """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST says where this engine is dialled."""
+    """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST says where this
+    engine is dialled.
+    """
     extra: ExtraConfig = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if len(self.engine_id) > MAX_ENGINE_ID_CHARS:
-            raise ConfigError(f"engine_id has {len(self.engine_id)} characters; use at most {MAX_ENGINE_ID_CHARS}")
+            raise ConfigError(
+                f"engine_id has {len(self.engine_id)} characters; use at most {MAX_ENGINE_ID_CHARS}"
+            )
         if not self.engine_id.isprintable() or any(map(str.isspace, self.engine_id)):
-            raise ConfigError(f"engine_id is {shown(self.engine_id)}, which has spaces or unprintable characters; remove them")
+            raise ConfigError(
+                f"engine_id is {shown(self.engine_id)}, which has spaces or unprintable "
+                "characters; remove them"
+            )
         with_path = _Prefixed("kv_connector_extra_config.")
         with with_path:
-            extra = self._extra_class().from_mapping(self.kv_connector_extra_config, self.kv_connector)
+            extra = self._extra_class().from_mapping(
+                self.kv_connector_extra_config, self.kv_connector
+            )
         if isinstance(extra, MultiExtraConfig):
             extra = extra.under(self.engine_id)
         if isinstance(extra, NixlExtraConfig):
@@ -87,10 +125,15 @@ class KVTransferConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """From decoded JSON. ConfigError names the dotted key."""
-        refuse_unknown_keys(mapping, [f.name for f in fields(cls) if f.init], "--kv-transfer-config")
+        refuse_unknown_keys(
+            mapping, [f.name for f in fields(cls) if f.init], "--kv-transfer-config"
+        )
         for key, example in (("kv_connector", "NixlConnector"), ("kv_role", "kv_both")):
             if key not in mapping:
-                raise ConfigError(f'{key} is missing; set it in --kv-transfer-config, for example "{key}": "{example}"')
+                raise ConfigError(
+                    f'{key} is missing; set it in --kv-transfer-config, for example "{key}": '
+                    f'"{example}"'
+                )
         return cls(**mapping)
 
     @property
@@ -102,12 +145,22 @@ class KVTransferConfig:
         return self.kv_role in (KVRole.CONSUMER, KVRole.BOTH)
 
     def _extra_class(self) -> type[ExtraConfig]:
-        """A connector from somebody else's module checks its own settings, whatever it is called."""
+        """A connector from somebody else's module checks its own settings, whatever it is
+        called.
+        """
         path = self.kv_connector_module_path
-        return extra_config_class(self.kv_connector) if path is None or path.split(".")[0] == OWN_PACKAGE else FreeExtraConfig
+        return (
+            extra_config_class(self.kv_connector)
+            if path is None or path.split(".")[0] == OWN_PACKAGE
+            else FreeExtraConfig
+        )
 
     def _check_nixl(self, extra: NixlExtraConfig) -> None:
-        object.__setattr__(self, "enable_permute_local_kv", self.enable_permute_local_kv or extra.enable_permute_local_kv)
+        object.__setattr__(
+            self,
+            "enable_permute_local_kv",
+            self.enable_permute_local_kv or extra.enable_permute_local_kv,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +171,10 @@ class MultiExtraConfig(ExtraConfig):
 
     def __post_init__(self) -> None:
         if not self.connectors:
-            raise ConfigError("connectors must list at least one connector; add one with its kv_connector and kv_role")
+            raise ConfigError(
+                "connectors must list at least one connector; add one with its kv_connector and "
+                "kv_role"
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
@@ -130,21 +186,28 @@ class MultiExtraConfig(ExtraConfig):
 
     def under(self, engine_id: str) -> Self:
         """The same for children of one engine: they share its id."""
-        return dataclasses.replace(self, connectors=tuple(dataclasses.replace(c, engine_id=engine_id) for c in self.connectors))
+        return dataclasses.replace(
+            self,
+            connectors=tuple(dataclasses.replace(c, engine_id=engine_id) for c in self.connectors),
+        )
 
 
 register_extra_config("MultiConnector", MultiExtraConfig)
 
 
 def kind_of_setting(path: Sequence[str], connector: str) -> Any:
-    """The kind of value that a dotted key takes, one of those in `fields`; None for a key that we do not know."""
+    """The kind of value that a dotted key takes, one of those in `fields`; None for a key that we
+    do not know.
+    """
     if len(path) == 2 and path[0] == "kv_connector_extra_config":
         owner: type = extra_config_class(connector)
     elif len(path) == 1:
         owner = KVTransferConfig
     else:
         return None
-    is_key = owner is not FreeExtraConfig and any(f.name == path[-1] and f.init for f in fields(owner))
+    is_key = owner is not FreeExtraConfig and any(
+        f.name == path[-1] and f.init for f in fields(owner)
+    )
     return get_type_hints(owner, include_extras=True)[path[-1]] if is_key else None
 
 
@@ -154,9 +217,14 @@ def _child(index: int, child: object) -> KVTransferConfig:
             raise ConfigError(f" must be an object, got {shown(child)}")
     with _Prefixed(f"connectors[{index}]."):
         if "engine_id" in child:
-            raise ConfigError("engine_id cannot be set, because the connectors of a MultiConnector share its engine_id; remove it")
+            raise ConfigError(
+                "engine_id cannot be set, because the connectors of a MultiConnector share its "
+                "engine_id; remove it"
+            )
         if child.get("kv_connector") == "MultiConnector":
-            raise ConfigError("kv_connector cannot be MultiConnector again; list its connectors here instead")
+            raise ConfigError(
+                "kv_connector cannot be MultiConnector again; list its connectors here instead"
+            )
         return KVTransferConfig.from_mapping(child)
 
 

@@ -1,7 +1,8 @@
 """Joins what the ranks of one engine report: a transfer is over when every rank says so.
 
-Pure. Remembers which rank has reported which id, so a rank that reports twice does not end it early, and forgets the oldest ids past a
-bound, so that reports that never become whole cannot grow without end.
+Pure. Remembers which rank has reported which id, so a rank that reports twice does not end it
+early, and forgets the oldest ids past a bound, so that reports that never become whole cannot grow
+without end.
 """
 
 from collections import OrderedDict
@@ -44,7 +45,9 @@ class KVOutputAggregator:
         if output.expected_finished_count > 0:
             self._expected = output.expected_finished_count
         for request in output.failed_recving:
-            self._failed[request] = self._failed.get(request) or output.failure_reasons.get(request, "")
+            self._failed[request] = self._failed.get(request) or output.failure_reasons.get(
+                request, ""
+            )
         whole.finished_sending |= self._count(self._sending, rank, output.finished_sending)
         whole.finished_recving |= self._count(self._recving, rank, output.finished_recving)
         whole.given_up_recving |= output.given_up_recving
@@ -53,13 +56,19 @@ class KVOutputAggregator:
         whole.invalid_block_ids |= output.invalid_block_ids
         if output.kv_connector_stats is not None:
             stats = whole.kv_connector_stats
-            whole.kv_connector_stats = output.kv_connector_stats if stats is None else stats.aggregate(output.kv_connector_stats)
+            whole.kv_connector_stats = (
+                output.kv_connector_stats
+                if stats is None
+                else stats.aggregate(output.kv_connector_stats)
+            )
         meta = output.kv_connector_worker_meta
         if meta is not None:
             known = whole.kv_connector_worker_meta
             whole.kv_connector_worker_meta = meta if known is None else known.aggregate(meta)
 
-    def _count(self, partial: OrderedDict[str, set[int]], rank: int, finished: set[str]) -> set[str]:
+    def _count(
+        self, partial: OrderedDict[str, set[int]], rank: int, finished: set[str]
+    ) -> set[str]:
         complete = set()
         for request in finished:
             ranks = partial.setdefault(request, set())

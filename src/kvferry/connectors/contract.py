@@ -1,14 +1,16 @@
 """The contract between an engine and a KV connector: `KVConnectorBase_V1`.
 
-The names, call order and return values are those of vLLM 0.32, so that an engine written against either drives both. One instance per
-role: one SCHEDULER in the process that schedules, one WORKER in each tensor-parallel rank. An engine calls, per step and in this order:
+The names, call order and return values are those of vLLM 0.32, so that an engine written against
+either drives both. One instance per role: one SCHEDULER in the process that schedules, one WORKER
+in each tensor-parallel rank. An engine calls, per step and in this order:
 
     scheduler  on_new_request* -> get_num_new_matched_tokens -> update_state_after_alloc -> build_connector_meta
     worker     handle_preemptions -> bind_connector_metadata -> start_load_kv -> (per layer: wait_for_layer_load, save_kv_layer)
                -> wait_for_save -> get_transfer_results -> get_kv_connector_stats -> clear_connector_metadata
     scheduler  update_connector_output (aggregated over ranks) -> request_finished
 
-Steps without tokens take the same path. What is not in vLLM is marked "kvferry only" and has a default.
+Steps without tokens take the same path. What is not in vLLM is marked "kvferry only" and has a
+default.
 """
 
 from abc import ABC, abstractmethod
@@ -94,11 +96,15 @@ class Request(Protocol):
 
     @property
     def cache_salt(self) -> str:
-        """Whatever besides the token ids decides the KV (LoRA, multimodal hashes, a tenant's salt); empty for none."""
+        """Whatever besides the token ids decides the KV (LoRA, multimodal hashes, a tenant's salt);
+        empty for none.
+        """
 
     @property
     def family(self) -> str | None:
-        """kvferry only: equal in requests that answer one client's request together, of which one's parameters reach the client."""
+        """kvferry only: equal in requests that answer one client's request together, of which one's
+        parameters reach the client.
+        """
 
 
 class KVCacheBlocks(Protocol):
@@ -108,7 +114,9 @@ class KVCacheBlocks(Protocol):
 
 
 class ScheduledSlice(Protocol):
-    """kvferry only: what one step computes of one request. A step's message (`scheduler_output`) lists them as `slices`."""
+    """kvferry only: what one step computes of one request. A step's message (`scheduler_output`)
+    lists them as `slices`.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -122,7 +130,9 @@ class ScheduledSlice(Protocol):
 
 
 class KVTensor(Protocol):
-    """What a connector needs of one layer's cache tensor (a torch tensor has it). Dimension 0 is the block."""
+    """What a connector needs of one layer's cache tensor (a torch tensor has it). Dimension 0 is
+    the block.
+    """
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -135,7 +145,9 @@ class KVTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share a block table, and how far back their attention looks: for ever, over a window, or within chunks."""
+    """Layers that share a block table, and how far back their attention looks: for ever, over a
+    window, or within chunks.
+    """
 
     layer_names: tuple[str, ...]
     sliding_window: int | None = None
@@ -166,11 +178,17 @@ class KVCacheConfig:
     cache_dtype: str
     """As torch spells it, without the prefix: `float32`."""
     has_token_rows: bool = True
-    """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention kernel packs tokens in its own way."""
+    """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention
+    kernel packs tokens in its own way.
+    """
     hides_partial_loads: bool = False
-    """kvferry only: the engine never shows others a loaded block of which a window's group may have loaded only a part."""
+    """kvferry only: the engine never shows others a loaded block of which a window's group may have
+    loaded only a part.
+    """
     keeps_last_token_window: bool = True
-    """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not only what the next one would."""
+    """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not
+    only what the next one would.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +203,17 @@ class ModelIdentity:
 
     architecture: str
     fingerprint: str
-    """Hash of the configuration and the weights, so that another revision or quantisation differs."""
+    """Hash of the configuration and the weights, so that another revision or quantisation
+    differs.
+    """
     num_layers: int
     total_kv_heads: int
     head_dim: int
     dtype: str
     cache_format: str = "kvferry"
-    """Whose arrangement of bytes within a block: equal shapes do not make two attention kernels' caches interchangeable."""
+    """Whose arrangement of bytes within a block: equal shapes do not make two attention kernels'
+    caches interchangeable.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +258,9 @@ class KVConnectorTransferResults:
     failure_reasons: dict[str, str] = field(default_factory=dict)
     """kvferry only: a sentence per failed receive."""
     given_up_recving: dict[str, str] = field(default_factory=dict)
-    """kvferry only: receives that will fail, with the reason, whose blocks may still be written. `failed_recving` names them later."""
+    """kvferry only: receives that will fail, with the reason, whose blocks may still be written.
+    `failed_recving` names them later.
+    """
     recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     """kvferry only: how receives that ended went, one entry per rank that tells."""
 
@@ -276,18 +300,26 @@ class SupportsHMA(ABC):
     """Mark of connectors that understand several KV-cache groups."""
 
     @abstractmethod
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]: ...
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]: ...
 
 
 def supports_hma(connector: object) -> bool:
     """Whether a connector, or a connector class, takes several KV-cache groups."""
-    return issubclass(connector, SupportsHMA) if isinstance(connector, type) else isinstance(connector, SupportsHMA)
+    return (
+        issubclass(connector, SupportsHMA)
+        if isinstance(connector, type)
+        else isinstance(connector, SupportsHMA)
+    )
 
 
 class KVConnectorBase_V1(ABC):
     """One connector in one role. See the module docstring for who calls what, when."""
 
-    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         self._config = config
         self._role = role
         self._kv_cache_config = kv_cache_config
@@ -297,25 +329,29 @@ class KVConnectorBase_V1(ABC):
     def role(self) -> KVConnectorRole:
         return self._role
 
-    # -- both roles ------------------------------------------------------------------------------------------------
+    # -- both roles --
 
     def shutdown(self) -> None:
         """Stop threads and release everything. Idempotent."""
         return None
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """kvferry only. `wake` may be called from any thread when the engine should step soon to collect news."""
+        """kvferry only. `wake` may be called from any thread when the engine should step soon to
+        collect news.
+        """
         return None
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """What happened since the last call."""
         return None
 
-    # -- scheduler -------------------------------------------------------------------------------------------------
+    # -- scheduler --
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a preempted request's output in flight must be dropped because its blocks are to be handed over."""
+        """Whether a preempted request's output in flight must be dropped because its blocks are to
+        be handed over.
+        """
         return self._config.kv_transfer.is_kv_producer
 
     @property
@@ -334,10 +370,14 @@ class KVConnectorBase_V1(ABC):
         return None
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` can be loaded, and whether that happens between steps.
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed_tokens` can be loaded, and whether that happens
+        between steps.
 
-        None: ask again later. Called at every scheduling attempt, so free of side effects. An asynchronous answer is > 0.
+        None: ask again later. Called at every scheduling attempt, so free of side effects. An
+        asynchronous answer is > 0.
         """
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> set[int] | None:
@@ -345,11 +385,16 @@ class KVConnectorBase_V1(ABC):
         return None
 
     @abstractmethod
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks are there. Called for every admitted request, with 0 external tokens too, and again after an asynchronous load (with
-        0)."""
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Blocks are there. Called for every admitted request, with 0 external tokens too, and
+        again after an asynchronous load (with 0).
+        """
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> Mapping[str, int]:
         return {}
 
     @abstractmethod
@@ -361,12 +406,16 @@ class KVConnectorBase_V1(ABC):
         return False
 
     def reclaim_blocks(self, num_blocks: int) -> None:
-        """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are kept for nobody in particular.
-        Called before `build_connector_meta`, at every attempt that fails. `has_pending_block_frees` says whether it helps."""
+        """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are
+        kept for nobody in particular. Called before `build_connector_meta`, at every attempt that
+        fails. `has_pending_block_frees` says whether it helps.
+        """
         return None
 
     def is_load_optional(self, request_id: str) -> bool:
-        """kvferry only. Whether a request whose load has failed is to be computed, whatever the failure policy says."""
+        """kvferry only. Whether a request whose load has failed is to be computed, whatever the
+        failure policy says.
+        """
         return False
 
     def has_pending_push_work(self) -> bool:
@@ -379,37 +428,51 @@ class KVConnectorBase_V1(ABC):
     def take_events(self) -> Iterable[Any]:
         return ()
 
-    def register_finished_partial_tail(self, request: Request, block_ids: tuple[list[int], ...], tails: Any) -> bool:
+    def register_finished_partial_tail(
+        self, request: Request, block_ids: tuple[list[int], ...], tails: Any
+    ) -> bool:
         return False
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Called once per request, for every way to finish. (True, …): keep the blocks until `finished_sending` names it."""
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called once per request, for every way to finish. (True, …): keep the blocks until
+        `finished_sending` names it.
+        """
         return False, None
 
     def request_abandoned(self, request_id: str) -> None:
-        """kvferry only. A finished request's parameters did not reach anybody: no peer will come for its blocks."""
+        """kvferry only. A finished request's parameters did not reach anybody: no peer will come
+        for its blocks.
+        """
         return None
 
     def get_finished_count(self) -> int | None:
         """How many ranks report each id; None for all."""
         return None
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
         """The workers' handshake data by TP rank, once, after registration."""
         return None
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """The same keyed by (PP rank, TP rank)."""
         later = sorted(pp for pp, _ in metadata if pp > 0)
         if later:
-            raise ValueError(f"{type(self).__name__} does not serve pipeline ranks beyond 0 (got {later[0]})")
+            raise ValueError(
+                f"{type(self).__name__} does not serve pipeline ranks beyond 0 (got {later[0]})"
+            )
         self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
 
     def reset_cache(self) -> bool | None:
         """Forget cached KV. False when that failed."""
         return None
 
-    # -- worker ----------------------------------------------------------------------------------------------------
+    # -- worker --
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:
         """Entered while the engine allocates its cache."""
@@ -453,7 +516,9 @@ class KVConnectorBase_V1(ABC):
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     @abstractmethod
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
 
     @abstractmethod
     def wait_for_save(self) -> None: ...
@@ -482,7 +547,7 @@ class KVConnectorBase_V1(ABC):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None
 
-    # -- class methods ---------------------------------------------------------------------------------------------
+    # -- class methods --
 
     @classmethod
     def get_required_kvcache_layout(cls, config: ConnectorConfig) -> str | None:
@@ -493,7 +558,9 @@ class KVConnectorBase_V1(ABC):
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
         return None
 
     @classmethod

@@ -6,7 +6,13 @@ import inspect
 from dataclasses import dataclass
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorBase_V1, KVConnectorRole, supports_hma
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
 from kvferry.errors import ConfigError
 
 __all__ = ["KVConnectorFactory"]
@@ -34,11 +40,14 @@ class KVConnectorFactory:
         return sorted(cls._registry)
 
     @classmethod
-    def create_connector(cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> KVConnectorBase_V1:
+    def create_connector(
+        cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> KVConnectorBase_V1:
         connector_class = cls.get_connector_class(config.kv_transfer)
         if len(kv_cache_config.groups) > 1 and not supports_hma(connector_class):
             raise ConfigError(
-                f"{config.kv_transfer.kv_connector} does not take models with several KV-cache groups; "
+                f"{config.kv_transfer.kv_connector} does not take models with several KV-cache "
+                "groups; "
                 f"this one has {len(kv_cache_config.groups)}: choose a connector with SupportsHMA"
             )
         return connector_class(config, role, kv_cache_config)
@@ -47,7 +56,10 @@ class KVConnectorFactory:
     def get_connector_class(cls, transfer: KVTransferConfig) -> type[KVConnectorBase_V1]:
         name = transfer.kv_connector
         if transfer.kv_connector_module_path is not None:
-            return _load(_RegisteredConnector(transfer.kv_connector_module_path, name), "kv_connector_module_path")
+            return _load(
+                _RegisteredConnector(transfer.kv_connector_module_path, name),
+                "kv_connector_module_path",
+            )
         return cls.get_connector_class_by_name(name)
 
     @classmethod
@@ -55,10 +67,13 @@ class KVConnectorFactory:
         entry = cls._registry.get(name)
         if name in PLANNED and entry is None:
             raise ConfigError(
-                f"kv_connector {name} is not supported yet; use NixlConnector, or kv_connector_module_path for one of your own"
+                f"kv_connector {name} is not supported yet; use NixlConnector, or "
+                "kv_connector_module_path for one of your own"
             )
         if entry is None:
-            raise ConfigError(f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}")
+            raise ConfigError(
+                f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}"
+            )
         return _load(entry, "kv_connector")
 
 
@@ -71,7 +86,9 @@ PLANNED = (
     "OffloadingConnector",
     "P2pNcclConnector",
 )
-"""Names that operators know and that are not built yet: a guess at another name would lead them astray."""
+"""Names that operators know and that are not built yet: a guess at another name would lead them
+astray.
+"""
 
 
 def _suggestion(name: str, names: list[str]) -> str:
@@ -84,15 +101,28 @@ def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
     try:
         module = importlib.import_module(entry.module)
     except ImportError as error:
-        raise ConfigError(f"{key}: module {entry.module!r} cannot be imported ({error}); check the path and the installation") from None
+        raise ConfigError(
+            f"{key}: module {entry.module!r} cannot be imported ({error}); check the path and the "
+            "installation"
+        ) from None
     found = getattr(module, entry.class_name, None)
     if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
-        raise ConfigError(f"{key}: {entry.module} has no connector class {entry.class_name!r}; it must subclass KVConnectorBase_V1")
+        raise ConfigError(
+            f"{key}: {entry.module} has no connector class {entry.class_name!r}; it must subclass "
+            "KVConnectorBase_V1"
+        )
     if "kv_cache_config" not in inspect.signature(found).parameters:
-        raise ConfigError(f"{key}: the constructor of {entry.class_name} must take (config, role, kv_cache_config)")
+        raise ConfigError(
+            f"{key}: the constructor of {entry.class_name} must take (config, role, "
+            "kv_cache_config)"
+        )
     return found
 
 
 KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.nixl", "NixlConnector")
-KVConnectorFactory.register_connector("NixlPullConnector", "kvferry.connectors.nixl", "NixlConnector")
-KVConnectorFactory.register_connector("NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector")
+KVConnectorFactory.register_connector(
+    "NixlPullConnector", "kvferry.connectors.nixl", "NixlConnector"
+)
+KVConnectorFactory.register_connector(
+    "NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector"
+)

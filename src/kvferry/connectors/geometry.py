@@ -1,4 +1,6 @@
-"""From an engine's cache tensors to the geometry that planning works on. Pure but for reading tensor addresses."""
+"""From an engine's cache tensors to the geometry that planning works on. Pure but for reading
+tensor addresses.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,14 +16,22 @@ from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 __all__ = ["compatibility_factors", "geometry_of", "host_buffer_bytes", "host_buffer_regions"]
 
 
-def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]) -> Geometry:
-    """One region per layer, in the natural order of the layer names so that both sides count alike; or one for all layers of a group, where
-    they share their blocks."""
-    groups = {layer: index for index, group in enumerate(cache.groups) for layer in group.layer_names}
+def geometry_of(
+    config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]
+) -> Geometry:
+    """One region per layer, in the natural order of the layer names so that both sides count alike;
+    or one for all layers of a group, where they share their blocks.
+    """
+    groups = {
+        layer: index for index, group in enumerate(cache.groups) for layer in group.layer_names
+    }
     unknown = sorted(set(kv_caches) - set(groups))
     if unknown:
         raise ConfigError(f"layer {unknown[0]} has a cache tensor but belongs to no KV-cache group")
-    regions = [_region(name, kv_caches[name], groups[name], cache) for name in sorted(kv_caches, key=_natural)]
+    regions = [
+        _region(name, kv_caches[name], groups[name], cache)
+        for name in sorted(kv_caches, key=_natural)
+    ]
     return Geometry(
         config.parallel.tp_rank,
         config.parallel.tp_size,
@@ -37,8 +47,9 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
 
 
 def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict[str, Factor]:
-    """What must be equal on both sides. Sizes that planning can bridge (TP, block size, layout) are not here,
-    nor whether a side pushes: it takes ordinary tickets too, and issues them."""
+    """What must be equal on both sides. Sizes that planning can bridge (TP, block size, layout) are
+    not here, nor whether a side pushes: it takes ordinary tickets too, and issues them.
+    """
     model = config.model
     return {
         "architecture": model.architecture,
@@ -55,7 +66,9 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict
 def _total_kv_heads(config: ConnectorConfig, cache: KVCacheConfig) -> int:
     """Latent attention caches one head, whole on every rank, however many the model counts."""
     total = config.model.total_kv_heads
-    is_divided = cache.num_kv_heads == len(heads_of(config.parallel.tp_rank, config.parallel.tp_size, total))
+    is_divided = cache.num_kv_heads == len(
+        heads_of(config.parallel.tp_rank, config.parallel.tp_size, total)
+    )
     return total if is_divided else cache.num_kv_heads
 
 
@@ -65,9 +78,15 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
     item, parts = tensor.element_size(), tensor.shape[0]
     part_elements = prod(tensor.shape[1:])
     per_block = parts // num_blocks if num_blocks and parts % num_blocks == 0 else 0
-    is_dense = 1 + sum((size - 1) * tensor.stride(dim) for dim, size in enumerate(tensor.shape) if dim > 0) == part_elements
+    is_dense = (
+        1 + sum((size - 1) * tensor.stride(dim) for dim, size in enumerate(tensor.shape) if dim > 0)
+        == part_elements
+    )
     if not per_block or not is_dense or (per_block > 1 and tensor.stride(0) != part_elements):
-        raise ConfigError(f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes (shape {tuple(tensor.shape)})")
+        raise ConfigError(
+            f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes (shape "
+            f"{tuple(tensor.shape)})"
+        )
     is_host = str(getattr(tensor.device, "type", tensor.device)) == "cpu"
     return Region(
         name,
@@ -83,27 +102,41 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
 
 
 def _axes(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> tuple[Axis, ...] | None:
-    """Axes of a block of so many parts, if the tensor lies in memory as `cache.layout` says: [heads, tokens, content] or
-    [tokens, heads, content] per part, in whatever order its dimensions are named. None otherwise."""
+    """Axes of a block of so many parts, if the tensor lies in memory as `cache.layout` says:
+    [heads, tokens, content] or [tokens, heads, content] per part, in whatever order its dimensions
+    are named. None otherwise.
+    """
     if cache.block_size % parts:
         return None
     is_hnd = KVLayout(cache.layout) is KVLayout.HND
     heads, tokens = cache.num_kv_heads, cache.block_size // parts
     content = prod(tensor.shape[1:]) // (heads * tokens)
     expected = (heads, tokens, content) if is_hnd else (tokens, heads, content)
-    dims = sorted((dim for dim in range(1, len(tensor.shape)) if tensor.shape[dim] > 1), key=tensor.stride, reverse=True)
+    dims = sorted(
+        (dim for dim in range(1, len(tensor.shape)) if tensor.shape[dim] > 1),
+        key=tensor.stride,
+        reverse=True,
+    )
     if [tensor.shape[dim] for dim in dims] != [count for count in expected if count > 1]:
         return None
     content_bytes = content * tensor.element_size()
-    by_part, by_head, by_token = (AxisKind.TOKEN, parts), (AxisKind.HEAD, heads), (AxisKind.TOKEN, tokens)
+    by_part, by_head, by_token = (
+        (AxisKind.TOKEN, parts),
+        (AxisKind.HEAD, heads),
+        (AxisKind.TOKEN, tokens),
+    )
     if cache.has_token_rows:
-        return dense_axes([by_part, *((by_head, by_token) if is_hnd else (by_token, by_head))], content_bytes)
+        return dense_axes(
+            [by_part, *((by_head, by_token) if is_hnd else (by_token, by_head))], content_bytes
+        )
     # A part's tokens cannot be told apart, nor heads within them.
     return dense_axes([by_part, by_head], tokens * content_bytes) if is_hnd or heads == 1 else None
 
 
 def _bundled(regions: list[Region]) -> tuple[Region, ...]:
-    """Layers of a group whose blocks lie between each other's, each right behind the one before, as one region."""
+    """Layers of a group whose blocks lie between each other's, each right behind the one before, as
+    one region.
+    """
     by_group: dict[int, list[Region]] = {}
     for region in regions:
         by_group.setdefault(region.group, []).append(region)
@@ -116,7 +149,8 @@ def _are_interleaved(members: list[Region]) -> bool:
     first = members[0]
     size = first.block_bytes
     return first.stride_bytes > size and all(
-        replace(region, name=first.name, address=first.address) == first and region.address == first.address + index * size
+        replace(region, name=first.name, address=first.address) == first
+        and region.address == first.address + index * size
         for index, region in enumerate(members)
     )
 
@@ -125,16 +159,25 @@ def _bundle(members: list[Region]) -> Region:
     first, count = members[0], len(members)
     layer_axis = (Axis(AxisKind.LAYER, count, first.block_bytes),) if count > 1 else ()
     axes = None if first.axes is None else (*layer_axis, *first.axes)
-    return replace(first, block_bytes=count * first.block_bytes, axes=axes, layers=tuple(region.name for region in members))
+    return replace(
+        first,
+        block_bytes=count * first.block_bytes,
+        axes=axes,
+        layers=tuple(region.name for region in members),
+    )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key that puts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    ]
 
 
-# -------------------- host buffer --------------------
-# Where the regions of an engine's cache lie in its host buffer in host memory: the same blocks, densely, region after region. Pure.
+# -------------------- host buffer -------------------- Where the regions of an engine's cache lie
+# in its host buffer in host memory: the same blocks, densely, region after region. Pure.
 
 
 ALIGNMENT = 4096
@@ -146,14 +189,21 @@ def host_buffer_bytes(regions: Sequence[Region]) -> int:
 
 
 def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
-    """The same regions in a buffer of `host_buffer_bytes` at this address. Those that share memory (groups whose layers take turns with the
-    blocks of one tensor) share their host buffer."""
+    """The same regions in a buffer of `host_buffer_bytes` at this address. Those that share memory
+    (groups whose layers take turns with the blocks of one tensor) share their host buffer.
+    """
     places = {}
     for start, region in _largest_of_each(regions).items():
         places[start] = (address, region.block_bytes)
         address += _padded_bytes(region)
     return tuple(
-        replace(region, address=places[region.address][0], stride_bytes=places[region.address][1], memory=MemoryKind.DRAM, device=0)
+        replace(
+            region,
+            address=places[region.address][0],
+            stride_bytes=places[region.address][1],
+            memory=MemoryKind.DRAM,
+            device=0,
+        )
         for region in regions
     )
 

@@ -4,7 +4,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.connectors.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
+from kvferry.connectors.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from kvferry.protocol.messages import Factor
 from kvferry.worker.commands import WorkerCommand
 
@@ -35,12 +39,18 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "NixlWorkerMetadata":
         assert isinstance(other, NixlWorkerMetadata)
-        return NixlWorkerMetadata(self.reserved + other.reserved, {**other.refused, **self.refused}, self.being_read | other.being_read)
+        return NixlWorkerMetadata(
+            self.reserved + other.reserved,
+            {**other.refused, **self.refused},
+            self.being_read | other.being_read,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's encoded layout and what must be equal in a peer, served by the side channel as they are."""
+    """One rank's encoded layout and what must be equal in a peer, served by the side channel as
+    they are.
+    """
 
     tp_rank: int
     layout: bytes

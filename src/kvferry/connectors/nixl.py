@@ -1,4 +1,6 @@
-"""`NixlConnector`: the decode side pulls the blocks of a finished prefill. A facade; each role's work is in its own file."""
+"""`NixlConnector`: the decode side pulls the blocks of a finished prefill. A facade; each role's
+work is in its own file.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,16 +33,24 @@ __all__ = ["NixlConnector", "NixlPushConnector"]
 
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     transfer_mode = "pull"
-    """What engines advertise on their `/metrics`: a router starts both legs together where both sides push."""
+    """What engines advertise on their `/metrics`: a router starts both legs together where both
+    sides push.
+    """
     scheduler_class: type[NixlConnectorScheduler] = NixlConnectorScheduler
 
-    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(config, role, kv_cache_config)
         extra = config.kv_transfer.extra
         assert isinstance(extra, NixlExtraConfig)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler_half = self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
-        self._worker_half = None if is_scheduler else NixlConnectorWorker(config, kv_cache_config, extra)
+        self._scheduler_half = (
+            self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
+        )
+        self._worker_half = (
+            None if is_scheduler else NixlConnectorWorker(config, kv_cache_config, extra)
+        )
 
     @property
     def _scheduler(self) -> NixlConnectorScheduler:
@@ -63,15 +73,19 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return (self._scheduler_half or self._worker).take_stats()
 
-    # -- scheduler -------------------------------------------------------------------------------------------------
+    # -- scheduler --
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -92,19 +106,25 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.take_output(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
     def request_abandoned(self, request_id: str) -> None:
         self._scheduler.request_abandoned(request_id)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
         self._scheduler.serve(metadata)
 
-    # -- worker ----------------------------------------------------------------------------------------------------
+    # -- worker --
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
@@ -120,7 +140,9 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return None
 
     def wait_for_save(self) -> None:
@@ -136,7 +158,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_worker_metadata()
 
-    # -- class methods ---------------------------------------------------------------------------------------------
+    # -- class methods --
 
     @classmethod
     def get_required_kvcache_layout(cls, config: ConnectorConfig) -> str | None:
@@ -147,8 +169,8 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data or {})
 
 
-# -------------------- push --------------------
-# `NixlPushConnector`: the decode side registers for a prefill that is yet to come, and has its blocks as soon as they are there.
+# -------------------- push -------------------- `NixlPushConnector`: the decode side registers for
+# a prefill that is yet to come, and has its blocks as soon as they are there.
 #
 # A facade like the pull connector's; what differs is decided in the process that schedules.
 

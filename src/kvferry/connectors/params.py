@@ -1,7 +1,8 @@
 """`kv_transfer_params` as they come from outside: read once here, typed from then on. Pure.
 
-Anything a client may have typed is possible. A genuine ticket names a peer; without one, the keys by which vLLM's routers name the prefill
-side are good for those engines only that this one was told to believe (`peers`).
+Anything a client may have typed is possible. A genuine ticket names a peer; without one, the keys
+by which vLLM's routers name the prefill side are good for those engines only that this one was told
+to believe (`peers`).
 """
 
 from collections.abc import Mapping
@@ -10,10 +11,19 @@ from typing import Any
 
 from kvferry.config.side_channel import numeric_host
 from kvferry.protocol.leases import MAX_TURN_ID_CHARS
-from kvferry.protocol.tickets import MAX_TP_SIZE, MAX_TICKET_NAME_CHARS
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, MAX_TP_SIZE
 from kvferry.types import Address
 
-__all__ = ["BadParams", "LoadFromPeer", "NoTransfer", "PrefillForPeer", "TransferRole", "TurnRetention", "UnsignedPeer", "read_params"]
+__all__ = [
+    "BadParams",
+    "LoadFromPeer",
+    "NoTransfer",
+    "PrefillForPeer",
+    "TransferRole",
+    "TurnRetention",
+    "UnsignedPeer",
+    "read_params",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,9 @@ class NoTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PrefillForPeer:
-    """Its KV is to be handed over when it is done. `push_ticket` and `ticket` are whatever came under these keys."""
+    """Its KV is to be handed over when it is done. `push_ticket` and `ticket` are whatever came
+    under these keys.
+    """
 
     push_ticket: object = None
     ticket: object = None
@@ -56,7 +68,9 @@ class UnsignedPeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadFromPeer:
-    """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are whatever came under these keys."""
+    """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are
+    whatever came under these keys.
+    """
 
     ticket: object
     push_ticket: object = None
@@ -85,9 +99,16 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
             return BadParams(f"kv_transfer_params.{name} is {flag!r:.40}, not true or false")
         flags[name] = bool(flag)
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
-        return BadParams("kv_transfer_params ask for do_remote_prefill and do_remote_decode at once")
+        return BadParams(
+            "kv_transfer_params ask for do_remote_prefill and do_remote_decode at once"
+        )
     if flags["do_remote_prefill"]:
-        return LoadFromPeer(params.get("ticket"), params.get("push_ticket"), _unsigned_peer(params), _retention(params, RETAIN_UNNAMED))
+        return LoadFromPeer(
+            params.get("ticket"),
+            params.get("push_ticket"),
+            _unsigned_peer(params),
+            _retention(params, RETAIN_UNNAMED),
+        )
     if flags["do_remote_decode"]:
         return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
     return NoTransfer(_retention(params, RETAIN_NOTHING))
@@ -99,13 +120,22 @@ def _retention(params: Mapping[str, Any], default: TurnRetention) -> TurnRetenti
     turn_id = params["conversation"]
     if turn_id is None:
         return RETAIN_NOTHING
-    return TurnRetention(True, turn_id if isinstance(turn_id, str) and len(turn_id) <= MAX_TURN_ID_CHARS else "")
+    return TurnRetention(
+        True, turn_id if isinstance(turn_id, str) and len(turn_id) <= MAX_TURN_ID_CHARS else ""
+    )
 
 
 def _unsigned_peer(params: Mapping[str, Any]) -> UnsignedPeer | None:
     engine, host = _name(params.get("remote_engine_id")), _name(params.get("remote_host"))
-    port, tp_size = _count(params.get("remote_port"), 65535), _count(params.get("tp_size", 1), MAX_TP_SIZE)
-    return UnsignedPeer(engine, Address(numeric_host(host), port), tp_size) if engine and host and port and tp_size else None
+    port, tp_size = (
+        _count(params.get("remote_port"), 65535),
+        _count(params.get("tp_size", 1), MAX_TP_SIZE),
+    )
+    return (
+        UnsignedPeer(engine, Address(numeric_host(host), port), tp_size)
+        if engine and host and port and tp_size
+        else None
+    )
 
 
 def _name(value: object) -> str:
@@ -115,4 +145,8 @@ def _name(value: object) -> str:
 
 def _count(value: object, maximum: int) -> int:
     """0 for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= maximum else 0
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= maximum
+        else 0
+    )

@@ -1,7 +1,9 @@
-"""Prefills that are handed over while they are computed: how far each has come, and when it has to start again. Pure.
+"""Prefills that are handed over while they are computed: how far each has come, and when it has to
+start again. Pure.
 
-A prefill's full blocks are published as soon as the step that filled them is over, while the next one computes. One that the engine
-preempts loses its blocks: what was published is withdrawn, before anything else is written into them.
+A prefill's full blocks are published as soon as the step that filled them is over, while the next
+one computes. One that the engine preempts loses its blocks: what was published is withdrawn, before
+anything else is written into them.
 """
 
 from collections import OrderedDict
@@ -63,7 +65,9 @@ class StreamAdvance:
     stream: PrefillStream
     num_tokens: int
     blocks: tuple[tuple[int, ...], ...]
-    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token does not look at."""
+    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token
+    does not look at.
+    """
 
     def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         first, end = self.stream.num_published // block_size, self.num_tokens // block_size
@@ -93,12 +97,20 @@ class PrefillStreams:
         return self._streams.pop(request, None)
 
     def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
-        """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
-        tables = {scheduled.request_id: scheduled for scheduled in slices if scheduled.request_id in self._published}
+        """Those that have lost what was published of them, as their counts or this step's tables
+        tell. They may be published anew.
+        """
+        tables = {
+            scheduled.request_id: scheduled
+            for scheduled in slices
+            if scheduled.request_id in self._published
+        }
         lost = []
         for request, stream in self._published.items():
             scheduled = tables.get(request)
-            if _has_lost_tokens(stream) or (scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)):
+            if _has_lost_tokens(stream) or (
+                scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)
+            ):
                 lost.append(stream)
         for stream in lost:
             del self._published[RequestId(stream.request.request_id)]
@@ -110,57 +122,95 @@ class PrefillStreams:
         for scheduled in slices:
             stream = self._streams.get(RequestId(scheduled.request_id))
             num_tokens = scheduled.start // self.block_size * self.block_size
-            if stream is not None and num_tokens > stream.num_published and scheduled.start < stream.request.num_prompt_tokens:
+            if (
+                stream is not None
+                and num_tokens > stream.num_published
+                and scheduled.start < stream.request.num_prompt_tokens
+            ):
                 found.append(
-                    StreamAdvance(stream, num_tokens, self._padded(scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens))
+                    StreamAdvance(
+                        stream,
+                        num_tokens,
+                        self._padded(
+                            scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens
+                        ),
+                    )
                 )
         return found
 
     def note_published(self, advance: StreamAdvance, serial: int) -> None:
         stream = advance.stream
-        stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
+        stream.serial, stream.num_published, stream.blocks = (
+            serial,
+            advance.num_tokens,
+            advance.blocks,
+        )
         self._published[RequestId(stream.request.request_id)] = stream
 
     def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether the engine no longer holds a block that was published.
-        A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
+        """Whether the engine no longer holds a block that was published. A request that was
+        preempted and taken up again at once may have as many tokens as before, but in other blocks.
+        """
         return any(
             any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
             for before, after in zip(stream.blocks, blocks, strict=True)
         )
 
-    def unpublished(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    def unpublished(
+        self, stream: PrefillStream, blocks: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, ...], ...]:
         """What the engine holds at the end beyond that."""
         return tuple(
-            tuple(now for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE) if now not in (HOLE, was))
+            tuple(
+                now
+                for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE)
+                if now not in (HOLE, was)
+            )
             for before, after in zip(stream.blocks, blocks, strict=True)
         )
 
-    def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """The engine lets go of what the last token does not look at, when it likes: whoever read that would not hear of it."""
+    def _padded(
+        self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """The engine lets go of what the last token does not look at, when it likes: whoever read
+        that would not hear of it.
+        """
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
-        firsts = [min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
-        return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
+        firsts = [
+            min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size)
+            for group in self.groups
+        ]
+        return tuple(
+            (*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready))
+            for first, table in zip(firsts, tables, strict=True)
+        )
 
 
 def _has_lost_tokens(stream: PrefillStream) -> bool:
-    return stream.request.status is RequestStatus.PREEMPTED or stream.request.num_computed_tokens < stream.num_published
+    return (
+        stream.request.status is RequestStatus.PREEMPTED
+        or stream.request.num_computed_tokens < stream.num_published
+    )
 
 
-# -------------------- push scheduler --------------------
-# The push connector in the process that schedules: as pull's, but a request may come before there is anything to fetch for it.
+# -------------------- push scheduler -------------------- The push connector in the process that
+# schedules: as pull's, but a request may come before there is anything to fetch for it.
 #
-# As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for a promise of the whole prompt: the
-# transfer workers register for it, and compare what they are offered with the prompt before they read. As a producer it has the transfer
-# workers offer every prefill to whoever registers for it, block by block while it computes, beside returning its ticket in the end, so that a
-# router that asks the prefill side first is served as in pull. Runs on the engine's main thread.
+# As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for
+# a promise of the whole prompt: the transfer workers register for it, and compare what they are
+# offered with the prompt before they read. As a producer it has the transfer workers offer every
+# prefill to whoever registers for it, block by block while it computes, beside returning its ticket
+# in the end, so that a router that asks the prefill side first is served as in pull. Runs on the
+# engine's main thread.
 
 
 MAX_DECLINED = 10_000
 
 
 class NixlPushConnectorScheduler(NixlConnectorScheduler):
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+    ) -> None:
         super().__init__(config, cache, extra)
         self._push_key = PushTicketKey(config.secret)
         self._streams = PrefillStreams(cache.block_size, cache.groups)
@@ -173,11 +223,19 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         role = read_params(request.kv_transfer_params)
-        can_stream = self._extra.push_streaming and self._config.kv_transfer.is_kv_producer and self._issuer.address is not None
-        if isinstance(role, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_TICKET_NAME_CHARS:
+        can_stream = (
+            self._extra.push_streaming
+            and self._config.kv_transfer.is_kv_producer
+            and self._issuer.address is not None
+        )
+        if (
+            isinstance(role, PrefillForPeer)
+            and can_stream
+            and len(request.request_id) <= MAX_TICKET_NAME_CHARS
+        ):
             self._streams.add(request, self._match_id(role))
 
-    # -- consumer --------------------------------------------------------------------------------------------------
+    # -- consumer --
 
     def _take(self, request: Request, role: LoadFromPeer) -> None:
         if role.push_ticket is None:
@@ -194,22 +252,45 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._decline(ticket.match_id)
             return
-        command = RegisterForPush(RequestId(request.request_id), str(role.push_ticket), self._fingerprint(request), self._own_address)
+        command = RegisterForPush(
+            RequestId(request.request_id),
+            str(role.push_ticket),
+            self._fingerprint(request),
+            self._own_address,
+        )
         self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
     def _take_unsigned_peer(self, request: Request, unsigned_peer: UnsignedPeer) -> None:
-        """A router that signs nothing has named the prefill side. It is believed if it names one of those that we were told of."""
-        if unsigned_peer.engine == self._config.kv_transfer.engine_id or unsigned_peer.address == self._issuer.address:
+        """A router that signs nothing has named the prefill side. It is believed if it names one of
+        those that we were told of.
+        """
+        if (
+            unsigned_peer.engine == self._config.kv_transfer.engine_id
+            or unsigned_peer.address == self._issuer.address
+        ):
             # Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself.
             return
         if str(unsigned_peer.address) not in self._extra.peer_addresses:
-            self._refuse(request, f"there is no ticket, and {unsigned_peer.address} is not among this engine's `peers`")
+            self._refuse(
+                request,
+                f"there is no ticket, and {unsigned_peer.address} is not among this engine's "
+                "`peers`",
+            )
         elif len(request.request_id) > MAX_TICKET_NAME_CHARS:
-            self._refuse(request, f"there is no ticket, and the request's id is longer than {MAX_TICKET_NAME_CHARS} characters")
+            self._refuse(
+                request,
+                f"there is no ticket, and the request's id is longer than {MAX_TICKET_NAME_CHARS} "
+                "characters",
+            )
         else:
             request_id, tokens = RequestId(request.request_id), self._fingerprint(request)
             command = RegisterForPushByAddress(
-                request_id, unsigned_peer.engine, unsigned_peer.address, unsigned_peer.tp_size, tokens, self._own_address
+                request_id,
+                unsigned_peer.engine,
+                unsigned_peer.address,
+                unsigned_peer.tp_size,
+                tokens,
+                self._own_address,
             )
             self._expect(request, command, None)
 
@@ -221,10 +302,16 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
     def _fingerprint(self, request: Request) -> Fingerprint:
         return fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
 
-    def _expect(self, request: Request, command: RegisterForPush | RegisterForPushByAddress, shared: SharedTicketKey | None) -> None:
+    def _expect(
+        self,
+        request: Request,
+        command: RegisterForPush | RegisterForPushByAddress,
+        shared: SharedTicketKey | None,
+    ) -> None:
         """`shared`: by what other requests that wait for the same prefill know it."""
         request_id = RequestId(request.request_id)
-        # An engine whose attention forgets computes the last token itself and must be told so: see `NixlConnectorScheduler._usable`.
+        # An engine whose attention forgets computes the last token itself and must be told so: see
+        # `NixlConnectorScheduler._usable`.
         has_local_attention = any(group.has_local_attention for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - has_local_attention
         self._commands.append(command)
@@ -235,10 +322,13 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
             self._offers[request_id] = LoadOffer(num_tokens, shared)
 
     def _producer_frees_last_window(self, num_tokens: int) -> bool:
-        """Whether an engine like ours lets go, at the end of the prompt, of a block that the token after these looks at."""
+        """Whether an engine like ours lets go, at the end of the prompt, of a block that the token
+        after these looks at.
+        """
         size = self._cache.block_size
         return not self._cache.keeps_last_token_window and any(
-            group.first_visible_token(num_tokens) // size != group.first_visible_token(num_tokens + 1) // size
+            group.first_visible_token(num_tokens) // size
+            != group.first_visible_token(num_tokens + 1) // size
             for group in self._cache.groups
             if group.has_local_attention
         )
@@ -253,12 +343,14 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         if len(self._declined_match_ids) > MAX_DECLINED:
             self._declined_match_ids.popitem(last=False)
 
-    # -- producer --------------------------------------------------------------------------------------------------
+    # -- producer --
 
     def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> NixlConnectorMetadata:
         slices = tuple(slices)
         for stream in self._streams.take_preempted(slices):
-            self._commands.append(WithdrawStream(RequestId(stream.request.request_id), stream.serial))
+            self._commands.append(
+                WithdrawStream(RequestId(stream.request.request_id), stream.serial)
+            )
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):
             self._publish(advance)
@@ -269,7 +361,11 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         serial = stream.serial or self._open(request_id)
         ticket = self._issuer.ticket(stream.request, serial, advance.blocks, stream.tokens)
         copied = advance.new_blocks(self._cache.block_size) if self._is_staged else ()
-        self._commands.append(PublishTicket(request_id, stream.match_id, self._key.sign(ticket), advance.num_tokens, copied))
+        self._commands.append(
+            PublishTicket(
+                request_id, stream.match_id, self._key.sign(ticket), advance.num_tokens, copied
+            )
+        )
         self._streams.note_published(advance, serial)
 
     def _open(self, request: RequestId) -> int:
@@ -284,10 +380,16 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         if self._streams.has_lost_blocks(stream, blocks):
             self._commands.append(WithdrawStream(request, stream.serial))
             return super()._grant(request, blocks)
-        self._commands.append(CloseStream(request, self._streams.unpublished(stream, blocks) if self._is_staged else ()))
+        self._commands.append(
+            CloseStream(
+                request, self._streams.unpublished(stream, blocks) if self._is_staged else ()
+            )
+        )
         return stream.serial
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         is_held, params = super().request_finished(request, block_ids)
         role = read_params(request.kv_transfer_params)
         if not isinstance(role, PrefillForPeer):
@@ -295,13 +397,18 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         request_id, match_id = RequestId(request.request_id), self._match_id(role)
         self._streams.end(request_id)
         if not is_held or params is None:
-            reason = f"the prefill side has nothing to hand over: its request ended as {request.status.name.lower()}"
+            reason = (
+                "the prefill side has nothing to hand over: its request ended as "
+                f"{request.status.name.lower()}"
+            )
             self._commands.append(FailPush(request_id, match_id, reason))
         elif match_id in self._declined_match_ids:
             del self._declined_match_ids[match_id]
             self._commands.append(AbandonLease(request_id))
         else:
-            self._commands.append(PublishTicket(request_id, match_id, params["ticket"], params["remote_num_tokens"]))
+            self._commands.append(
+                PublishTicket(request_id, match_id, params["ticket"], params["remote_num_tokens"])
+            )
             if match_id:
                 self._published[match_id], self._match_ids[request_id] = request_id, match_id
         return is_held, params

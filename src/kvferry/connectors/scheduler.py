@@ -1,11 +1,13 @@
-"""The pull connector in the process that schedules: checks tickets on arrival, issues them at the end, and writes the transfer workers'
-commands.
+"""The pull connector in the process that schedules: checks tickets on arrival, issues them at the
+end, and writes the transfer workers' commands.
 
-As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's fingerprint and the request's own prompt,
-nothing more, so parameters of another prompt can never be used for this one. Requests that share a ticket (one client's n choices) read
-it once: the others wait for the first and then find its blocks in the engine's own cache. As a producer it signs a ticket for every
-prefill it was asked to hand over. Of a turn that has ended it keeps the blocks for the next, which some prefill side may fetch before it
-computes the rest; see `retained_turns.py`. Runs on the engine's main thread; never waits.
+As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's
+fingerprint and the request's own prompt, nothing more, so parameters of another prompt can never be
+used for this one. Requests that share a ticket (one client's n choices) read it once: the others
+wait for the first and then find its blocks in the engine's own cache. As a producer it signs a
+ticket for every prefill it was asked to hand over. Of a turn that has ended it keeps the blocks for
+the next, which some prefill side may fetch before it computes the rest; see `retained_turns.py`.
+Runs on the engine's main thread; never waits.
 """
 
 import logging
@@ -25,14 +27,30 @@ from kvferry.connectors.contract import (
     Request,
     RequestStatus,
 )
-from kvferry.connectors.metadata import NixlConnectorMetadata, NixlHandshakeMetadata, NixlWorkerMetadata
-from kvferry.connectors.params import BadParams, LoadFromPeer, NoTransfer, PrefillForPeer, read_params
+from kvferry.connectors.metadata import (
+    NixlConnectorMetadata,
+    NixlHandshakeMetadata,
+    NixlWorkerMetadata,
+)
+from kvferry.connectors.params import (
+    BadParams,
+    LoadFromPeer,
+    NoTransfer,
+    PrefillForPeer,
+    read_params,
+)
 from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, RetainedTurns, SharedTickets
 from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import (
+    HOLE,
+    MAX_TICKET_NAME_CHARS,
+    Ticket,
+    TicketKey,
+    runs_from_blocks,
+)
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
@@ -57,7 +75,9 @@ _log = logging.getLogger(__name__)
 
 
 class NixlConnectorScheduler:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+    ) -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
@@ -77,22 +97,29 @@ class NixlConnectorScheduler:
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _no_wakeup
 
-    # -- start and end ---------------------------------------------------------------------------------------------
+    # -- start and end --
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
         self._wake_engine = wake
 
     def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """All workers have registered: open the side channel."""
-        parts = {rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)}
+        parts = {
+            rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
+        }
         for rank, part in metadata.items():
             if rank not in parts:
-                raise LocalProtocolError(f"rank {rank} brought handshake data of another connector: {type(part).__name__}")
+                raise LocalProtocolError(
+                    f"rank {rank} brought handshake data of another connector: "
+                    f"{type(part).__name__}"
+                )
         foreign_ranks = [rank for rank, part in parts.items() if part.epoch != self._config.epoch]
         if foreign_ranks:
             raise ConfigError(
-                f"ranks {foreign_ranks} were started apart from their scheduler and would refuse every ticket; "
-                "let vLLM start them (for Ray, with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
+                f"ranks {foreign_ranks} were started apart from their scheduler and would refuse "
+                "every ticket; "
+                "let vLLM start them (for Ray, with "
+                "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
             )
         self._is_staged = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
@@ -107,35 +134,53 @@ class NixlConnectorScheduler:
         self._side_channel = SideChannel(control, served, self._key, lambda: self._wake_engine())
         self._side_channel.start()
         self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
-        _log.info("side channel open address=%s engine=%s epoch=%s", control.address, served.engine, served.epoch)
+        _log.info(
+            "side channel open address=%s engine=%s epoch=%s",
+            control.address,
+            served.engine,
+            served.epoch,
+        )
 
     def close(self) -> None:
         if self._side_channel is not None:
             self._side_channel.close()
 
-    # -- consumer --------------------------------------------------------------------------------------------------
+    # -- consumer --
 
     def on_new_request(self, request: Request) -> None:
         match read_params(request.kv_transfer_params):
             case LoadFromPeer() if not self._config.kv_transfer.is_kv_consumer:
-                # Engines guard blocks that bytes may arrive in only if they were told that bytes may arrive.
-                self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
+                # Engines guard blocks that bytes may arrive in only if they were told that bytes
+                # may arrive.
+                self._refuse(
+                    request,
+                    "this engine takes no KV from others; start it with kv_role kv_both or "
+                    "kv_consumer",
+                )
             case LoadFromPeer() as role:
                 self._take(request, role)
             case PrefillForPeer(ticket=text) if not self._config.kv_transfer.is_kv_producer:
                 self._return_retained_turn(RequestId(request.request_id), text)
-                # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
-                self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
+                # Computed in silence, its KV would be computed a second time by whoever was to
+                # fetch it, request after request.
+                self._refuse(
+                    request,
+                    "this engine hands no KV to others; start it with kv_role kv_both or "
+                    "kv_producer",
+                )
             case PrefillForPeer(ticket=text) if text is not None:
                 self._take_retained_turn(request, text)
             case BadParams(reason):
                 self._refuse(request, reason)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         offer = self._offers.get(RequestId(request.request_id))
         if offer is None or self._tickets.was_read(offer.ticket):
             return 0, False
-        # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
+        # A refused request claims its whole prompt, so that the engine parks it and learns of the
+        # failure in the one way it knows.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
         self._num_local_tokens[RequestId(request.request_id)] = num_computed_tokens
@@ -143,15 +188,23 @@ class NixlConnectorScheduler:
             return 0, False
         if offer.unchecked_ticket:
             offer = self._ask_retaining_engine(RequestId(request.request_id), offer)
-        return (None, False) if offer.num_pending_ranks or self._tickets.is_being_read(offer.ticket) else (missing, True)
+        return (
+            (None, False)
+            if offer.num_pending_ranks or self._tickets.is_being_read(offer.ticket)
+            else (missing, True)
+        )
 
     def _ask_retaining_engine(self, request: RequestId, offer: LoadOffer) -> LoadOffer:
         """Not before it is the request's turn: until then its keeper may need the blocks itself."""
         self._commands.append(PrepareOptionalLoad(request, offer.unchecked_ticket))
-        self._offers[request] = offer = replace(offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size)
+        self._offers[request] = offer = replace(
+            offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size
+        )
         return offer
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         request_id = RequestId(request.request_id)
         offer = self._offers.pop(request_id, None)
         if offer is None:
@@ -197,8 +250,13 @@ class NixlConnectorScheduler:
         for request in map(RequestId, worker_metadata.reserved):
             offer = self._offers.get(request)
             if offer is not None:
-                self._offers[request] = replace(offer, num_pending_ranks=offer.num_pending_ranks - worker_metadata.reserved[request])
-        for request, reason in ((RequestId(name), reason) for name, reason in worker_metadata.refused.items()):
+                self._offers[request] = replace(
+                    offer,
+                    num_pending_ranks=offer.num_pending_ranks - worker_metadata.reserved[request],
+                )
+        for request, reason in (
+            (RequestId(name), reason) for name, reason in worker_metadata.refused.items()
+        ):
             if self._offers.pop(request, None) is not None:
                 self._skip_reuse(request, "refused", reason)
                 self._commands.append(SkipLoad(request))
@@ -208,26 +266,42 @@ class NixlConnectorScheduler:
     def is_load_optional(self, request_id: str) -> bool:
         return request_id in self._optional
 
-    # -- producer --------------------------------------------------------------------------------------------------
+    # -- producer --
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
         self._num_local_tokens.pop(request_id, None)
         self._optional.discard(request_id)
         if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
             self._commands.append(AbortLoad(request_id))
-        is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        is_whole = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
         role = read_params(request.kv_transfer_params)
         is_turn = (
-            isinstance(role, LoadFromPeer | NoTransfer) and role.retention.is_retained and self._retains_turns and request.family is None
+            isinstance(role, LoadFromPeer | NoTransfer)
+            and role.retention.is_retained
+            and self._retains_turns
+            and request.family is None
         )
         if not is_whole or not (is_turn or isinstance(role, PrefillForPeer)):
             return False, None
         num_tokens = request.num_computed_tokens
         if len(request_id) > MAX_TICKET_NAME_CHARS:
-            _log.warning("not handed over: its id is longer than %d characters request=%.80s…", MAX_TICKET_NAME_CHARS, request_id)
+            _log.warning(
+                "not handed over: its id is longer than %d characters request=%.80s…",
+                MAX_TICKET_NAME_CHARS,
+                request_id,
+            )
             return False, None
-        if num_tokens == 0 or self._issuer.address is None or not self._config.kv_transfer.is_kv_producer:
+        if (
+            num_tokens == 0
+            or self._issuer.address is None
+            or not self._config.kv_transfer.is_kv_producer
+        ):
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
@@ -245,18 +319,37 @@ class NixlConnectorScheduler:
     def _retains_turns(self) -> bool:
         return self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_producer
 
-    def _retain(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, turn_id: str) -> dict[str, Any]:
-        """Let transfer workers keep an ended turn's blocks; the parameters for whoever computes the next one."""
+    def _retain(
+        self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, turn_id: str
+    ) -> dict[str, Any]:
+        """Let transfer workers keep an ended turn's blocks; the parameters for whoever computes the
+        next one.
+        """
         ttl_s = self._extra.decoder_kv_blocks_ttl
-        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt, MAX_CHAIN_POINTS)
+        tokens = fingerprint(
+            request.all_token_ids[:num_tokens],
+            self._cache.block_size,
+            request.cache_salt,
+            MAX_CHAIN_POINTS,
+        )
         serial = self._issuer.next_serial()
-        self._commands.append(RetainTurn(RequestId(request.request_id), serial, ttl_s, self._copied(blocks)))
+        self._commands.append(
+            RetainTurn(RequestId(request.request_id), serial, ttl_s, self._copied(blocks))
+        )
         ticket = self._issuer.ticket(request, serial, blocks, tokens)
-        ticket = msgspec.structs.replace(ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration)
-        params = self._params(ticket) | {"do_remote_prefill": False, "do_remote_decode": True, "ttl_s": ttl_s}
+        ticket = msgspec.structs.replace(
+            ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration
+        )
+        params = self._params(ticket) | {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "ttl_s": ttl_s,
+        }
         self._stats.count("retained_turns")
         if turn_id and self._side_channel is not None:
-            self._side_channel.publish_turn(EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s))
+            self._side_channel.publish_turn(
+                EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s)
+            )
         return params
 
     def reclaim_blocks(self, num_blocks: int) -> None:
@@ -285,8 +378,12 @@ class NixlConnectorScheduler:
         self._commands.append(AbandonLease(RequestId(request_id)))
 
     def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
-        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
-        return self._issuer.ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
+        tokens = fingerprint(
+            request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt
+        )
+        return self._issuer.ticket(
+            request, self._grant(RequestId(request.request_id), blocks), blocks, tokens
+        )
 
     def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
         """Let transfer workers lease the blocks; the serial of that lease."""
@@ -300,10 +397,12 @@ class NixlConnectorScheduler:
     def _params(self, ticket: Ticket) -> dict[str, Any]:
         return self._issuer.params(ticket)
 
-    # -- every step ------------------------------------------------------------------------------------------------
+    # -- every step --
 
     def has_pending_commands(self) -> bool:
-        return bool(self._commands) or (self._side_channel is not None and self._side_channel.has_released)
+        return bool(self._commands) or (
+            self._side_channel is not None and self._side_channel.has_released
+        )
 
     def build_connector_meta(self) -> NixlConnectorMetadata:
         if self._side_channel is not None:
@@ -317,12 +416,14 @@ class NixlConnectorScheduler:
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _take(self, request: Request, role: LoadFromPeer) -> None:
         if role.ticket is None and role.push_ticket is not None:
             self._refuse(
-                request, "this engine pulls and was given a push ticket; ask the prefill side first, or use NixlPushConnector here"
+                request,
+                "this engine pulls and was given a push ticket; ask the prefill side first, or "
+                "use NixlPushConnector here",
             )
         else:
             self._take_ticket(request, role.ticket)
@@ -338,13 +439,17 @@ class NixlConnectorScheduler:
             self._take_own_ticket(ticket)
             return
         matched = self._usable(
-            ticket, common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt), request.num_prompt_tokens
+            ticket,
+            common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt),
+            request.num_prompt_tokens,
         )
         self._offers[request_id] = LoadOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(PrepareLoad(request_id, str(text)))
 
     def _take_retained_turn(self, request: Request, text: object) -> None:
-        """A decode side may have kept what the conversation had come to. Whatever is wrong with that, the request is computed."""
+        """A decode side may have kept what the conversation had come to. Whatever is wrong with
+        that, the request is computed.
+        """
         request_id = RequestId(request.request_id)
         try:
             ticket = self._key.open(text)
@@ -359,12 +464,20 @@ class NixlConnectorScheduler:
         matched = self._usable(ticket, matched, request.num_prompt_tokens)
         min_tokens = max(1, self._extra.kv_recompute_threshold)
         if not (self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_consumer):
-            self._skip_reuse(request_id, "off", "this engine does not fetch what decode sides have kept")
+            self._skip_reuse(
+                request_id, "off", "this engine does not fetch what decode sides have kept"
+            )
         elif matched < min_tokens:
-            self._skip_reuse(request_id, "few_tokens" if matched else "other_tokens", f"it has {matched} tokens in common with the prompt")
+            self._skip_reuse(
+                request_id,
+                "few_tokens" if matched else "other_tokens",
+                f"it has {matched} tokens in common with the prompt",
+            )
         else:
             name = (ticket.engine, ticket.epoch, ticket.serial)
-            self._offers[request_id] = LoadOffer(matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text))
+            self._offers[request_id] = LoadOffer(
+                matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
+            )
             return
         # Its keeper shall have its blocks back.
         self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
@@ -380,13 +493,17 @@ class NixlConnectorScheduler:
 
     def _skip_reuse(self, request: RequestId, why: str, reason: str) -> None:
         self._stats.count(f"reuse_skipped_{why}")
-        _log.info("what was kept of the conversation is not fetched request=%s reason=%s", request, reason)
+        _log.info(
+            "what was kept of the conversation is not fetched request=%s reason=%s", request, reason
+        )
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
-        """How many of the matched tokens can be loaded: all, or none where the producer has let go of what the next token looks at.
+        """How many of the matched tokens can be loaded: all, or none where the producer has let go
+        of what the next token looks at.
 
-        An engine computes a prompt's last token itself. One whose attention forgets must be told so: it decides by the number of loaded
-        tokens which blocks it needs, and the last token looks further back than the one after it.
+        An engine computes a prompt's last token itself. One whose attention forgets must be told
+        so: it decides by the number of loaded tokens which blocks it needs, and the last token
+        looks further back than the one after it.
         """
         if not any(group.has_local_attention for group in self._cache.groups):
             return matched
@@ -398,7 +515,9 @@ class NixlConnectorScheduler:
         return matched
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
-        """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody dials himself."""
+        """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody
+        dials himself.
+        """
         if ticket.epoch == self._config.epoch:
             self._commands.append(ReleaseTicket(ticket.lease, ticket.serial))
 
@@ -413,8 +532,8 @@ def _no_wakeup() -> None:
     return None
 
 
-# -------------------- issuing --------------------
-# What a producer's scheduler puts into tickets, and into the parameters that carry them. Plain data; no I/O.
+# -------------------- issuing -------------------- What a producer's scheduler puts into tickets,
+# and into the parameters that carry them. Plain data; no I/O.
 
 
 @dataclass(slots=True)
@@ -432,7 +551,9 @@ class TicketIssuer:
         self.serial += 1
         return self.serial
 
-    def ticket(self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint) -> Ticket:
+    def ticket(
+        self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint
+    ) -> Ticket:
         assert self.address is not None
         return Ticket(
             engine=self.config.kv_transfer.engine_id,
@@ -449,11 +570,15 @@ class TicketIssuer:
         )
 
     def params(self, ticket: Ticket) -> dict[str, Any]:
-        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all we look at."""
+        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all
+        we look at.
+        """
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [[block for block in group if block != HOLE] for group in ticket.block_ids()],
+            "remote_block_ids": [
+                [block for block in group if block != HOLE] for group in ticket.block_ids()
+            ],
             "remote_engine_id": ticket.engine,
             "remote_request_id": ticket.request,
             "remote_host": ticket.host,

@@ -1,4 +1,6 @@
-"""Which tickets this engine reads, and which it has read: requests that share one read it once. Pure."""
+"""Which tickets this engine reads, and which it has read: requests that share one read it once.
+Pure.
+"""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +12,8 @@ __all__ = ["HeldBlocks", "LoadOffer", "RetainedTurns", "SharedTicketKey", "Share
 MAX_READ_TICKETS = 10_000
 
 SharedTicketKey = tuple[str, str, int | str]
-"""Engine, epoch and serial: one lease of one engine incarnation; or the handover that its push ticket names, where the lease is yet to
-come.
+"""Engine, epoch and serial: one lease of one engine incarnation; or the handover that its push
+ticket names, where the lease is yet to come.
 """
 
 
@@ -54,7 +56,9 @@ class SharedTickets:
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
+    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for
+    this reason.
+    """
 
     num_tokens: int
     ticket: SharedTicketKey | None = None
@@ -64,7 +68,9 @@ class LoadOffer:
     is_optional: bool = False
     """It only saves computing: whatever goes wrong, the request is computed."""
     unchecked_ticket: str = ""
-    """The ticket with which the producer is asked whether it can be had, once it is the request's turn."""
+    """The ticket with which the producer is asked whether it can be had, once it is the request's
+    turn.
+    """
     num_pending_ranks: int = 0
     """So many ranks have yet to hear from it."""
 
@@ -94,21 +100,24 @@ class HeldBlocks:
     def free(self, request: RequestId) -> set[RequestId]:
         """Its lease has ended. Returns those nobody will come for any more.
 
-        Of the requests that answer one client's request together, one's parameters have reached somebody; the others' have not.
+        Of the requests that answer one client's request together, one's parameters have reached
+        somebody; the others' have not.
         """
         held = self._held.pop(request, None)
         if held is None:
             return set()
         self.num_blocks -= held.num_blocks
-        return self._families.pop(held.family, set()) - {request} if held.family is not None else set()
+        return (
+            self._families.pop(held.family, set()) - {request} if held.family is not None else set()
+        )
 
 
 # -------------------- kept turns --------------------
 # Blocks of ended turns that are kept for the next ones, as long as nobody needs them more. Pure.
 #
-# They are soft pins: the engine says how many blocks it lacks, and the oldest turns are let go, as many as it takes. A turn's blocks come
-# back when its lease has ended on every rank. One that somebody is reading comes back later, so it is not counted on, and the next oldest
-# goes too.
+# They are soft pins: the engine says how many blocks it lacks, and the oldest turns are let go, as
+# many as it takes. A turn's blocks come back when its lease has ended on every rank. One that
+# somebody is reading comes back later, so it is not counted on, and the next oldest goes too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,9 @@ class RetainedTurns:
     @property
     def num_blocks(self) -> int:
         """Shared ones counted as often as they are kept."""
-        return sum(turn.num_blocks for turns in (self._retained, self._evicting) for turn in turns.values())
+        return sum(
+            turn.num_blocks for turns in (self._retained, self._evicting) for turn in turns.values()
+        )
 
     @property
     def has_evicting(self) -> bool:
@@ -142,8 +153,14 @@ class RetainedTurns:
         self._retained[request] = _RetainedTurn(num_blocks, turn_id)
 
     def evict(self, num_blocks: int) -> list[RequestId]:
-        """So many blocks are lacking: which turns are to be let go, beside those that are already leaving."""
-        lacking = num_blocks - sum(turn.num_blocks for request, turn in self._evicting.items() if request not in self._being_read)
+        """So many blocks are lacking: which turns are to be let go, beside those that are already
+        leaving.
+        """
+        lacking = num_blocks - sum(
+            turn.num_blocks
+            for request, turn in self._evicting.items()
+            if request not in self._being_read
+        )
         chosen = []
         while lacking > 0 and self._retained:
             request = next(iter(self._retained))

@@ -1,6 +1,8 @@
-"""Statistics of connectors: what one rank counts between two steps, over all ranks and time, and shown to Prometheus.
+"""Statistics of connectors: what one rank counts between two steps, over all ranks and time, and
+shown to Prometheus.
 
-`KVConnectorStats` and `KVConnectorPromMetrics` are the contract's names; a connector brings its own subclasses.
+`KVConnectorStats` and `KVConnectorPromMetrics` are the contract's names; a connector brings its own
+subclasses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,8 @@ COUNTERS: Mapping[str, str] = {
     "failed_handshakes": "Peers that could not be reached or were lost.",
     "finished_loads": "Requests whose KV arrived and was confirmed.",
     "failed_loads": "Requests whose KV did not arrive or was not confirmed.",
-    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
+    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited "
+    "with their blocks.",
     "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was computed.",
     "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was computed.",
     "retained_turns": "Ended turns of conversations whose blocks were kept for the next one.",
@@ -57,10 +60,14 @@ LEVELS: Mapping[str, str] = {
     "num_peers": "Peers known, over all ranks.",
     "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
-"""Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
+"""Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum
+of everybody's latest is shown.
+"""
 
 SIDE_CHANNEL_METRIC = "side_channel"
-SIDE_CHANNEL_HELP = "1 for the address at which routers can ask this engine what it has kept of a turn."
+SIDE_CHANNEL_HELP = (
+    "1 for the address at which routers can ask this engine what it has kept of a turn."
+)
 MODE_METRIC = "transfer_mode"
 MODE_HELP = "1 for the way in which this engine's connector hands KV over. Routers look at it."
 
@@ -71,10 +78,57 @@ NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
 """vLLM's names, and which of our counters they are the sum of."""
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
-    "xfer_time_seconds": (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0),
-    "post_time_seconds": (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0),
+    "xfer_time_seconds": (
+        0.0001,
+        0.0005,
+        0.001,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.2,
+        0.3,
+        0.5,
+        0.75,
+        1.0,
+        5.0,
+    ),
+    "post_time_seconds": (
+        0.0001,
+        0.0005,
+        0.001,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.2,
+        0.3,
+        0.5,
+        0.75,
+        1.0,
+        5.0,
+    ),
     "bytes_transferred": tuple(float(2**power) for power in range(11, 34, 2)),
-    "num_descriptors": (10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10_000.0, 20_000.0, 50_000.0),
+    "num_descriptors": (
+        10.0,
+        20.0,
+        30.0,
+        50.0,
+        75.0,
+        100.0,
+        200.0,
+        400.0,
+        1000.0,
+        2000.0,
+        4000.0,
+        10_000.0,
+        20_000.0,
+        50_000.0,
+    ),
 }
 """Upper bounds of the buckets; vLLM's, with finer ones below for same-host transports."""
 
@@ -121,9 +175,11 @@ class KVConnectorPromMetrics:
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Counters, what each transport carried, and samples for histograms. Numbers and lists in nested dicts that add up.
+    """Counters, what each transport carried, and samples for histograms. Numbers and lists in
+    nested dicts that add up.
 
-    data: {counter: int, "side_channel": its address, "levels": {level: {reporter: value}}, "samples": {histogram: [value, ...]},
+    data: {counter: int, "side_channel": its address, "levels": {level: {reporter: value}},
+    "samples": {histogram: [value, ...]},
            "transports": {transport: {"transfers", "bytes", "seconds", "segments" (really used), "planned" (before neighbours were joined)}}}
     """
 
@@ -135,8 +191,22 @@ class TransferStats(KVConnectorStats):
         assert level in LEVELS
         self.data.setdefault("levels", {}).setdefault(level, {})[reporter] = value
 
-    def record_transfer(self, transport: str, total_bytes: int, segments: int, planned: int, post_s: float, transfer_s: float) -> None:
-        row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "segments": segments, "planned": planned}
+    def record_transfer(
+        self,
+        transport: str,
+        total_bytes: int,
+        segments: int,
+        planned: int,
+        post_s: float,
+        transfer_s: float,
+    ) -> None:
+        row = {
+            "transfers": 1,
+            "bytes": total_bytes,
+            "seconds": transfer_s,
+            "segments": segments,
+            "planned": planned,
+        }
         samples = {
             "xfer_time_seconds": [transfer_s],
             "post_time_seconds": [post_s],
@@ -152,7 +222,10 @@ class TransferStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         samples: dict[str, list[float]] = self.data.get("samples", {})
-        seconds, moved = samples.get("xfer_time_seconds", []), [size / 2**20 for size in samples.get("bytes_transferred", [])]
+        seconds, moved = (
+            samples.get("xfer_time_seconds", []),
+            [size / 2**20 for size in samples.get("bytes_transferred", [])],
+        )
         posts, segments = samples.get("post_time_seconds", []), samples.get("num_descriptors", [])
         return {
             "Num successful transfers": self.data.get("transfers", 0),
@@ -163,7 +236,9 @@ class TransferStats(KVConnectorStats):
             "Avg MB per transfer": round(_mean(moved), 3),
             "Throughput (MB/s)": round(sum(moved) / sum(seconds), 3) if sum(seconds) else 0,
             "Avg number of descriptors": round(_mean(segments), 1),
-            "Num failed transfers": sum(self.data.get(name, 0) for name in NIXL_COUNTERS["num_failed_transfers"]),
+            "Num failed transfers": sum(
+                self.data.get(name, 0) for name in NIXL_COUNTERS["num_failed_transfers"]
+            ),
             "Num KV expired reqs": self.data.get("kv_expired_reqs", 0),
         }
 
@@ -185,7 +260,9 @@ def merge_stats(into: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 
 def add_up(into: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Add numbers to numbers and lists to lists of the same name, at any depth; of anything else the latest is kept."""
+    """Add numbers to numbers and lists to lists of the same name, at any depth; of anything else
+    the latest is kept.
+    """
     for name, value in row.items():
         if isinstance(value, Mapping):
             add_up(into.setdefault(name, {}), value)

@@ -1,4 +1,5 @@
-"""The pull connector in a worker: builds the rank's transfer worker, hands it each step's commands and collects its events.
+"""The pull connector in a worker: builds the rank's transfer worker, hands it each step's commands
+and collects its events.
 
 Runs on the worker's main thread and does nothing else there.
 """
@@ -9,9 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvferry.config import BufferDevice, NixlExtraConfig
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
-from kvferry.connectors.geometry import compatibility_factors, geometry_of, host_buffer_bytes, host_buffer_regions
-from kvferry.connectors.metadata import NixlConnectorMetadata, NixlHandshakeMetadata, NixlWorkerMetadata
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVConnectorTransferResults,
+    KVTensor,
+)
+from kvferry.connectors.geometry import (
+    compatibility_factors,
+    geometry_of,
+    host_buffer_bytes,
+    host_buffer_regions,
+)
+from kvferry.connectors.metadata import (
+    NixlConnectorMetadata,
+    NixlHandshakeMetadata,
+    NixlWorkerMetadata,
+)
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError
 from kvferry.events import (
@@ -36,7 +51,14 @@ from kvferry.protocol.layout import Geometry, region_info
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.producer import ProducerSettings
-from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.base import (
+    BlockStore,
+    CacheMemory,
+    ControlTransport,
+    DataTransport,
+    EngineStream,
+    HostStream,
+)
 from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
 from kvferry.worker.thread import TransferWorkerThread
 from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
@@ -48,7 +70,9 @@ _log = logging.getLogger(__name__)
 
 
 class NixlConnectorWorker:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+    ) -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
@@ -63,22 +87,35 @@ class NixlConnectorWorker:
         self._receive_totals = ReceiveTotals()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
-        """Register the cache, or its host buffer, with every transport that can carry it, and start the transfer worker."""
+        """Register the cache, or its host buffer, with every transport that can carry it, and start
+        the transfer worker.
+        """
         own = geometry_of(self._config, self._cache, kv_caches)
         self._order = self._config.kit.engine_stream(own.regions)
         geometry = self._transport_geometry(own)
         transports = self._registered_transports(geometry)
         control = self._config.kit.control_transport()
-        offers = tuple(OfferInfo(o.transport, o.reach, o.blob, o.near) for o in (transport.offer() for transport in transports))
+        offers = tuple(
+            OfferInfo(o.transport, o.reach, o.blob, o.near)
+            for o in (transport.offer() for transport in transports)
+        )
         factors = compatibility_factors(self._config, self._cache)
         uses_host_buffer = self._host_buffer is not None
         layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
-        self._handshake = NixlHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer)
+        self._handshake = NixlHandshakeMetadata(
+            geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer
+        )
         store = self._block_store(own, geometry)
-        fenced = frozenset(transport.name for transport in transports if transport.supports_write_grants)
-        settings = transfer_worker_settings(self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced)
+        fenced = frozenset(
+            transport.name for transport in transports if transport.supports_write_grants
+        )
+        settings = transfer_worker_settings(
+            self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced
+        )
         transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
-        self._thread = TransferWorkerThread(transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}")
+        self._thread = TransferWorkerThread(
+            transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}"
+        )
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
         self._thread.start()
@@ -134,11 +171,15 @@ class NixlConnectorWorker:
     def _transport_geometry(self, own: Geometry) -> Geometry:
         """The engine's own cache, or a host buffer of it in host memory, allocated now."""
         is_elsewhere = any(region.memory is not MemoryKind.DRAM for region in own.regions)
-        uses_host_buffer = is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
+        uses_host_buffer = (
+            is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
+        )
         if not uses_host_buffer and not self._extra.force_host_buffer:
             return own
         self._host_buffer = self._config.kit.allocate_cache(host_buffer_bytes(own.regions))
-        _log.info("host buffer allocated bytes=%d rank=%d", self._host_buffer.size_bytes, own.tp_rank)
+        _log.info(
+            "host buffer allocated bytes=%d rank=%d", self._host_buffer.size_bytes, own.tp_rank
+        )
         return replace(own, regions=host_buffer_regions(own.regions, self._host_buffer.address))
 
     def _block_store(self, own: Geometry, seen: Geometry) -> BlockStore:
@@ -151,15 +192,22 @@ class NixlConnectorWorker:
 
     def _registered_transports(self, geometry: Geometry) -> list[DataTransport]:
         transports = []
-        for transport in self._config.kit.data_transports(self._host_buffer or self._config.cache_memory):
+        for transport in self._config.kit.data_transports(
+            self._host_buffer or self._config.cache_memory
+        ):
             if transport.register(geometry.regions):
                 transports.append(transport)
             else:
                 transport.close()
         if not transports:
-            raise ConfigError("no data transport can carry this cache; `kvferry doctor` says which transports work here")
+            raise ConfigError(
+                "no data transport can carry this cache; `kvferry doctor` says which transports "
+                "work here"
+            )
         _log.info(
-            "data transports registered transports=%s rank=%d", ",".join(transport.name for transport in transports), geometry.tp_rank
+            "data transports registered transports=%s rank=%d",
+            ",".join(transport.name for transport in transports),
+            geometry.tp_rank,
         )
         return transports
 
@@ -178,7 +226,10 @@ class NixlConnectorWorker:
                 results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
                 # Of one request every rank has a lease.
-                counter = {LeaseEnd.EXPIRED: "kv_expired_reqs", LeaseEnd.LAPSED: "retained_turns_expired"}.get(end)
+                counter = {
+                    LeaseEnd.EXPIRED: "kv_expired_reqs",
+                    LeaseEnd.LAPSED: "retained_turns_expired",
+                }.get(end)
                 if counter is not None and self._config.parallel.tp_rank == 0:
                     self._stats.count(counter)
                 results.finished_sending.add(request)
@@ -197,7 +248,9 @@ class NixlConnectorWorker:
             case BytesMoved(transport, total_bytes, segments, planned, post_s, transfer_s, is_ok):
                 self._receive_totals.note(event)
                 if is_ok:
-                    self._stats.record_transfer(transport, total_bytes, segments, planned, post_s, transfer_s)
+                    self._stats.record_transfer(
+                        transport, total_bytes, segments, planned, post_s, transfer_s
+                    )
                 else:
                     self._stats.count("failed_transfers")
             case HandshakeFailed(engine, reason):
@@ -213,7 +266,9 @@ class NixlConnectorWorker:
                 if self._config.parallel.tp_rank == 0:
                     self._stats.count("reuse_loaded_tokens", num_tokens)
             case PeerConnected(engine, transport, reason):
-                _log.info("peer connected peer=%s transport=%s because=%s", engine, transport, reason)
+                _log.info(
+                    "peer connected peer=%s transport=%s because=%s", engine, transport, reason
+                )
             case MessageDropped(reason):
                 self._stats.count("dropped_messages")
                 _log.info("message dropped reason=%s", reason)
@@ -230,7 +285,14 @@ def transfer_worker_settings(
 ) -> TransferWorkerSettings:
     engine, epoch = EngineId(config.kv_transfer.engine_id), Epoch(config.epoch)
     demanded = factors if extra.enforce_handshake_compat else None
-    peers = PeerSettings(demanded, geometry, offers, tuple(extra.transports), extra.handshake_timeout, extra.engine_ttl)
+    peers = PeerSettings(
+        demanded,
+        geometry,
+        offers,
+        tuple(extra.transports),
+        extra.handshake_timeout,
+        extra.engine_ttl,
+    )
     return TransferWorkerSettings(
         ProducerSettings(
             engine,
@@ -258,7 +320,12 @@ def transfer_worker_settings(
     )
 
 
-def _layout(geometry: Geometry, control: ControlTransport, offers: tuple[OfferInfo, ...], uses_host_buffer: bool) -> RankLayout:
+def _layout(
+    geometry: Geometry,
+    control: ControlTransport,
+    offers: tuple[OfferInfo, ...],
+    uses_host_buffer: bool,
+) -> RankLayout:
     return RankLayout(
         tp_rank=geometry.tp_rank,
         tp_size=geometry.tp_size,
@@ -275,9 +342,8 @@ def _layout(geometry: Geometry, control: ControlTransport, offers: tuple[OfferIn
     )
 
 
-# -------------------- carried --------------------
-# How each request's receive went: what the transfer worker timed, with what its transports carried for it. Runs on the worker's main
-# thread.
+# -------------------- carried -------------------- How each request's receive went: what the
+# transfer worker timed, with what its transports carried for it. Runs on the worker's main thread.
 
 
 @dataclass(slots=True)
@@ -289,10 +355,18 @@ class ReceiveTotals:
     def note(self, event: BytesMoved) -> None:
         if event.request is not None and event.is_ok:
             total_bytes, segments, _ = self._moved.get(event.request, (0, 0, ""))
-            self._moved[event.request] = total_bytes + event.total_bytes, segments + event.segments, event.transport
+            self._moved[event.request] = (
+                total_bytes + event.total_bytes,
+                segments + event.segments,
+                event.transport,
+            )
 
-    def report(self, request: RequestId, times: TransferTimes | None, results: KVConnectorTransferResults) -> None:
+    def report(
+        self, request: RequestId, times: TransferTimes | None, results: KVConnectorTransferResults
+    ) -> None:
         """Its receive has ended."""
         total_bytes, segments, transport = self._moved.pop(request, (0, 0, ""))
         if times is not None:
-            results.recving_times[request] = [replace(times, total_bytes=total_bytes, segments=segments, transport=transport)]
+            results.recving_times[request] = [
+                replace(times, total_bytes=total_bytes, segments=segments, transport=transport)
+            ]

@@ -1,7 +1,8 @@
 """Which sequences compute how many tokens in the next step, and which blocks that takes.
 
-Running sequences go first, then those whose remote KV has arrived, then new ones, each in order of arrival. A running sequence that
-finds no block takes those of the youngest; a new one waits. Loads by a connector begin here too and take no tokens of the step.
+Running sequences go first, then those whose remote KV has arrived, then new ones, each in order of
+arrival. A running sequence that finds no block takes those of the youngest; a new one waits. Loads
+by a connector begin here too and take no tokens of the step.
 
 Pure but for the calls to the connector's scheduler role.
 """
@@ -89,23 +90,27 @@ class Batcher:
             self._admit_waiting(batch)
         return batch
 
-    # -- running ---------------------------------------------------------------------------------------------------
+    # -- running --
 
     def _continue_running(self, batch: StepBatch) -> None:
         if self.limits.windowed_groups:
-            # All of them before anybody asks for blocks: nobody is to be preempted for blocks that lie idle.
+            # All of them before anybody asks for blocks: nobody is to be preempted for blocks that
+            # lie idle.
             for seq in self.queues.running:
                 self.allocator.free_unseen_blocks(seq, seq.num_computed_tokens)
         for seq in list(self.queues.running):
             count = batch.share(seq.num_uncomputed_tokens)
-            # One that gave up its blocks to an older sequence in this very loop is not running any more.
+            # One that gave up its blocks to an older sequence in this very loop is not running any
+            # more.
             if count and seq.status is RequestStatus.RUNNING and self._make_room(seq, count, batch):
                 batch.add(seq, count)
 
     def _make_room(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
         """Give a running sequence its blocks, at the cost of younger ones if need be."""
         while not self.allocator.extend(seq, seq.num_computed_tokens + count):
-            self._request_blocks(self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count))
+            self._request_blocks(
+                self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count)
+            )
             victim = self.queues.youngest_holder()
             if self._is_waiting_better(victim is seq):
                 return False
@@ -116,7 +121,9 @@ class Batcher:
         return True
 
     def _is_waiting_better(self, is_own_victim: bool) -> bool:
-        """Whether blocks will come back without taking anybody's: then nothing is gained by giving up computed tokens."""
+        """Whether blocks will come back without taking anybody's: then nothing is gained by giving
+        up computed tokens.
+        """
         if not self.queues.has_blocks_in_transfer:
             return False
         is_alone = is_own_victim and self.queues.num_holders == 1
@@ -141,7 +148,7 @@ class Batcher:
         if seq.source is KVSource.LOADED:
             seq.source = KVSource.MAY_ASK
 
-    # -- ready -----------------------------------------------------------------------------------------------------
+    # -- ready --
 
     def _admit_ready(self, batch: StepBatch) -> None:
         while self.queues.ready:
@@ -155,16 +162,24 @@ class Batcher:
     def _claim(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
         """Give a ready sequence the blocks it still lacks.
 
-        While others run it waits for theirs; when nobody runs, ready ones that block each other wait for ever: the youngest yields."""
+        While others run it waits for theirs; when nobody runs, ready ones that block each other
+        wait for ever: the youngest yields.
+        """
         while not self.allocator.extend(seq, seq.num_computed_tokens + count):
-            self._request_blocks(self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count))
-            if self.queues.running or self.queues.ready[-1] is seq or self._is_waiting_better(is_own_victim=False):
+            self._request_blocks(
+                self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count)
+            )
+            if (
+                self.queues.running
+                or self.queues.ready[-1] is seq
+                or self._is_waiting_better(is_own_victim=False)
+            ):
                 return False
             self._preempt(self.queues.ready[-1])
             batch.has_preempted = True
         return True
 
-    # -- waiting ---------------------------------------------------------------------------------------------------
+    # -- waiting --
 
     def _admit_waiting(self, batch: StepBatch) -> None:
         index = 0
@@ -183,7 +198,11 @@ class Batcher:
             batch.is_lookup_pending = True
             return _Outcome.SKIPPED
         match = Match(num_local_tokens, offer.num_tokens)
-        return self._begin_load(seq, cached, match) if offer.is_async else self._begin(seq, cached, match, batch)
+        return (
+            self._begin_load(seq, cached, match)
+            if offer.is_async
+            else self._begin(seq, cached, match, batch)
+        )
 
     def _ask(self, seq: Sequence, num_local_tokens: int) -> _ExternalTokens | None:
         if self.connector is None or seq.source is KVSource.LOCAL_ONLY:
@@ -195,7 +214,9 @@ class Batcher:
         return _ExternalTokens(count, is_async and count > 0)
 
     def _begin_load(self, seq: Sequence, cached: CachedPrefix, match: Match) -> _Outcome:
-        """Hold blocks for the local prefix and for what is loaded. They are published only when the load has ended well."""
+        """Hold blocks for the local prefix and for what is loaded. They are published only when the
+        load has ended well.
+        """
         assert self.connector is not None
         allocation = self.allocator.plan_allocation(seq, cached, match, match.total_tokens)
         # A load cannot be preempted, so it must not take what those who compute are going to need.
@@ -210,14 +231,21 @@ class Batcher:
         return _Outcome.ADMITTED
 
     def _reserved_blocks(self) -> int:
-        return sum(self.allocator.num_still_needed(seq) for seq in (*self.queues.running, *self.queues.ready))
+        return sum(
+            self.allocator.num_still_needed(seq)
+            for seq in (*self.queues.running, *self.queues.ready)
+        )
 
-    def _begin(self, seq: Sequence, cached: CachedPrefix, match: Match, batch: StepBatch) -> _Outcome:
+    def _begin(
+        self, seq: Sequence, cached: CachedPrefix, match: Match, batch: StepBatch
+    ) -> _Outcome:
         computed = min(match.total_tokens, seq.num_tokens - 1)
         count = batch.share(seq.num_tokens - computed)
         if not count:
             return _Outcome.BLOCKED
-        allocation = self.allocator.plan_allocation(seq, cached, match, max(computed + count, match.total_tokens))
+        allocation = self.allocator.plan_allocation(
+            seq, cached, match, max(computed + count, match.total_tokens)
+        )
         num_missing = -self.allocator.num_left(allocation)
         if num_missing > 0:
             self._request_blocks(num_missing)
@@ -234,7 +262,9 @@ class Batcher:
     def _start(self, seq: Sequence, count: int, num_external_tokens: int, batch: StepBatch) -> None:
         self.queues.run(seq)
         if self.connector is not None:
-            self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), num_external_tokens)
+            self.connector.update_state_after_alloc(
+                seq, BlockTable(seq.tables), num_external_tokens
+            )
         seq.source = KVSource.MAY_ASK if seq.source is KVSource.LOADED else seq.source
         batch.add(seq, count)
 

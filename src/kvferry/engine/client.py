@@ -50,8 +50,9 @@ __all__ = ["CoreLink", "EngineClient", "OutputStream"]
 class OutputStream:
     """The outputs of one request, in order, up to and including the one with a finish reason.
 
-    Iterate it, and `close` it when leaving early: a request that has not ended is then aborted in the core. When the core dies, the last
-    output has `finish_reason == "error"` and says why, so a stream always ends.
+    Iterate it, and `close` it when leaving early: a request that has not ended is then aborted in
+    the core. When the core dies, the last output has `finish_reason == "error"` and says why, so a
+    stream always ends.
     """
 
     def __init__(self, request_id: str, on_close: Callable[["OutputStream"], None]) -> None:
@@ -95,7 +96,12 @@ class OutputStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -122,7 +128,7 @@ class CoreLink(asyncio.Protocol):
     def exit_reason(self) -> str | None:
         return self.core_exit.result() if self.core_exit.done() else None
 
-    # -- asyncio calls these ---------------------------------------------------------------------------------------
+    # -- asyncio calls these --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio's classes without being of them.
@@ -136,7 +142,7 @@ class CoreLink(asyncio.Protocol):
         self._transport = None
         self._on_closed()
 
-    # -- what arrives ----------------------------------------------------------------------------------------------
+    # -- what arrives --
 
     def _handle(self, message: FromCore) -> None:
         match message:
@@ -181,7 +187,7 @@ class CoreLink(asyncio.Protocol):
         for request_id in list(self._streams):
             self._deliver(_error_output(request_id, reason))
 
-    # -- what is sent ----------------------------------------------------------------------------------------------
+    # -- what is sent --
 
     def add(self, requests: list[AddRequest]) -> list[OutputStream]:
         frame = self._frame_of(requests)
@@ -192,7 +198,11 @@ class CoreLink(asyncio.Protocol):
         self._streams.update((stream.request_id, stream) for stream in streams)
         if self._transport is None:
             for stream in streams:
-                self._deliver(_error_output(stream.request_id, self.exit_reason or "the engine core is not connected"))
+                self._deliver(
+                    _error_output(
+                        stream.request_id, self.exit_reason or "the engine core is not connected"
+                    )
+                )
         else:
             self._transport.write(frame)
         return streams
@@ -201,7 +211,9 @@ class CoreLink(asyncio.Protocol):
         try:
             return pack_frame(self._encode(requests))
         except (OverflowError, TypeError, ValueError, RecursionError, TransportError) as error:
-            raise RemoteProtocolError(f"the request cannot be handed to the engine: {error}") from error
+            raise RemoteProtocolError(
+                f"the request cannot be handed to the engine: {error}"
+            ) from error
 
     def abort(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -209,7 +221,9 @@ class CoreLink(asyncio.Protocol):
             self._deliver(RequestOutput(request_id, finish_reason="abort"))
 
     def abandon(self, request_id: str) -> None:
-        """Its answer reached nobody: whatever the core keeps for it may go, also when it has finished."""
+        """Its answer reached nobody: whatever the core keeps for it may go, also when it has
+        finished.
+        """
         self._send([AbortRequest(request_id)])
 
     def _drop(self, stream: OutputStream) -> None:
@@ -218,10 +232,14 @@ class CoreLink(asyncio.Protocol):
             del self._streams[stream.request_id]
             self._send([AbortRequest(stream.request_id)])
 
-    async def send_query(self, query: GetStatus | GetTransferRecords) -> CoreStatus | TransferRecordsReply:
+    async def send_query(
+        self, query: GetStatus | GetTransferRecords
+    ) -> CoreStatus | TransferRecordsReply:
         if self._transport is None:
             raise KVFerryError(self.exit_reason or "the engine core is not connected")
-        waiter: asyncio.Future[CoreStatus | TransferRecordsReply] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[CoreStatus | TransferRecordsReply] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._pending_queries[query.nonce] = waiter
         self._send([query])
         try:
@@ -252,10 +270,11 @@ def _error_output(request_id: str, reason: str) -> RequestOutput:
     return RequestOutput(request_id, finish_reason="error", error=reason, error_status=503)
 
 
-# -------------------- client --------------------
-# The API process's end of an engine: starts the core in its own process and turns its messages into streams of outputs.
+# -------------------- client -------------------- The API process's end of an engine: starts the
+# core in its own process and turns its messages into streams of outputs.
 #
-# Everything here runs on one asyncio loop. Sockets are read and written by the loop, so neither a slow core nor a dead one blocks it.
+# Everything here runs on one asyncio loop. Sockets are read and written by the loop, so neither a
+# slow core nor a dead one blocks it.
 
 
 _log = logging.getLogger(__name__)
@@ -273,7 +292,9 @@ _ABANDON_GRACE_S = 1.0
 class EngineClient:
     """One running engine. Make it with `start`, end it with `close`."""
 
-    def __init__(self, process: BaseProcess, options: EngineOptions, on_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, process: BaseProcess, options: EngineOptions, on_progress: Callable[[str], None]
+    ) -> None:
         self._process = process
         self._options = options
         self._link = CoreLink(on_progress, self._on_closed)
@@ -293,12 +314,15 @@ class EngineClient:
     ) -> "EngineClient":
         """Spawn the core and wait until it serves. `on_progress` hears each stage of the start.
 
-        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no process is left behind then, nor when
-        this is cancelled."""
+        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no
+        process is left behind then, nor when this is cancelled.
+        """
         level = logging.getLogger().getEffectiveLevel()
         setup = EngineSetup(options, kit, secret=secret, side_channel=side_channel, log_level=level)
         ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(target=_run_core, args=(setup, theirs), name="kvferry-core")
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_core, args=(setup, theirs), name="kvferry-core"
+        )
         loop = asyncio.get_running_loop()
         client = cls(process, options, on_progress or _ignore_stage)
         link = client._link
@@ -315,7 +339,10 @@ class EngineClient:
             theirs.close()
             await client._abandon(ours)
             if isinstance(error, TimeoutError):
-                raise KVFerryError(f"the engine core was not ready within {timeout_s:g} s; last stage: {link.stage}") from None
+                raise KVFerryError(
+                    f"the engine core was not ready within {timeout_s:g} s; last stage: "
+                    f"{link.stage}"
+                ) from None
             raise
         return client
 
@@ -342,13 +369,18 @@ class EngineClient:
         return await asyncio.shield(self._link.core_exit)
 
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
-        """Hand in requests that enter the engine before the same step; one stream each. Never waits.
+        """Hand in requests that enter the engine before the same step; one stream each. Never
+        waits.
 
-        RemoteProtocolError when a request cannot be put on the wire (a number beyond 64 bits in its parameters) or its id is in use."""
+        RemoteProtocolError when a request cannot be put on the wire (a number beyond 64 bits in its
+        parameters) or its id is in use.
+        """
         return self._link.add(list(requests))
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request. Leaving the iteration early, or being cancelled in it, aborts the request."""
+        """The outputs of one request. Leaving the iteration early, or being cancelled in it, aborts
+        the request.
+        """
         (stream,) = self.add([request])
         try:
             async for output in stream:
@@ -357,11 +389,15 @@ class EngineClient:
             stream.close()
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with `finish_reason == "abort"`. Unknown ids are ignored."""
+        """End a request; its stream ends with `finish_reason == "abort"`. Unknown ids are
+        ignored.
+        """
         self._link.abort(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """The answer of this request reached nobody: no peer will come for its blocks, even if it has finished."""
+        """The answer of this request reached nobody: no peer will come for its blocks, even if it
+        has finished.
+        """
         self._link.abandon(request_id)
 
     async def status(self, timeout_s: float = 5.0) -> CoreStatus:
@@ -371,14 +407,20 @@ class EngineClient:
         assert isinstance(answer, CoreStatus)
         return answer
 
-    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
-        """Where the time of requests went whose KV came from a peer: of those of that name, or of the newest. Raises as `status` does."""
+    async def transfer_records(
+        self, name: str = "", timeout_s: float = 5.0
+    ) -> list[TransferRecord]:
+        """Where the time of requests went whose KV came from a peer: of those of that name, or of
+        the newest. Raises as `status` does.
+        """
         self._next_nonce += 1
         answer = await self._query(GetTransferRecords(self._next_nonce, name), timeout_s)
         assert isinstance(answer, TransferRecordsReply)
         return answer.records
 
-    async def _query(self, query: GetStatus | GetTransferRecords, timeout_s: float) -> CoreStatus | TransferRecordsReply:
+    async def _query(
+        self, query: GetStatus | GetTransferRecords, timeout_s: float
+    ) -> CoreStatus | TransferRecordsReply:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._link.send_query(query)
@@ -391,7 +433,9 @@ class EngineClient:
 
     @property
     def remaining(self) -> Remaining | None:
-        """What is left of the core's work, as it said last; None before `drain` and its first word."""
+        """What is left of the core's work, as it said last; None before `drain` and its first
+        word.
+        """
         return self._link.remaining
 
     async def drained(self) -> None:
@@ -408,7 +452,9 @@ class EngineClient:
         self._end(_KILL_TIMEOUT_S)
 
     def _end(self, grace_s: float) -> asyncio.Future[None]:
-        """One task waits for the process, whoever asked first: only one can be told its exit code."""
+        """One task waits for the process, whoever asked first: only one can be told its exit
+        code.
+        """
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end_process(grace_s))
         return asyncio.shield(self._ending)
@@ -421,7 +467,11 @@ class EngineClient:
         await loop.run_in_executor(None, self._process.join, grace_s)
         if self._process.is_alive():
             # Whoever has said why it ends, or was told to before it could serve, surprises nobody.
-            level = logging.WARNING if self._link.ready.done() and self._link.exit_reason is None else logging.DEBUG
+            level = (
+                logging.WARNING
+                if self._link.ready.done() and self._link.exit_reason is None
+                else logging.DEBUG
+            )
             _log.log(level, "the engine core did not stop within %g s and is killed", grace_s)
             self._process.kill()
             await loop.run_in_executor(None, self._process.join, _KILL_TIMEOUT_S)
@@ -449,7 +499,9 @@ def _ignore_stage(stage: str) -> None:
 
 
 def _spawn(process: BaseProcess) -> None:
-    """Ctrl-C reaches the core from its first moment on, long before it can say that it does not care: it is born with SIGINT blocked."""
+    """Ctrl-C reaches the core from its first moment on, long before it can say that it does not
+    care: it is born with SIGINT blocked.
+    """
     # Starting it unblocks the signal, so it must not happen in between.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

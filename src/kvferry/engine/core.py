@@ -1,6 +1,7 @@
 """Runs plans on all tensor-parallel ranks: rank 0 in this process, the others in their own.
 
-One thread makes every call. A rank that dies, fails or stays silent is a TransportError that says which and how; the engine ends then.
+One thread makes every call. A rank that dies, fails or stays silent is a TransportError that says
+which and how; the engine ends then.
 """
 
 import contextlib
@@ -17,7 +18,12 @@ from types import FrameType
 import msgspec
 
 from kvferry.connectors.aggregator import KVOutputAggregator
-from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorRole, ParallelConfig
+from kvferry.connectors.contract import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    ParallelConfig,
+)
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.ipc import FrameSocket, Wakeup
 from kvferry.engine.limits import SchedulerLimits
@@ -52,20 +58,29 @@ __all__ = ["EngineCore", "Executor", "limits_of", "run_core"]
 
 
 _FAILED_RANK_TIMEOUT_S = 2.0
-"""How long to look for a dead rank when rank 0 fails: its peers notice a death before the operating system reports it."""
+"""How long to look for a dead rank when rank 0 fails: its peers notice a death before the operating
+system reports it.
+"""
 
 
 class Executor:
     """Build it with `start`; it owns rank 0 and the processes of the others until `close`."""
 
-    def __init__(self, worker: Worker, ranks: list[RankProcess], handshakes: dict[int, KVConnectorHandshakeMetadata]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        ranks: list[RankProcess],
+        handshakes: dict[int, KVConnectorHandshakeMetadata],
+    ) -> None:
         self._worker = worker
         self._ranks = ranks
         self._handshakes = handshakes
         self._aggregator = KVOutputAggregator(1 + len(ranks))
 
     @classmethod
-    def start(cls, setup: EngineSetup, wake: Callable[[], None], report_stage: Callable[[str], None]) -> "Executor":
+    def start(
+        cls, setup: EngineSetup, wake: Callable[[], None], report_stage: Callable[[str], None]
+    ) -> "Executor":
         """Start all ranks and wait until each has loaded its share."""
         tp_size = setup.options.tensor_parallel_size
         ranks: list[RankProcess] = []
@@ -75,7 +90,9 @@ class Executor:
                 report_stage(f"starting tensor-parallel rank {rank}")
                 ranks.append(RankProcess.start(setup, ParallelConfig(tp_size, rank), rendezvous))
             with _naming_failed_rank(ranks):
-                worker = Worker.start(setup, ParallelConfig(tp_size, 0), rendezvous, wake, report_stage)
+                worker = Worker.start(
+                    setup, ParallelConfig(tp_size, 0), rendezvous, wake, report_stage
+                )
             undo.callback(worker.close)
             handshakes = {0: worker.handshake_metadata()}
             for rank, process in enumerate(ranks, start=1):
@@ -83,9 +100,14 @@ class Executor:
                 ready = process.wait_ready(setup.rank_timeout_s)
                 handshakes[rank] = ready.handshake
                 if ready.num_blocks != worker.kv_cache_config.num_blocks:
-                    raise TransportError(f"rank {rank} has {ready.num_blocks} blocks, rank 0 {worker.kv_cache_config.num_blocks}")
+                    raise TransportError(
+                        f"rank {rank} has {ready.num_blocks} blocks, rank 0 "
+                        f"{worker.kv_cache_config.num_blocks}"
+                    )
             undo.pop_all()
-        return cls(worker, ranks, {rank: data for rank, data in handshakes.items() if data is not None})
+        return cls(
+            worker, ranks, {rank: data for rank, data in handshakes.items() if data is not None}
+        )
 
     @property
     def worker(self) -> Worker:
@@ -98,11 +120,15 @@ class Executor:
 
     @property
     def handshakes(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        """What each rank's connector says of itself, by rank; those that say nothing are left out."""
+        """What each rank's connector says of itself, by rank; those that say nothing are left
+        out.
+        """
         return self._handshakes
 
     def expect_reports(self, count: int) -> None:
-        """How many ranks report each transfer, when that is not all of them. Before the first step."""
+        """How many ranks report each transfer, when that is not all of them. Before the first
+        step.
+        """
         self._aggregator = KVOutputAggregator(count)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -161,12 +187,14 @@ def _naming_failed_rank(ranks: list[RankProcess]) -> Iterator[None]:
         raise
 
 
-# -------------------- core --------------------
-# The engine core: a process whose main thread schedules, executes and updates, step by step, and talks to the API process between steps.
+# -------------------- core -------------------- The engine core: a process whose main thread
+# schedules, executes and updates, step by step, and talks to the API process between steps.
 #
-# With nothing to compute it sleeps until a message, a connector's wake-up or a rank's notice arrives. It ends when the API process closes
-# the pipe, on `Shutdown`, or with the reason of a failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it. Signals are not
-# for it: supervisors send them to every process of a service, and the API process may have promised to drain.
+# With nothing to compute it sleeps until a message, a connector's wake-up or a rank's notice
+# arrives. It ends when the API process closes the pipe, on `Shutdown`, or with the reason of a
+# failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it. Signals are not for it:
+# supervisors send them to every process of a service, and the API process may have promised to
+# drain.
 
 
 _log = logging.getLogger(__name__)
@@ -179,7 +207,12 @@ class EngineCore:
     """Build it with `start`; it owns the executor and the scheduler's connector until `close`."""
 
     def __init__(
-        self, api: "_ApiPipe", executor: Executor, connector: KVConnectorBase_V1 | None, limits: SchedulerLimits, wakeup: Wakeup
+        self,
+        api: "_ApiPipe",
+        executor: Executor,
+        connector: KVConnectorBase_V1 | None,
+        limits: SchedulerLimits,
+        wakeup: Wakeup,
     ) -> None:
         self._api = api
         self._executor = executor
@@ -192,7 +225,9 @@ class EngineCore:
         self._remaining: Remaining | None = None
         self._is_step_due = False
         self._has_slept = True
-        self._must_poll = connector is not None and type(connector).set_wakeup is KVConnectorBase_V1.set_wakeup
+        self._must_poll = (
+            connector is not None and type(connector).set_wakeup is KVConnectorBase_V1.set_wakeup
+        )
 
     @classmethod
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
@@ -208,8 +243,8 @@ class EngineCore:
             core = cls(api, executor, connector, limits, wakeup)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
-            # As SIGINT from here on, before anybody hears that we serve. So far it is how the API process calls off a start that may be
-            # deep in a library.
+            # As SIGINT from here on, before anybody hears that we serve. So far it is how the API
+            # process calls off a start that may be deep in a library.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.pop_all()
         api.send(_ready_message(setup, limits))
@@ -249,21 +284,31 @@ class EngineCore:
             _log.warning("%s", note)
 
     def _needs_step(self) -> bool:
-        # Called even when a step is due anyway: wake-ups are to be cleared and deaths to be noticed between any two steps.
+        # Called even when a step is due anyway: wake-ups are to be cleared and deaths to be noticed
+        # between any two steps.
         was_woken, was_rank_woken = self._wakeup.clear(), self._executor.take_wakeups()
-        # A connector that asks for a step again and again gets one per nap, not as many as fit into a second.
+        # A connector that asks for a step again and again gets one per nap, not as many as fit into
+        # a second.
         is_pushed = self._has_slept and self._scheduler.wants_push
-        return self._is_step_due or was_woken or was_rank_woken or is_pushed or self._scheduler.wants_step
+        return (
+            self._is_step_due
+            or was_woken
+            or was_rank_woken
+            or is_pushed
+            or self._scheduler.wants_step
+        )
 
     def _sleep(self) -> None:
         must_poll_transfers = self._must_poll and self._scheduler.has_transfers
-        needs_retry = self._scheduler.is_lookup_pending or self._scheduler.wants_push or must_poll_transfers
+        needs_retry = (
+            self._scheduler.is_lookup_pending or self._scheduler.wants_push or must_poll_transfers
+        )
         timeout_s = _RETRY_INTERVAL_S if needs_retry else None
         ranks = [rank.fileno() for rank in self._executor.ranks]
         awake = connection.wait([self._api.fileno(), self._wakeup.fileno(), *ranks], timeout_s)
         self._is_step_due, self._has_slept = not awake, True
 
-    # -- the API process -------------------------------------------------------------------------------------------
+    # -- the API process --
 
     def _take_messages(self) -> bool:
         """Whether to go on."""
@@ -280,7 +325,11 @@ class EngineCore:
                 case GetStatus(nonce=nonce):
                     self._send_status(nonce)
                 case GetTransferRecords(nonce=nonce, name=name):
-                    self._api.send(TransferRecordsReply(nonce, self._totals.transfer_log.records(name, time.monotonic())))
+                    self._api.send(
+                        TransferRecordsReply(
+                            nonce, self._totals.transfer_log.records(name, time.monotonic())
+                        )
+                    )
                 case Drain():
                     self._is_draining = True
                 case Shutdown():
@@ -348,14 +397,18 @@ class _ApiPipe:
 
 def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     """The main function of the core's process."""
-    # Ctrl-C reaches the whole process group; the API process decides what it means and closes the pipe.
+    # Ctrl-C reaches the whole process group; the API process decides what it means and closes the
+    # pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s")
+    logging.basicConfig(
+        level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s"
+    )
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
     with contextlib.ExitStack() as closing:
-        # Last of all: what is left goes with the process. Looking for cycles in all of torch takes longer than everything else here.
+        # Last of all: what is left goes with the process. Looking for cycles in all of torch takes
+        # longer than everything else here.
         closing.callback(gc.freeze)
         closing.callback(link.close)
         closing.callback(wakeup.close)
@@ -363,7 +416,8 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
             core = EngineCore.start(setup, api, wakeup)
             closing.callback(core.close)
             core.run()
-        except Exception as error:  # the top of the process: everybody hears why it ends, before ranks are waited for
+        # the top of the process: everybody hears why it ends, before ranks are waited for
+        except Exception as error:
             raise SystemExit(_report_failure(api, error)) from None
 
 
@@ -379,7 +433,10 @@ def _report_failure(api: _ApiPipe, error: Exception) -> int:
         reason = str(error)
     else:
         _log.exception("the engine core ends because of a bug")
-        reason = f"the engine core failed in an unexpected way ({type(error).__name__}: {error}); its log has the details"
+        reason = (
+            f"the engine core failed in an unexpected way ({type(error).__name__}: {error}); its "
+            "log has the details"
+        )
     with contextlib.suppress(TransportError):
         api.send(CoreFailed(reason, is_config))
     return 2 if is_config else 1
@@ -392,7 +449,11 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
     """What the scheduler of an engine must respect, known once its first rank has its cache."""
     options, config = setup.options, worker.runner.config
-    policy = FailurePolicy.FAIL if options.kv_transfer is None else options.kv_transfer.kv_load_failure_policy
+    policy = (
+        FailurePolicy.FAIL
+        if options.kv_transfer is None
+        else options.kv_transfer.kv_load_failure_policy
+    )
     return SchedulerLimits(
         num_blocks=worker.kv_cache_config.num_blocks,
         block_size=worker.kv_cache_config.block_size,
@@ -413,8 +474,12 @@ def _scheduler_connector(
     setup: EngineSetup, executor: Executor, wake: Callable[[], None], undo: contextlib.ExitStack
 ) -> KVConnectorBase_V1:
     worker = executor.worker
-    config = connector_config(setup, worker.runner, ParallelConfig(setup.options.tensor_parallel_size, 0))
-    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, worker.kv_cache_config)
+    config = connector_config(
+        setup, worker.runner, ParallelConfig(setup.options.tensor_parallel_size, 0)
+    )
+    connector = KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, worker.kv_cache_config
+    )
     undo.callback(connector.shutdown)
     connector.set_wakeup(wake)
     expected = connector.get_finished_count()

@@ -1,6 +1,8 @@
-"""Length-prefixed frames over a socketpair: how the API process and the engine core exchange batches of messages.
+"""Length-prefixed frames over a socketpair: how the API process and the engine core exchange
+batches of messages.
 
-`FrameAssembler` is pure. `FrameSocket` is the core's end: one thread owns it, reads never wait, writes wait at most a deadline.
+`FrameAssembler` is pure. `FrameSocket` is the core's end: one thread owns it, reads never wait,
+writes wait at most a deadline.
 """
 
 import contextlib
@@ -21,7 +23,9 @@ _READ_BYTES = 1 << 18
 
 def pack_frame(payload: bytes) -> bytes:
     if len(payload) > MAX_FRAME_BYTES:
-        raise TransportError(f"a frame of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise TransportError(
+            f"a frame of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}"
+        )
     return _PREFIX.pack(len(payload)) + payload
 
 
@@ -52,7 +56,9 @@ class FrameAssembler:
 
 
 class FrameSocket:
-    """One end of the socketpair. `is_open` turns false when the other end has closed; what it sent before is still delivered."""
+    """One end of the socketpair. `is_open` turns false when the other end has closed; what it sent
+    before is still delivered.
+    """
 
     def __init__(self, sock: socket.socket, send_timeout_s: float = 60.0) -> None:
         self._sock = sock
@@ -84,13 +90,17 @@ class FrameSocket:
         return frames
 
     def send(self, payload: bytes) -> None:
-        """Write one frame; TransportError when the other end is gone or has not read for the deadline."""
+        """Write one frame; TransportError when the other end is gone or has not read for the
+        deadline.
+        """
         self._sock.settimeout(self._send_timeout_s)
         try:
             self._sock.sendall(pack_frame(payload))
         except TimeoutError:
             self._is_open = False
-            raise TransportError(f"the other process has not read its messages for {self._send_timeout_s:g} s") from None
+            raise TransportError(
+                f"the other process has not read its messages for {self._send_timeout_s:g} s"
+            ) from None
         except OSError as error:
             self._is_open = False
             raise TransportError(f"the other process has closed its end: {error}") from error
@@ -105,7 +115,9 @@ class FrameSocket:
 
 
 class Wakeup:
-    """Rings collapse: however many came, the waiter wakes once and calls `clear`. After `close` a ring does nothing."""
+    """Rings collapse: however many came, the waiter wakes once and calls `clear`. After `close` a
+    ring does nothing.
+    """
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -113,7 +125,8 @@ class Wakeup:
         self._sender.setblocking(False)
 
     def wake(self) -> None:
-        # A full buffer means that the waiter is going to wake anyway; a closed one that nobody waits any more.
+        # A full buffer means that the waiter is going to wake anyway; a closed one that nobody
+        # waits any more.
         with contextlib.suppress(OSError):
             self._sender.send(b"\0")
 

@@ -1,4 +1,6 @@
-"""What a scheduler must respect: the sizes of cache, model and batch. Plain data, fixed at start."""
+"""What a scheduler must respect: the sizes of cache, model and batch. Plain data, fixed at
+start.
+"""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)  # without slots, for the cached properties: they are asked for at every token
+@dataclass(
+    frozen=True
+)  # without slots, for the cached properties: they are asked for at every token
 class SchedulerLimits:
     num_blocks: int
     """Of all groups together."""
@@ -40,21 +44,33 @@ class SchedulerLimits:
 
     @cached_property
     def max_total_tokens(self) -> int:
-        """A sequence ends when it has this many tokens: the model's limit, or what the whole cache holds and one (the last needs no KV)."""
+        """A sequence ends when it has this many tokens: the model's limit, or what the whole cache
+        holds and one (the last needs no KV).
+        """
         places = range(self.blocks_for(self.max_model_len) + 1)
-        most = bisect_right(places, self.num_blocks, key=lambda count: sum(min(count, held) for held in self.max_held_blocks)) - 1
+        most = (
+            bisect_right(
+                places,
+                self.num_blocks,
+                key=lambda count: sum(min(count, held) for held in self.max_held_blocks),
+            )
+            - 1
+        )
         return min(self.max_model_len, most * self.block_size + 1)
 
     @cached_property
     def max_held_blocks(self) -> tuple[int, ...]:
-        """Per group, the blocks that one sequence can hold, however long it is: during a step, all that its first token looks at and all
-        that the step computes."""
+        """Per group, the blocks that one sequence can hold, however long it is: during a step, all
+        that its first token looks at and all that the step computes.
+        """
         return tuple(self._max_held_blocks(group) for group in self.groups)
 
     @cached_property
     def windowed_groups(self) -> tuple[tuple[int, KVCacheGroup], ...]:
         """Those whose attention does not look back for ever, with their numbers."""
-        return tuple((number, group) for number, group in enumerate(self.groups) if group.has_local_attention)
+        return tuple(
+            (number, group) for number, group in enumerate(self.groups) if group.has_local_attention
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -83,7 +99,10 @@ def find_validation_error(request: AddRequest, limits: SchedulerLimits) -> str |
     if not tokens:
         return "the prompt is empty; it must have at least one token"
     if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-        return f"the prompt has token ids outside of 0 to {limits.vocab_size - 1}, the model's vocabulary"
+        return (
+            f"the prompt has token ids outside of 0 to {limits.vocab_size - 1}, the model's "
+            "vocabulary"
+        )
     if request.sampling.max_tokens < 1:
         return f"max_tokens must be at least 1, got {request.sampling.max_tokens}"
     return None
@@ -95,8 +114,14 @@ def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | Non
     if count <= most:
         return None
     if limits.max_total_tokens == limits.max_model_len:
-        return f"the prompt has {count} tokens, the model's limit of {limits.max_model_len} leaves room for {most}; shorten it"
-    return f"the prompt has {count} tokens, the whole KV cache holds {most}; shorten it or start the engine with more blocks"
+        return (
+            f"the prompt has {count} tokens, the model's limit of {limits.max_model_len} leaves "
+            f"room for {most}; shorten it"
+        )
+    return (
+        f"the prompt has {count} tokens, the whole KV cache holds {most}; shorten it or start the "
+        "engine with more blocks"
+    )
 
 
 def choose_draw_seed(request: AddRequest, engine_seed: int, arrival: int) -> int:
@@ -108,8 +133,8 @@ def choose_draw_seed(request: AddRequest, engine_seed: int, arrival: int) -> int
     return int.from_bytes(digest) >> 1
 
 
-# -------------------- stopping --------------------
-# When a sequence ends by itself. Pure. Stop strings are the API's business: it sees text and aborts.
+# -------------------- stopping -------------------- When a sequence ends by itself. Pure. Stop
+# strings are the API's business: it sees text and aborts.
 
 
 FINISH_REASONS = {
@@ -124,11 +149,15 @@ FINISH_REASONS = {
 class Stop:
     status: RequestStatus
     token_id: int | None = None
-    """The requested stop token that ended the sequence; None for end of sequence and for lengths."""
+    """The requested stop token that ended the sequence; None for end of sequence and for
+    lengths.
+    """
 
 
 def find_stop(seq: Sequence, limits: SchedulerLimits) -> Stop | None:
-    """Whether the last token of a sequence ends it, and how. Of several reasons a stop token comes first."""
+    """Whether the last token of a sequence ends it, and how. Of several reasons a stop token comes
+    first.
+    """
     sampling, last = seq.sampling, seq.token_ids[-1]
     if seq.num_output_tokens >= sampling.min_tokens:
         if last in sampling.stop_token_ids:

@@ -58,20 +58,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's share of a step: compute `token_ids` at positions `start`, `start + 1`, … into its blocks."""
+    """One sequence's share of a step: compute `token_ids` at positions `start`, `start + 1`, … into
+    its blocks.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[tuple[int, ...], ...]
-    """The sequence's whole block table so far per KV-cache group, each from token 0 on and enough for `start + len(token_ids)` tokens;
-    `HOLE` where a block was given back because no token from `start` on looks at it."""
+    """The sequence's whole block table so far per KV-cache group, each from token 0 on and enough
+    for `start + len(token_ids)` tokens; `HOLE` where a block was given back because no token from
+    `start` on looks at it.
+    """
     sampling: SamplingParams | None
     """None: these are not the last known tokens, nothing is sampled."""
     draw_seed: int = 0
     """Seed of this sequence's random stream."""
     draw_index: int = 0
-    """How many tokens this sequence has generated: the same (seed, index) draws the same number, whatever the batch."""
+    """How many tokens this sequence has generated: the same (seed, index) draws the same number,
+    whatever the batch.
+    """
     banned_token_ids: tuple[int, ...] = ()
     """Not to be chosen this time (end of sequence, while under `min_tokens`)."""
 
@@ -108,7 +114,9 @@ class StepResult:
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to generate. For `n > 1` the API sends n of these, in one `list` frame, ids `<id>-0`, `<id>-1`, …"""
+    """One sequence to generate. For `n > 1` the API sends n of these, in one `list` frame, ids
+    `<id>-0`, `<id>-1`, …
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -122,7 +130,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request without an output. For one that has finished, and whose blocks wait for a peer: nobody will come for them.
+    """Ends a request without an output. For one that has finished, and whose blocks wait for a
+    peer: nobody will come for them.
 
     Unknown ids are ignored.
     """
@@ -137,11 +146,15 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
 class GetTransferRecords(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     name: str = ""
-    """A request's id, as its client sent it or as the engine has it; empty: the newest, whosever they are."""
+    """A request's id, as its client sent it or as the engine has it; empty: the newest, whosever
+    they are.
+    """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The engine is to end once nobody needs it: say what is left, now and whenever that changes. Nothing else changes in the core."""
+    """The engine is to end once nobody needs it: say what is left, now and whenever that changes.
+    Nothing else changes in the core.
+    """
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -159,7 +172,9 @@ class CoreReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot start or go on. `reason` is one sentence for the operator; `is_config` when a setting is to blame."""
+    """The core cannot start or go on. `reason` is one sentence for the operator; `is_config` when a
+    setting is to blame.
+    """
 
     reason: str
     is_config: bool = False
@@ -234,7 +249,9 @@ class TransferRecordsReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Remaining(msgspec.Struct, frozen=True, tag=True):
-    """Who still needs a draining engine. Sent before the outputs of the same step: whoever has seen a request end knows what it left."""
+    """Who still needs a draining engine. Sent before the outputs of the same step: whoever has seen
+    a request end knows what it left.
+    """
 
     num_requests: int = 0
     """Running, queued or loading."""
@@ -251,4 +268,6 @@ class Remaining(msgspec.Struct, frozen=True, tag=True):
 ToCore = list[AddRequest | AbortRequest | GetStatus | GetTransferRecords | Drain | Shutdown]
 """One frame holds a batch; requests in one frame enter the engine before its next step."""
 
-FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | CoreStatus | TransferRecordsReply | Remaining
+FromCore = (
+    CoreProgress | CoreReady | CoreFailed | Outputs | CoreStatus | TransferRecordsReply | Remaining
+)

@@ -1,4 +1,5 @@
-"""Which device an engine computes on: what `--device` says, and the GPU of each tensor-parallel rank.
+"""Which device an engine computes on: what `--device` says, and the GPU of each tensor-parallel
+rank.
 
 Pure and without torch: the API process reads it too, and must not touch a GPU.
 """
@@ -23,7 +24,9 @@ _GPU = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 
 def first_gpu(device: str) -> int | None:
-    """The GPU of rank 0; None: the engine computes on CPUs. ConfigError when `device` is neither."""
+    """The GPU of rank 0; None: the engine computes on CPUs. ConfigError when `device` is
+    neither.
+    """
     if device == "cpu":
         return None
     match = _GPU.fullmatch(device)
@@ -42,8 +45,8 @@ def ranks_on_gpu(gpu: int, first: int, tp_size: int, num_gpus: int) -> int:
     return sum(gpu_of_rank(first, rank, num_gpus) == gpu for rank in range(tp_size))
 
 
-# -------------------- options --------------------
-# What an embedded engine is started with. Plain data, checked on construction; flags of `kvferry serve` come from these fields.
+# -------------------- options -------------------- What an embedded engine is started with. Plain
+# data, checked on construction; flags of `kvferry serve` come from these fields.
 
 
 MAX_TIMEOUT_S = 86_400
@@ -58,11 +61,17 @@ class EngineOptions:
     dtype: str = "auto"
     """Of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     kv_cache_dtype: str = "auto"
-    """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3, fp8_e5m2."""
+    """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3,
+    fp8_e5m2.
+    """
     compute_dtype: str = "auto"
-    """Of arithmetic. auto: float64 for small models, so that greedy tokens do not depend on batching (`precision.py`); else `dtype`."""
+    """Of arithmetic. auto: float64 for small models, so that greedy tokens do not depend on
+    batching (`precision.py`); else `dtype`.
+    """
     device: str = "cpu"
-    """cpu, cuda (as cuda:0), or cuda:N: the GPU of rank 0. Further ranks take the next ones, and share them when there are too few."""
+    """cpu, cuda (as cuda:0), or cuda:N: the GPU of rank 0. Further ranks take the next ones, and
+    share them when there are too few.
+    """
     block_size: int = 16
     num_blocks: int = 0
     """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
@@ -72,7 +81,9 @@ class EngineOptions:
     """The share of a GPU's memory that may be in use, by whomever, once the cache is there."""
     kv_cache_layout: KVLayout = KVLayout.HND
     cross_layer_blocks: bool = False
-    """Whether all layers of a block lie together in memory, so that a transfer moves them as one segment."""
+    """Whether all layers of a block lie together in memory, so that a transfer moves them as one
+    segment.
+    """
     max_model_len: int = 0
     """0: the checkpoint's own limit."""
     max_num_seqs: int = 128
@@ -87,20 +98,36 @@ class EngineOptions:
     shutdown_timeout_s: float = 10.0
     """How long requests may take to finish after Ctrl-C (SIGINT)."""
     drain_timeout_s: float = 30.0
-    """How long requests may take to finish, and peers to fetch what is held for them, after SIGTERM."""
+    """How long requests may take to finish, and peers to fetch what is held for them, after
+    SIGTERM.
+    """
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_threads"):
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+            "num_threads",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
             if not (getattr(self, name) or 0) >= 0:
-                raise ConfigError(f"{flag_of(name)} must not be negative, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{flag_of(name)} must not be negative, got {getattr(self, name)}"
+                )
         for name in ("shutdown_timeout_s", "drain_timeout_s"):
             if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(f"{flag_of(name)} must be from 0 to {MAX_TIMEOUT_S} seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{flag_of(name)} must be from 0 to {MAX_TIMEOUT_S} seconds, got "
+                    f"{getattr(self, name)}"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"--gpu-memory-utilization must be more than 0 and at most 1, got {self.gpu_memory_utilization}")
+            raise ConfigError(
+                "--gpu-memory-utilization must be more than 0 and at most 1, got "
+                f"{self.gpu_memory_utilization}"
+            )
         first_gpu(self.device)
 
 
@@ -110,8 +137,8 @@ def flag_of(name: str) -> str:
     return renamed.get(name, f"--{name.removesuffix('_s').replace('_', '-')}")
 
 
-# -------------------- setup --------------------
-# All that an engine's processes are started with: the options, the makers of transports and what identifies this life of the engine.
+# -------------------- setup -------------------- All that an engine's processes are started with:
+# the options, the makers of transports and what identifies this life of the engine.
 #
 # Picklable plain data; the core and every tensor-parallel rank get the same one.
 

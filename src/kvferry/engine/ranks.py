@@ -3,8 +3,9 @@
     core -> rank   StepPlan | RankStop
     rank -> core   RankReady | RankFailed once, then one StepResult per plan, and RankWakeup when its connector has news between steps
 
-Frames are pickles: both ends are one program on one machine, joined by a private socketpair. A rank ends when told, when the socket
-closes, or with the core's death (PR_SET_PDEATHSIG, for a rank that is deep in a step then).
+Frames are pickles: both ends are one program on one machine, joined by a private socketpair. A rank
+ends when told, when the socket closes, or with the core's death (PR_SET_PDEATHSIG, for a rank that
+is deep in a step then).
 """
 
 import contextlib
@@ -61,7 +62,9 @@ class RankStop:
 class RankProcess:
     """The core's handle on one rank. One thread makes every call; every wait has a deadline."""
 
-    def __init__(self, rank: int, process: BaseProcess, link: FrameSocket, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, process: BaseProcess, link: FrameSocket, timeout_s: float
+    ) -> None:
         self._rank = rank
         self._process = process
         self._link = link
@@ -74,10 +77,14 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = multiprocessing.get_context("spawn").Process(
-                target=run_rank, args=(setup, parallel, rendezvous, theirs, os.getpid()), name=f"kvferry-rank-{parallel.tp_rank}"
+                target=run_rank,
+                args=(setup, parallel, rendezvous, theirs, os.getpid()),
+                name=f"kvferry-rank-{parallel.tp_rank}",
             )
             process.start()
-        return cls(parallel.tp_rank, process, FrameSocket(ours, setup.rank_timeout_s), setup.rank_timeout_s)
+        return cls(
+            parallel.tp_rank, process, FrameSocket(ours, setup.rank_timeout_s), setup.rank_timeout_s
+        )
 
     @property
     def pid(self) -> int | None:
@@ -99,9 +106,14 @@ class RankProcess:
             case RankReady() as ready:
                 return ready
             case RankFailed(reason=reason, is_config=is_config):
-                raise (ConfigError if is_config else TransportError)(f"tensor-parallel rank {self._rank}: {reason}")
+                raise (ConfigError if is_config else TransportError)(
+                    f"tensor-parallel rank {self._rank}: {reason}"
+                )
             case other:
-                raise TransportError(f"tensor-parallel rank {self._rank} answered {type(other).__name__} when it should be ready")
+                raise TransportError(
+                    f"tensor-parallel rank {self._rank} answered {type(other).__name__} when it "
+                    "should be ready"
+                )
 
     def send(self, message: StepPlan | RankStop) -> None:
         try:
@@ -116,16 +128,21 @@ class RankProcess:
             case RankFailed(reason=reason):
                 raise TransportError(f"tensor-parallel rank {self._rank}: {reason}")
             case other:
-                raise TransportError(f"tensor-parallel rank {self._rank} answered a step with {type(other).__name__}")
+                raise TransportError(
+                    f"tensor-parallel rank {self._rank} answered a step with {type(other).__name__}"
+                )
 
     def find_failure(self, timeout_s: float) -> str | None:
         """Why the rank is gone, if it is or is about to be within the time given."""
         is_ending = bool(multiprocessing.connection.wait([self._process.sentinel], timeout_s))
         self._read()
-        failed = next((message for message in self._arrived if isinstance(message, RankFailed)), None)
+        failed = next(
+            (message for message in self._arrived if isinstance(message, RankFailed)), None
+        )
         if failed is not None:
             return f"tensor-parallel rank {self._rank}: {failed.reason}"
-        # A dying process closes its files, the sentinel among them, a moment before it can be waited for.
+        # A dying process closes its files, the sentinel among them, a moment before it can be
+        # waited for.
         return self._exit_description() if is_ending else None
 
     def ask_to_stop(self) -> None:
@@ -153,7 +170,10 @@ class RankProcess:
                 raise TransportError(self._exit_description())
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not multiprocessing.connection.wait([self._link.fileno()], left_s):
-                raise TransportError(f"tensor-parallel rank {self._rank} (pid {self.pid}) did not answer within {timeout_s:g} s")
+                raise TransportError(
+                    f"tensor-parallel rank {self._rank} (pid {self.pid}) did not answer within "
+                    f"{timeout_s:g} s"
+                )
             self._read()
         return self._arrived.popleft()
 
@@ -168,16 +188,31 @@ class RankProcess:
     def _exit_description(self) -> str:
         self._process.join(1.0)
         code = self._process.exitcode
-        how = "closed its socket" if code is None else f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            "closed its socket"
+            if code is None
+            else f"was ended by signal {-code}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         return f"tensor-parallel rank {self._rank} (pid {self.pid}) {how}"
 
 
-def run_rank(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, sock: socket.socket, core_pid: int) -> None:
+def run_rank(
+    setup: EngineSetup,
+    parallel: ParallelConfig,
+    rendezvous: str,
+    sock: socket.socket,
+    core_pid: int,
+) -> None:
     """The main function of a rank's process."""
     _die_with(core_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    logging.basicConfig(level=setup.log_level, format=f"%(asctime)s %(levelname)s rank{parallel.tp_rank} %(name)s: %(message)s")
+    logging.basicConfig(
+        level=setup.log_level,
+        format=f"%(asctime)s %(levelname)s rank{parallel.tp_rank} %(name)s: %(message)s",
+    )
     link = FrameSocket(sock, setup.rank_timeout_s)
     wakeup = Wakeup()
     try:
@@ -188,7 +223,13 @@ def run_rank(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, sock
         else:
             _log.exception("this rank ends")
         with contextlib.suppress(TransportError):
-            _send(link, RankFailed(str(error) if isinstance(error, KVFerryError) else repr(error), isinstance(error, ConfigError)))
+            _send(
+                link,
+                RankFailed(
+                    str(error) if isinstance(error, KVFerryError) else repr(error),
+                    isinstance(error, ConfigError),
+                ),
+            )
         raise SystemExit(1) from None
     finally:
         wakeup.close()
@@ -196,7 +237,9 @@ def run_rank(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, sock
         gc.freeze()  # as in the core
 
 
-def _serve(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, link: FrameSocket, wakeup: Wakeup) -> None:
+def _serve(
+    setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, link: FrameSocket, wakeup: Wakeup
+) -> None:
     # Imported here only: the core needs the handle above before it has loaded a model.
     from kvferry.engine.runner import Worker
 

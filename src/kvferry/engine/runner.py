@@ -1,4 +1,6 @@
-"""The identity of a model: two engines with equal identities may use each other's KV. Reads the weights' headers and samples of them."""
+"""The identity of a model: two engines with equal identities may use each other's KV. Reads the
+weights' headers and samples of them.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,9 @@ COSMETIC_KEYS = ("_name_or_path", "transformers_version")
 
 
 def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity:
-    """The fingerprint hashes config.json in canonical form (less its cosmetic keys) and `Checkpoint.digest` of the weights."""
+    """The fingerprint hashes config.json in canonical form (less its cosmetic keys) and
+    `Checkpoint.digest` of the weights.
+    """
     checkpoint = open_checkpoint(config.directory)
     settings = read_json_object(config.directory / "config.json")
     kept = {key: value for key, value in settings.items() if key not in COSMETIC_KEYS}
@@ -56,15 +60,18 @@ def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity
     )
 
 
-# -------------------- runner --------------------
-# One tensor-parallel rank's model, cache and sampler: a list of sequence slices in, the sampled tokens out.
+# -------------------- runner -------------------- One tensor-parallel rank's model, cache and
+# sampler: a list of sequence slices in, the sampled tokens out.
 #
-# Not thread-safe: one thread of a worker process makes every call, in the order `load`, `allocate_cache`, `run`*, `close`.
+# Not thread-safe: one thread of a worker process makes every call, in the order `load`,
+# `allocate_cache`, `run`*, `close`.
 
 
 TRIM_CHECK_STEPS = 256
 MAX_SPARE_BYTES = 1024 * 1024 * 1024
-"""Batches are of ever other shapes, and what torch kept of one may be too small for the next: without a bound that adds up."""
+"""Batches are of ever other shapes, and what torch kept of one may be too small for the next:
+without a bound that adds up.
+"""
 
 
 class Runner:
@@ -75,8 +82,10 @@ class Runner:
         rendezvous: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        """Store the settings. `rendezvous` is where ranks of one engine meet: `file:///path` (of a file in a private directory that does
-        not exist yet) or `tcp://127.0.0.1:port`; unused when `tp_size` is 1. A rank that does not answer within `timeout_s` is an error."""
+        """Store the settings. `rendezvous` is where ranks of one engine meet: `file:///path` (of a
+        file in a private directory that does not exist yet) or `tcp://127.0.0.1:port`; unused when
+        `tp_size` is 1. A rank that does not answer within `timeout_s` is an error.
+        """
         self._options = options
         self._parallel = parallel
         self._rendezvous = rendezvous
@@ -94,15 +103,18 @@ class Runner:
         return self._loaded.config
 
     def load(self) -> None:
-        """Read configuration and weights and join the other ranks. ConfigError when the model cannot be used, TransportError when a rank
-        does not come."""
+        """Read configuration and weights and join the other ranks. ConfigError when the model
+        cannot be used, TransportError when a rank does not come.
+        """
         self._device = open_device(self._options.device, self._parallel)
         torch.set_num_threads(self._options.num_threads)
         config = read_model_config(self._options.model)
         checkpoint = open_checkpoint(self._options.model)
         precision = choose_precision(self._options, config.dtype, checkpoint.size_bytes)
         with self._device.room_for("the weights"):
-            weights = load_weights(config, checkpoint, self._parallel, precision, self._device.torch_device)
+            weights = load_weights(
+                config, checkpoint, self._parallel, precision, self._device.torch_device
+            )
         group = join_group(self._parallel, self._rendezvous, self._timeout_s, self._device)
         self._model = Model.build(config, weights, precision, group)
 
@@ -113,28 +125,39 @@ class Runner:
     def allocate_cache(self, kit: TransportKit) -> KVCacheConfig:
         """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`."""
         config = self._loaded.config
-        self._shape = plan_cache_layout(config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes())
+        self._shape = plan_cache_layout(
+            config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes()
+        )
         caches = self._shape.layer_caches(self._allocate(kit, self._shape.size_bytes))
         self._caches = tuple(caches[config.layer_name(layer)] for layer in range(config.num_layers))
         return self._shape.to_config()
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
-        """Cache tensor by layer name `model.layers.{i}.self_attn`; HND: [blocks, kv_heads, block_size, 2 * head_dim],
-        NHD: [blocks, block_size, kv_heads, 2 * head_dim], K is the first half of the last dimension; latent: [blocks, block_size, width].
-        Layers of different groups may have the same tensor."""
+        """Cache tensor by layer name `model.layers.{i}.self_attn`; HND: [blocks, kv_heads,
+        block_size, 2 * head_dim], NHD: [blocks, block_size, kv_heads, 2 * head_dim], K is the first
+        half of the last dimension; latent: [blocks, block_size, width]. Layers of different groups
+        may have the same tensor.
+        """
         return {cache.name: cache.tensor for cache in self._caches}
 
     @property
     def cache_memory(self) -> CacheMemory | None:
-        """The buffer behind `kv_caches`, closed by `close`; None when they are on a device. After `allocate_cache`."""
+        """The buffer behind `kv_caches`, closed by `close`; None when they are on a device. After
+        `allocate_cache`.
+        """
         assert self._allocated
         return self._memory
 
-    def run(self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None) -> dict[str, SampledToken]:
-        """Compute one step. Rank 0 returns a token for each slice that has `sampling`; other ranks return nothing.
+    def run(
+        self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None
+    ) -> dict[str, SampledToken]:
+        """Compute one step. Rank 0 returns a token for each slice that has `sampling`; other ranks
+        return nothing.
 
-        All ranks must be given the same slices in the same order. TransportError when another rank is gone."""
+        All ranks must be given the same slices in the same order. TransportError when another rank
+        is gone.
+        """
         if not slices:
             return {}
         logits = self.logits(slices, hooks)
@@ -144,15 +167,23 @@ class Runner:
         sampled = [part for part in slices if part.sampling is not None]
         return choose_tokens(logits.cpu().to(torch.float64).numpy(), sampled)
 
-    def logits(self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None) -> torch.Tensor:
-        """The forward pass of `run` alone: [slices that have `sampling`, vocabulary], the same on every rank."""
+    def logits(
+        self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None
+    ) -> torch.Tensor:
+        """The forward pass of `run` alone: [slices that have `sampling`, vocabulary], the same on
+        every rank.
+        """
         model, shape = self._loaded, self._allocated
         with torch.inference_mode():
-            batch = make_flat_batch(slices, shape.groups, shape.block_size, shape.num_blocks, model.config.vocab_size)
+            batch = make_flat_batch(
+                slices, shape.groups, shape.block_size, shape.num_blocks, model.config.vocab_size
+            )
             return model.forward(batch.on(self._device.torch_device), self._caches, hooks)
 
     def close(self) -> None:
-        """Leave the other ranks and give the memory back. Idempotent. Whoever holds views of `kv_caches` drops them first."""
+        """Leave the other ranks and give the memory back. Idempotent. Whoever holds views of
+        `kv_caches` drops them first.
+        """
         model, memory = self._model, self._memory
         self._model, self._memory, self._shape, self._caches = None, None, None, ()
         if model is not None:
@@ -173,11 +204,16 @@ class Runner:
             self._device.trim()
 
     def _cache_bytes(self) -> int:
-        """The same on every rank: they count the same blocks. None has its cache yet when the others measure."""
+        """The same on every rank: they count the same blocks. None has its cache yet when the
+        others measure.
+        """
         options = self._options
         if options.num_blocks or options.kv_cache_memory_bytes is not None:
             return options.kv_cache_memory_bytes or 0
-        own = torch.tensor([self._device.cache_bytes(options.gpu_memory_utilization)], device=self._device.torch_device)
+        own = torch.tensor(
+            [self._device.cache_bytes(options.gpu_memory_utilization)],
+            device=self._device.torch_device,
+        )
         return int(self._loaded.group.concatenate(own).min())
 
     def _allocate(self, kit: TransportKit, size_bytes: int) -> torch.Tensor:
@@ -204,13 +240,16 @@ class Runner:
 # -------------------- worker --------------------
 # One tensor-parallel rank: a runner and the worker's half of the connector contract.
 #
-# One thread makes every call. `execute` takes the contract's calls in their order for every plan, with tokens or without.
+# One thread makes every call. `execute` takes the contract's calls in their order for every plan,
+# with tokens or without.
 
 
 class Worker:
     """Build it with `start`; it owns the runner, the cache and the connector until `close`."""
 
-    def __init__(self, runner: Runner, kv_cache_config: KVCacheConfig, connector: KVConnectorBase_V1 | None) -> None:
+    def __init__(
+        self, runner: Runner, kv_cache_config: KVCacheConfig, connector: KVConnectorBase_V1 | None
+    ) -> None:
         self._runner = runner
         self._kv_cache_config = kv_cache_config
         self._connector = connector
@@ -218,9 +257,16 @@ class Worker:
 
     @classmethod
     def start(
-        cls, setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, wake: Callable[[], None], report_stage: Callable[[str], None]
+        cls,
+        setup: EngineSetup,
+        parallel: ParallelConfig,
+        rendezvous: str,
+        wake: Callable[[], None],
+        report_stage: Callable[[str], None],
     ) -> "Worker":
-        """Load the model, join the other ranks, allocate the cache and register it. `report_stage` hears what is being done."""
+        """Load the model, join the other ranks, allocate the cache and register it. `report_stage`
+        hears what is being done.
+        """
         runner = Runner(setup.options, parallel, rendezvous, setup.rank_timeout_s)
         try:
             report_stage("loading the model")
@@ -236,9 +282,13 @@ class Worker:
             raise
         return worker
 
-    def _connect(self, setup: EngineSetup, parallel: ParallelConfig, wake: Callable[[], None]) -> None:
+    def _connect(
+        self, setup: EngineSetup, parallel: ParallelConfig, wake: Callable[[], None]
+    ) -> None:
         config = connector_config(setup, self._runner, parallel)
-        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self._kv_cache_config)
+        connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, self._kv_cache_config
+        )
         try:
             connector.set_wakeup(wake)
             connector.register_kv_caches(self._runner.kv_caches)
@@ -310,10 +360,14 @@ class _ConnectorHooks:
         self._connector.save_kv_layer(layer_name, cache, None)
 
 
-def connector_config(setup: EngineSetup, runner: Runner, parallel: ParallelConfig) -> ConnectorConfig:
+def connector_config(
+    setup: EngineSetup, runner: Runner, parallel: ParallelConfig
+) -> ConnectorConfig:
     """What both roles of the connector are built from."""
     if setup.options.kv_transfer is None or setup.side_channel is None:
-        raise ConfigError("a KV connector needs kv_transfer and a side channel; give both or neither")
+        raise ConfigError(
+            "a KV connector needs kv_transfer and a side channel; give both or neither"
+        )
     return ConnectorConfig(
         kv_transfer=setup.options.kv_transfer,
         model=runner.identity(),

@@ -2,11 +2,12 @@
 
     add, abort  ->  schedule() -> StepPlan  ->  (workers)  ->  update(plan, StepResult) -> outputs
 
-Blocks are published in the prefix cache only when a finished step or a confirmed load has filled them. A finished request keeps its
-blocks while a load writes into them or the connector asks for it, and gives them back when the connector names it.
+Blocks are published in the prefix cache only when a finished step or a confirmed load has filled
+them. A finished request keeps its blocks while a load writes into them or the connector asks for
+it, and gives them back when the connector names it.
 
-Pure but for the calls to the connector: no clock, thread or socket. What a connector reports of unknown requests is counted and noted,
-never fatal.
+Pure but for the calls to the connector: no clock, thread or socket. What a connector reports of
+unknown requests is counted and noted, never fatal.
 """
 
 from collections.abc import Mapping
@@ -15,12 +16,32 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorOutput, RequestStatus, SupportsHMA
+from kvferry.connectors.contract import (
+    KVConnectorBase_V1,
+    KVConnectorOutput,
+    RequestStatus,
+    SupportsHMA,
+)
 from kvferry.engine.batch import Batcher, StepBatch
 from kvferry.engine.cache.allocator import BlockAllocator
 from kvferry.engine.cache.blocks import BlockPool
-from kvferry.engine.limits import FINISH_REASONS, SchedulerLimits, choose_draw_seed, find_length_error, find_stop, find_validation_error
-from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput, SampledToken, SequenceSlice, StepPlan, StepResult
+from kvferry.engine.limits import (
+    FINISH_REASONS,
+    SchedulerLimits,
+    choose_draw_seed,
+    find_length_error,
+    find_stop,
+    find_validation_error,
+)
+from kvferry.engine.messages import (
+    AddRequest,
+    CoreStatus,
+    RequestOutput,
+    SampledToken,
+    SequenceSlice,
+    StepPlan,
+    StepResult,
+)
 from kvferry.engine.sequence import Counters, Hold, KVSource, Sequence, SequenceQueues
 from kvferry.errors import LocalProtocolError
 from kvferry.types import FailurePolicy
@@ -31,7 +52,9 @@ _BAD_REQUEST, _BAD_GATEWAY = 400, 502
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits, connector: KVConnectorBase_V1 | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, connector: KVConnectorBase_V1 | None = None
+    ) -> None:
         self._limits = limits
         self._connector = connector
         self._pool = BlockPool(limits.num_blocks, len(limits.groups))
@@ -46,7 +69,7 @@ class Scheduler:
         self._num_steps = 0
         self._has_changed = False
 
-    # -- what the core asks ----------------------------------------------------------------------------------------
+    # -- what the core asks --
 
     @property
     def counters(self) -> Counters:
@@ -59,7 +82,9 @@ class Scheduler:
 
     @property
     def wants_step(self) -> bool:
-        """Whether a step now could compute something or has finished requests to tell of. False: wait for a message or a wake-up."""
+        """Whether a step now could compute something or has finished requests to tell of. False:
+        wait for a message or a wake-up.
+        """
         has_candidates = self._queues.running or self._queues.ready or self._queues.waiting
         return bool((self._has_changed and has_candidates) or self._finished_ids)
 
@@ -70,7 +95,9 @@ class Scheduler:
 
     @property
     def is_lookup_pending(self) -> bool:
-        """Whether the connector was unsure in the last step, so that a request waits for nothing but to be asked about again."""
+        """Whether the connector was unsure in the last step, so that a request waits for nothing
+        but to be asked about again.
+        """
         return self._batch.is_lookup_pending
 
     @property
@@ -106,10 +133,12 @@ class Scheduler:
             self._connector.reclaim_blocks(self._limits.num_blocks)
 
     def check(self) -> None:
-        """LocalProtocolError unless every held block belongs to exactly the sequences that list it."""
+        """LocalProtocolError unless every held block belongs to exactly the sequences that list
+        it.
+        """
         self._pool.check(self._queues.held_blocks())
 
-    # -- requests come and go --------------------------------------------------------------------------------------
+    # -- requests come and go --
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         """Take a request in. An output at once means that it is refused."""
@@ -117,10 +146,14 @@ class Scheduler:
         if request.request_id in self._queues.known:
             invalid = f"request id {request.request_id} is still in use"
         if invalid is not None:
-            return RequestOutput(request.request_id, finish_reason="error", error=invalid, error_status=_BAD_REQUEST)
+            return RequestOutput(
+                request.request_id, finish_reason="error", error=invalid, error_status=_BAD_REQUEST
+            )
         arrival = self._counters.arrivals
         self._counters.arrivals += 1
-        request = msgspec.structs.replace(request, draw_seed=choose_draw_seed(request, self._limits.seed, arrival))
+        request = msgspec.structs.replace(
+            request, draw_seed=choose_draw_seed(request, self._limits.seed, arrival)
+        )
         seq = Sequence(request, arrival)
         self._queues.known[seq.request_id] = seq
         self._queues.wait(seq)
@@ -132,7 +165,9 @@ class Scheduler:
         return self._fail(seq, too_long, _BAD_REQUEST) if too_long else None
 
     def abort(self, request_id: str) -> None:
-        """End a request without an output. A finished one whose blocks wait for a peer is waited for no more; unknown ones are ignored."""
+        """End a request without an output. A finished one whose blocks wait for a peer is waited
+        for no more; unknown ones are ignored.
+        """
         seq = self._queues.known.get(request_id)
         if seq is None:
             return
@@ -153,7 +188,9 @@ class Scheduler:
         )
 
     def _finish(self, seq: Sequence, status: RequestStatus) -> dict[str, Any] | None:
-        """The one way for a request to end. What the connector wants the client to know is returned."""
+        """The one way for a request to end. What the connector wants the client to know is
+        returned.
+        """
         self._queues.leave(seq)
         seq.status = status
         self._has_changed = True
@@ -162,7 +199,8 @@ class Scheduler:
         if self._connector is not None:
             self._finished_ids.add(seq.request_id)
             if seq.tables and not seq.hold:
-                # A peer computes the last token again, so what that one looks at is all that is worth keeping for it.
+                # A peer computes the last token again, so what that one looks at is all that is
+                # worth keeping for it.
                 self._allocator.free_unseen_blocks(seq, max(0, seq.num_computed_tokens - 1))
             is_delayed, params = self._notify_connector(self._connector, seq)
             if is_delayed:
@@ -170,9 +208,13 @@ class Scheduler:
         self._release_or_hold(seq)
         return params
 
-    def _notify_connector(self, connector: KVConnectorBase_V1, seq: Sequence) -> tuple[bool, dict[str, Any] | None]:
+    def _notify_connector(
+        self, connector: KVConnectorBase_V1, seq: Sequence
+    ) -> tuple[bool, dict[str, Any] | None]:
         num_blocks = self._limits.blocks_for(seq.num_computed_tokens)
-        block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple([] for _ in self._limits.groups)
+        block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple(
+            [] for _ in self._limits.groups
+        )
         if isinstance(connector, SupportsHMA):
             return connector.request_finished_all_groups(seq, block_ids)
         return connector.request_finished(seq, block_ids[0])
@@ -186,7 +228,7 @@ class Scheduler:
         self._queues.held.pop(seq.request_id, None)
         del self._queues.known[seq.request_id]
 
-    # -- one step --------------------------------------------------------------------------------------------------
+    # -- one step --
 
     def schedule(self) -> StepPlan:
         """What the workers do next. It may be nothing but what the connector has to tell them."""
@@ -206,7 +248,9 @@ class Scheduler:
         if self._connector is not None and connector_output is not None:
             self._connector.update_connector_output(connector_output)
             # What the connector was unsure of it may know by now.
-            self._has_changed = self._has_changed or connector_output.kv_connector_worker_meta is not None
+            self._has_changed = (
+                self._has_changed or connector_output.kv_connector_worker_meta is not None
+            )
             outputs += self._drop_invalid(connector_output.invalid_block_ids)
         for part in plan.slices:
             output = self._advance(part, result.tokens.get(part.request_id))
@@ -219,8 +263,13 @@ class Scheduler:
 
     def _advance(self, part: SequenceSlice, token: SampledToken | None) -> RequestOutput | None:
         seq = self._queues.known.get(part.request_id)
-        if seq is None or seq.status is not RequestStatus.RUNNING or seq.num_computed_tokens != part.start:
-            # Its blocks turned out to be invalid in this step: what was computed from them does not count.
+        if (
+            seq is None
+            or seq.status is not RequestStatus.RUNNING
+            or seq.num_computed_tokens != part.start
+        ):
+            # Its blocks turned out to be invalid in this step: what was computed from them does not
+            # count.
             return None
         seq.num_computed_tokens += len(part.token_ids)
         self._allocator.publish(seq)
@@ -247,13 +296,15 @@ class Scheduler:
             num_cached_tokens=seq.num_saved_tokens,
         )
 
-    # -- what the connector reports --------------------------------------------------------------------------------
+    # -- what the connector reports --
 
     def _take_transfers(self, connector_output: KVConnectorOutput) -> list[RequestOutput]:
         outputs = self._give_up_loads(connector_output.given_up_recving)
         for request_id in sorted(connector_output.failed_recving):
             if request_id in self._queues.loading:
-                reason = connector_output.failure_reasons.get(request_id, "the connector gave no reason")
+                reason = connector_output.failure_reasons.get(
+                    request_id, "the connector gave no reason"
+                )
                 self._load_failures.setdefault(request_id, reason)
         for request_id in sorted(connector_output.finished_recving):
             outputs += self._end_load(request_id)
@@ -262,11 +313,20 @@ class Scheduler:
         return outputs
 
     def _give_up_loads(self, given_up: Mapping[str, str]) -> list[RequestOutput]:
-        """A client need not wait until the last byte of a load that has failed is sure not to come; its blocks do."""
+        """A client need not wait until the last byte of a load that has failed is sure not to come;
+        its blocks do.
+        """
         if self._limits.load_failure_policy is not FailurePolicy.FAIL:
             return []
-        loading = [(self._queues.loading.get(request_id), reason) for request_id, reason in sorted(given_up.items())]
-        lost = [(seq, reason) for seq, reason in loading if seq and not seq.status.is_finished and not self._is_optional(seq)]
+        loading = [
+            (self._queues.loading.get(request_id), reason)
+            for request_id, reason in sorted(given_up.items())
+        ]
+        lost = [
+            (seq, reason)
+            for seq, reason in loading
+            if seq and not seq.status.is_finished and not self._is_optional(seq)
+        ]
         return [self._fail(seq, _fetch_error(reason), _BAD_GATEWAY) for seq, reason in lost]
 
     def _is_optional(self, seq: Sequence) -> bool:
@@ -291,17 +351,22 @@ class Scheduler:
     def _accept_load(self, seq: Sequence) -> None:
         seq.source = KVSource.LOADED
         loaded = seq.num_computed_tokens + seq.matched.external_tokens
-        # The last token is computed again for its logits; its block is published after that, never written while shared.
+        # The last token is computed again for its logits; its block is published after that, never
+        # written while shared.
         seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
         self._allocator.publish(seq)
         self._queues.make_ready(seq)
 
     def _fail_or_recompute(self, seq: Sequence, failure: str) -> list[RequestOutput]:
-        """By the failure policy: an error for the client, or everything computed here from now on. That, too, if it was only to save
-        computing."""
+        """By the failure policy: an error for the client, or everything computed here from now on.
+        That, too, if it was only to save computing.
+        """
         if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
             return [self._fail(seq, _fetch_error(failure), _BAD_GATEWAY)]
-        self._warnings.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
+        self._warnings.append(
+            f"request={seq.request_id} is computed here because its KV could not be fetched: "
+            f"{failure}"
+        )
         self._has_changed = True
         self._batcher.withdraw(seq)
         seq.source = KVSource.LOCAL_ONLY
@@ -318,7 +383,9 @@ class Scheduler:
         self._release_or_hold(seq)
 
     def _drop_invalid(self, block_ids: set[int]) -> list[RequestOutput]:
-        """Blocks that a load should have filled and did not: nothing that was computed from them counts."""
+        """Blocks that a load should have filled and did not: nothing that was computed from them
+        counts.
+        """
         block_ids = {block for block in block_ids if 0 <= block < self._limits.num_blocks}
         if not block_ids:
             return []
@@ -338,7 +405,10 @@ class Scheduler:
 
     def _note_unknown(self, what: str, request_id: str) -> None:
         self._counters.unknown_transfers += 1
-        self._warnings.append(f"the connector reported {what} of request={request_id}, which has no such transfer; ignored")
+        self._warnings.append(
+            f"the connector reported {what} of request={request_id}, which has no such transfer; "
+            "ignored"
+        )
 
 
 def _fetch_error(reason: str) -> str:

@@ -1,6 +1,8 @@
-"""One request inside the engine: its tokens, how far they are computed, and the blocks that hold their KV.
+"""One request inside the engine: its tokens, how far they are computed, and the blocks that hold
+their KV.
 
-Pure. The scheduler owns and changes every sequence; connectors read it through the `Request` protocol.
+Pure. The scheduler owns and changes every sequence; connectors read it through the `Request`
+protocol.
 """
 
 from bisect import insort
@@ -40,7 +42,9 @@ class KVSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading tokens that need no computing: so many from the local prefix cache, so many after them from the connector."""
+    """Leading tokens that need no computing: so many from the local prefix cache, so many after
+    them from the connector.
+    """
 
     local_tokens: int = 0
     external_tokens: int = 0
@@ -60,7 +64,9 @@ class Sequence:
     """Prompt and output."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     num_computed_tokens: int = field(default=0, init=False)
-    """Leading tokens whose KV is in `tables`, complete and usable as far as any later token looks at it."""
+    """Leading tokens whose KV is in `tables`, complete and usable as far as any later token looks
+    at it.
+    """
     tables: tuple[GroupTable, ...] = field(default=(), init=False)
     """Per KV-cache group; all of one length. None at all while it holds nothing."""
     matched: Match = field(default=Match(), init=False)
@@ -88,7 +94,9 @@ class Sequence:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Cached tokens that saved computing: the last one of a prompt is always computed, for its logits."""
+        """Cached tokens that saved computing: the last one of a prompt is always computed, for its
+        logits.
+        """
         return min(self.num_cached_tokens, self.num_prompt_tokens - 1)
 
     @property
@@ -133,7 +141,9 @@ class Sequence:
         return self.request.family
 
     def block_hashes(self, block_size: int) -> list[bytes]:
-        """The hash chain over all full blocks of the tokens known so far. Always call with the same block size."""
+        """The hash chain over all full blocks of the tokens known so far. Always call with the same
+        block size.
+        """
         while (len(self._hashes) + 1) * block_size <= len(self.token_ids):
             start = len(self._hashes) * block_size
             parent = self._hashes[-1] if self._hashes else hash_root(self.cache_salt)
@@ -141,10 +151,11 @@ class Sequence:
         return self._hashes
 
 
-# -------------------- queues --------------------
-# Where every sequence of a scheduler is: waiting, loading remote KV, ready, running, or finished with blocks still held.
+# -------------------- queues -------------------- Where every sequence of a scheduler is: waiting,
+# loading remote KV, ready, running, or finished with blocks still held.
 #
-# Pure. Queues are ordered by arrival, so whatever happens to a sequence in between, who came first is served first.
+# Pure. Queues are ordered by arrival, so whatever happens to a sequence in between, who came first
+# is served first.
 
 
 _ARRIVAL = attrgetter("arrival")
@@ -152,7 +163,9 @@ _ARRIVAL = attrgetter("arrival")
 
 @dataclass(slots=True)
 class SequenceQueues:
-    """Each known sequence is in exactly one place, except that an aborted one may be both `loading` and `held`."""
+    """Each known sequence is in exactly one place, except that an aborted one may be both `loading`
+    and `held`.
+    """
 
     known: dict[str, Sequence] = field(default_factory=dict)
     """Everything below, by request id."""
@@ -226,9 +239,15 @@ class Counters:
     unknown_transfers: int = 0
     """Ids in connector output that name no transfer of ours: duplicates and strangers."""
     prompt_tokens_by_source: dict[str, int] = field(
-        default_factory=lambda: {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        default_factory=lambda: {
+            "local_compute": 0,
+            "local_cache_hit": 0,
+            "external_kv_transfer": 0,
+        }
     )
-    finished_by_reason: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    finished_by_reason: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
 
     def count_prompt(self, seq: Sequence) -> None:
         """To be called once per sequence, when its prompt is computed."""

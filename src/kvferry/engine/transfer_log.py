@@ -1,7 +1,8 @@
-"""The last requests whose KV came, or was to come, from a peer, and where their time went. For people who look; decides nothing.
+"""The last requests whose KV came, or was to come, from a peer, and where their time went. For
+people who look; decides nothing.
 
-Pure: the core passes `now` (local monotonic seconds, the clock of its ranks too). Bounded by count. A step pays for the requests that
-wait for their first token, nothing for all others.
+Pure: the core passes `now` (local monotonic seconds, the clock of its ranks too). Bounded by count.
+A step pays for the requests that wait for their first token, nothing for all others.
 """
 
 import re
@@ -49,7 +50,9 @@ class TransferLog:
 
     def note_arrival(self, request: AddRequest, now: float) -> None:
         """Only requests whose KV is to come from elsewhere are of interest."""
-        if not request.kv_transfer_params or not request.kv_transfer_params.get("do_remote_prefill"):
+        if not request.kv_transfer_params or not request.kv_transfer_params.get(
+            "do_remote_prefill"
+        ):
             return
         entry = _TransferEntry(request.request_id, now)
         self._entries[entry.request_id] = self._watched[entry.request_id] = entry
@@ -86,9 +89,13 @@ class TransferLog:
         self._watched.pop(request_id, None)
 
     def records(self, name: str, now: float) -> list[TransferRecord]:
-        """Newest first: those of one client's request id, or of an engine's own; for an empty name all, up to a bound."""
+        """Newest first: those of one client's request id, or of an engine's own; for an empty name
+        all, up to a bound.
+        """
         newest = reversed(self._entries.values())
-        return [_record(entry, now) for entry in newest if not name or _is_named(entry.request_id, name)][:MAX_REPORTED]
+        return [
+            _record(entry, now) for entry in newest if not name or _is_named(entry.request_id, name)
+        ][:MAX_REPORTED]
 
 
 def _is_named(request_id: str, name: str) -> bool:
@@ -126,12 +133,14 @@ def _record(entry: _TransferEntry, now: float) -> TransferRecord:
     )
 
 
-# -------------------- totals --------------------
-# What the connectors of an engine have carried since it started, summed over steps and ranks, and for whom last. Pure.
+# -------------------- totals -------------------- What the connectors of an engine have carried
+# since it started, summed over steps and ranks, and for whom last. Pure.
 
 
 class ConnectorTotals:
-    """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets": {index of the upper bound: count}}}."""
+    """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets":
+    {index of the upper bound: count}}}.
+    """
 
     def __init__(self) -> None:
         self.transfer_log = TransferLog()
@@ -146,7 +155,9 @@ class ConnectorTotals:
                 for value in values:
                     # Keys are text because the whole crosses to the API process as a message.
                     bucket = str(bisect_left(HISTOGRAMS[name], value))
-                    add_up(self._data, {"histograms": {name: {"sum": value, "buckets": {bucket: 1}}}})
+                    add_up(
+                        self._data, {"histograms": {name: {"sum": value, "buckets": {bucket: 1}}}}
+                    )
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self._data)

@@ -1,1 +1,3 @@
-"""The protocol, pure: no clock, thread, socket or randomness. The caller brings `now` and performs what is returned."""
+"""The protocol, pure: no clock, thread, socket or randomness. The caller brings `now` and performs
+what is returned.
+"""

@@ -1,10 +1,22 @@
-"""What the pure side of a transfer worker wants done: imperative, plain data. The shell performs them in order."""
+"""What the pure side of a transfer worker wants done: imperative, plain data. The shell performs
+them in order.
+"""
 
 from dataclasses import dataclass
 
 from kvferry.protocol.handshake import TransportChoice
 from kvferry.protocol.layout import Geometry
-from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo, PushCancel, PushRegistration, Revoke
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Detach,
+    HandshakeRequest,
+    Heartbeat,
+    OfferInfo,
+    PushCancel,
+    PushRegistration,
+    Revoke,
+)
 from kvferry.protocol.planning import BlockPermutation, Segments
 from kvferry.types import PeerId, RequestId
 
@@ -28,7 +40,16 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Send:
     address: str
-    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
+    message: (
+        HandshakeRequest
+        | Attach
+        | Heartbeat
+        | Confirm
+        | Detach
+        | PushRegistration
+        | PushCancel
+        | Revoke
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +61,9 @@ class CloseConnection:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Connect the first candidate transport that can, then tell `peer_opened` or `peer_unreachable`."""
+    """Connect the first candidate transport that can, then tell `peer_opened` or
+    `peer_unreachable`.
+    """
 
     peer: PeerId
     geometry: Geometry
@@ -90,7 +113,9 @@ class RevokeWrites:
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
-    """Begin one write into what the peer has lent under this number, then tell `write_ended` when it has ended."""
+    """Begin one write into what the peer has lent under this number, then tell `write_ended` when
+    it has ended.
+    """
 
     write: int
     peer: PeerId
@@ -106,8 +131,9 @@ class StopWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceBlocks:
-    """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then tell `placed`. It is never stopped
-    halfway."""
+    """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then
+    tell `placed`. It is never stopped halfway.
+    """
 
     request: RequestId
     permutations: tuple[BlockPermutation, ...]
@@ -117,7 +143,9 @@ class PlaceBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CopyToHostBuffer:
-    """Copy blocks of the engine's memory to where transports see them, then tell `copied_to_host_buffer`. It is never stopped halfway."""
+    """Copy blocks of the engine's memory to where transports see them, then tell
+    `copied_to_host_buffer`. It is never stopped halfway.
+    """
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]

@@ -1,10 +1,12 @@
-"""The side that wants the blocks: tracks requests from their arrival, reads when there are blocks to fill, asks for confirmation,
-reports. Pure.
+"""The side that wants the blocks: tracks requests from their arrival, reads when there are blocks
+to fill, asks for confirmation, reports. Pure.
 
-A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
-arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. In push the
-ticket comes later: the request is registered with the producer, which offers one when there is something to read; or the producer is lent
-the blocks and writes (`lending.py`). Feed it commands, messages and completions; take actions and events.
+A request may be used only after every rank it was read from has answered `Confirmed`: the lease was
+alive when the last byte had arrived, so the bytes are those the ticket was issued for. Blocks that
+came in the producer's order are then put into ours. In push the ticket comes later: the request is
+registered with the producer, which offers one when there is something to read; or the producer is
+lent the blocks and writes (`lending.py`). Feed it commands, messages and completions; take actions
+and events.
 """
 
 from collections.abc import Sequence
@@ -59,13 +61,28 @@ class Consumer:
         self._peers = PeerTable(settings.peers, self._actions)
         self._transfers = TransferTable()
         self._client = ProducerClient(
-            EngineIncarnation(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
+            EngineIncarnation(settings.engine, settings.epoch or Epoch("")),
+            self._peers,
+            settings.registration_s,
+            self._actions,
         )
         self._peer_users: list[PeerUser] = []
         self._events: list[Event] = []
         self._timings = TransferTimings()
-        context = ConsumerContext(settings, self._peers, self._transfers, self._client, self._actions, self._events, self._handle_event)
-        self._reading, self._write_grants, self._reservations = Reading(context), WriteGrants(context), Reservations(context)
+        context = ConsumerContext(
+            settings,
+            self._peers,
+            self._transfers,
+            self._client,
+            self._actions,
+            self._events,
+            self._handle_event,
+        )
+        self._reading, self._write_grants, self._reservations = (
+            Reading(context),
+            WriteGrants(context),
+            Reservations(context),
+        )
 
     @property
     def num_transfers(self) -> int:
@@ -84,30 +101,50 @@ class Consumer:
         return self._peers
 
     def add_peer_user(self, user: PeerUser) -> None:
-        """It is told of peers that are ready or lost, and keeps those it uses from being forgotten."""
+        """It is told of peers that are ready or lost, and keeps those it uses from being
+        forgotten.
+        """
         self._peer_users.append(user)
 
-    # -- commands of the engine ------------------------------------------------------------------------------------
+    # -- commands of the engine --
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
+        """A request with a good ticket has entered the engine: keep the lease alive from now on.
+        Known requests are ignored.
+        """
         self._begin(request, Origin.of(ticket, ticket_text), now)
 
-    def track_optional(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """The same, for a request that can do without. `ReservationGranted` or `ReservationRefused` follows, before it is given blocks."""
+    def track_optional(
+        self, request: RequestId, ticket: Ticket, ticket_text: str, now: float
+    ) -> None:
+        """The same, for a request that can do without. `ReservationGranted` or `ReservationRefused`
+        follows, before it is given blocks.
+        """
         self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
 
     def expect(
-        self, request: RequestId, incarnation: EngineIncarnation, address: Address, tp_size: int, push_info: PushInfo, now: float
+        self,
+        request: RequestId,
+        incarnation: EngineIncarnation,
+        address: Address,
+        tp_size: int,
+        push_info: PushInfo,
+        now: float,
     ) -> None:
-        """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
+        """A request has entered the engine whose KV that producer is about to compute. Known
+        requests are ignored.
+        """
         self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
 
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._transfers.get(request) is not None:
             return
         origin.incarnation = self._peers.resolve_incarnation(origin.incarnation, origin.address)
-        transfer = Transfer(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
+        transfer = Transfer(
+            request,
+            reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank),
+            origin,
+        )
         self._transfers.add(transfer)
         self._timings.start(request, now)
         peer = self._peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
@@ -117,20 +154,34 @@ class Consumer:
             self._attach_or_register(transfer, peer, now)
 
     def start(
-        self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float, needed_from: Sequence[int] = ()
+        self,
+        request: RequestId,
+        blocks: Sequence[Sequence[int]],
+        tokens: range,
+        now: float,
+        needed_from: Sequence[int] = (),
     ) -> None:
-        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds each group's table from token 0;
-        `needed_from` each group's first token that is ever looked at, or nothing, for token 0."""
+        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds
+        each group's table from token 0; `needed_from` each group's first token that is ever looked
+        at, or nothing, for token 0.
+        """
         transfer = self._transfers.get(request)
         if transfer is None:
-            self._events.append(TransferFailed(request, "the transfer was not announced before its blocks"))
+            self._events.append(
+                TransferFailed(request, "the transfer was not announced before its blocks")
+            )
             return
         transfer.to = Destination(blocks, tokens, needed_from)
         transfer.arrival.progressed_at = now
         self._reading.extend_deadline(transfer, now)
         self._handle_event(transfer, _E.BLOCKS_ALLOCATED, now, transfer.reason)
         peer = self._peers.get(transfer.incarnation)
-        if transfer.state is TransferState.WAITING and peer is not None and peer.is_ready and self._write_grants.can_grant(transfer, peer):
+        if (
+            transfer.state is TransferState.WAITING
+            and peer is not None
+            and peer.is_ready
+            and self._write_grants.can_grant(transfer, peer)
+        ):
             self._write_grants.grant_writes(transfer, peer, now)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -138,7 +189,9 @@ class Consumer:
         self._leave(request, _E.SETTLED, now)
 
     def abort(self, request: RequestId, now: float) -> None:
-        """The request is over. If it has blocks, `TransferFailed` follows once nothing can write into them any more."""
+        """The request is over. If it has blocks, `TransferFailed` follows once nothing can write
+        into them any more.
+        """
         self._leave(request, _E.ABORTED, now)
 
     def _leave(self, request: RequestId, event: TransferEvent, now: float) -> None:
@@ -146,7 +199,7 @@ class Consumer:
         if transfer is not None and (event is _E.ABORTED or not transfer.has_blocks):
             self._handle_event(transfer, event, now, "the request was aborted")
 
-    # -- news from the world ---------------------------------------------------------------------------------------
+    # -- news from the world --
 
     def receive(self, address: str, message: ToConsumer, now: float) -> None:
         match message:
@@ -167,11 +220,25 @@ class Consumer:
             case Written() | WriteFailed() | Revoked():
                 self._write_grants.receive(address, message, now)
 
-    def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
-        """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
-        computes; the first to do so has us attach."""
+    def offered(
+        self,
+        address: str,
+        reader: str,
+        ticket: Ticket,
+        ticket_text: str,
+        ready_tokens: int,
+        now: float,
+    ) -> None:
+        """A rank of the producer has so much of what a request was registered for. Each says so for
+        itself, again and again while it computes; the first to do so has us attach.
+        """
         transfer, peer_id = self._transfers.of_reader(reader), self._peers.at(address)
-        if transfer is None or peer_id is None or transfer.incarnation != peer_id.incarnation or not transfer.expects(ticket):
+        if (
+            transfer is None
+            or peer_id is None
+            or transfer.incarnation != peer_id.incarnation
+            or not transfer.expects(ticket)
+        ):
             return
         peer = self._peers.get(transfer.incarnation)
         assert peer is not None
@@ -208,7 +275,9 @@ class Consumer:
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.incarnation, reason, now), now)
 
-    def read_ended(self, request: RequestId, peer_id: PeerId, error: str | None, now: float) -> None:
+    def read_ended(
+        self, request: RequestId, peer_id: PeerId, error: str | None, now: float
+    ) -> None:
         """A read started for this request has ended; its memory is no longer touched."""
         transfer = self._transfers.get(request)
         if transfer is None or peer_id.tp_rank not in transfer.outstanding.reads:
@@ -222,18 +291,31 @@ class Consumer:
         if transfer.outstanding.reads:
             if error is not None and transfer.state is TransferState.MOVING:
                 self._handle_event(transfer, _E.REFUSED, now, reason)
-        elif error is None and transfer.state is TransferState.MOVING and transfer.arrival.read_until < transfer.to.tokens.stop:
+        elif (
+            error is None
+            and transfer.state is TransferState.MOVING
+            and transfer.arrival.read_until < transfer.to.tokens.stop
+        ):
             self._reading.start(transfer, now)
         else:
-            self._handle_event(transfer, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
+            self._handle_event(
+                transfer, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason
+            )
         if transfer.read_error and not transfer.outstanding.reads:
-            # The transport may have given up the connection for good; the next request shakes hands anew.
+            # The transport may have given up the connection for good; the next request shakes hands
+            # anew.
             self._lost(self._peers.lose(transfer.incarnation, transfer.read_error, now), now)
 
     def writes_revoked(self, request: RequestId, grant_id: int, now: float) -> None:
-        """What `RevokeWrites` asked for has ended: nothing that was written under this number lands any more."""
+        """What `RevokeWrites` asked for has ended: nothing that was written under this number lands
+        any more.
+        """
         transfer = self._transfers.get(request)
-        if transfer is not None and transfer.to.write_grant is not None and transfer.to.write_grant.grant_id == grant_id:
+        if (
+            transfer is not None
+            and transfer.to.write_grant is not None
+            and transfer.to.write_grant.grant_id == grant_id
+        ):
             self._write_grants.finish_revoke(transfer, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
@@ -241,24 +323,42 @@ class Consumer:
         transfer = self._transfers.get(request)
         if transfer is not None:
             event = _E.PLACED if error is None else _E.PLACING_FAILED
-            self._handle_event(transfer, event, now, f"putting the blocks into our order failed: {error}")
+            self._handle_event(
+                transfer, event, now, f"putting the blocks into our order failed: {error}"
+            )
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
             self._lost(lost, now)
         for peer_id in self._client.silent_peers(now):
-            self._lost(self._peers.lose(peer_id.incarnation, "the producer no longer answers heartbeats", now), now)
+            self._lost(
+                self._peers.lose(
+                    peer_id.incarnation, "the producer no longer answers heartbeats", now
+                ),
+                now,
+            )
         for transfer in self._transfers.take_overdue(now):
             if transfer.to.write_grant is not None and transfer.state in REVOKING:
                 self._write_grants.revoke(transfer, now)
                 continue
-            self._handle_event(transfer, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(transfer, now))
+            self._handle_event(
+                transfer, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(transfer, now)
+            )
         self._client.send_heartbeats(now)
-        self._peers.evict_idle(now, self._transfers.incarnations().union(*(user.incarnations() for user in self._peer_users)))
+        self._peers.evict_idle(
+            now,
+            self._transfers.incarnations().union(
+                *(user.incarnations() for user in self._peer_users)
+            ),
+        )
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._transfers.next_deadline(), self._peers.next_deadline(), self._client.next_deadline())
+        deadlines = (
+            self._transfers.next_deadline(),
+            self._peers.next_deadline(),
+            self._client.next_deadline(),
+        )
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
@@ -272,13 +372,18 @@ class Consumer:
         self._events.clear()
         return events
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside --
 
-    def _handle_event(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
+    def _handle_event(
+        self, transfer: Transfer, event: TransferEvent, now: float, reason: str
+    ) -> None:
         """Move a pull on and do what its new state asks for."""
         before, transfer.state = transfer.state, next_state(transfer.state, event)
         self._timings.note(transfer.request, event, transfer.state, now)
-        if event in FAILURE_EVENTS and transfer.state not in (TransferState.PLACING, TransferState.RECLAIMING):
+        if event in FAILURE_EVENTS and transfer.state not in (
+            TransferState.PLACING,
+            TransferState.RECLAIMING,
+        ):
             transfer.reason = transfer.reason or reason
         self._reservations.note(transfer, before, now)
         match transfer.state:
@@ -299,13 +404,17 @@ class Consumer:
                 self._handle_event(transfer, _E.BYTES_MOVED, now, "")
             case TransferState.RETURNING:
                 self._reading.stop(transfer)
-            case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
+            case state if state in _BEFORE_READING and (
+                event is _E.WITHDRAWN or before is TransferState.RETURNING
+            ):
                 self._restart(transfer, now)
             case state if state in FINAL:
                 self._end(transfer)
 
     def _apply_renames(self, now: float) -> None:
-        """Producers that were known by their address only have said which life they are; perhaps one that we know well."""
+        """Producers that were known by their address only have said which life they are; perhaps
+        one that we know well.
+        """
         for old, new in self._peers.take_renamed():
             self._client.rename(old, new)
             peer = self._peers.get(new)
@@ -319,14 +428,18 @@ class Consumer:
     def _attach_or_register(self, transfer: Transfer, peer: Peer, now: float) -> None:
         if transfer.is_offered:
             self._attach(transfer, peer, now)
-        elif transfer.state is TransferState.WAITING and self._write_grants.can_grant(transfer, peer):
+        elif transfer.state is TransferState.WAITING and self._write_grants.can_grant(
+            transfer, peer
+        ):
             self._write_grants.grant_writes(transfer, peer, now)
         else:
             self._client.register(transfer, peer, self._settings.peers.geometry.tp_size, now)
 
     def _attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
         self._client.attach(transfer, peer, now)
-        transfer.outstanding.ready_replies = {rank for rank in peer.rank_mappings if peer.layouts[rank].uses_host_buffer}
+        transfer.outstanding.ready_replies = {
+            rank for rank in peer.rank_mappings if peer.layouts[rank].uses_host_buffer
+        }
         self._reservations.await_answers(transfer, peer, now)
         if not transfer.outstanding.ready_replies:
             self._handle_event(transfer, _E.PEER_READY, now, "")
@@ -336,7 +449,9 @@ class Consumer:
         peer = self._peers.get(transfer.incarnation)
         assert peer is not None
         self._client.stop_heartbeats(transfer)
-        transfer.arrival = transfer.arrival.restarted(transfer.ticket.serial if transfer.is_offered else transfer.arrival.last_serial)
+        transfer.arrival = transfer.arrival.restarted(
+            transfer.ticket.serial if transfer.is_offered else transfer.arrival.last_serial
+        )
         transfer.outstanding.ready_replies.clear()
         transfer.origin.ticket, transfer.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
@@ -345,13 +460,17 @@ class Consumer:
         self._attach_or_register(transfer, peer, now)
 
     def _place(self, transfer: Transfer, now: float) -> None:
-        # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
-        # back when nothing writes into them.
+        # The bytes are ours and the producer is through with us. What is left is our own work, so
+        # no deadline ends it: blocks are handed back when nothing writes into them.
         transfer.is_confirmed = True
         self._transfers.set_deadline(transfer, None)
         self._client.stop_heartbeats(transfer)
         if transfer.to.permutations or self._settings.uses_host_buffer:
-            blocks = transfer.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.uses_host_buffer else ()
+            blocks = (
+                transfer.to.filled_blocks(self._settings.peers.geometry.block_size)
+                if self._settings.uses_host_buffer
+                else ()
+            )
             self._actions.append(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
         else:
             self._handle_event(transfer, _E.PLACED, now, "")
@@ -365,7 +484,11 @@ class Consumer:
         if not transfer.is_confirmed:
             self._client.send_detach(transfer)
         if transfer.has_blocks:
-            self._events.append(TransferFailed(transfer.request, transfer.reason or "the request was aborted", times))
+            self._events.append(
+                TransferFailed(
+                    transfer.request, transfer.reason or "the request was aborted", times
+                )
+            )
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
@@ -381,7 +504,8 @@ class Consumer:
                 and not transfer.to.write_grant.is_fenced
                 and transfer.state in REVOKING
             ):
-                # Whoever could have written is gone for good. What it had sent may be on its way, so a fence is waited for.
+                # Whoever could have written is gone for good. What it had sent may be on its way,
+                # so a fence is waited for.
                 self._write_grants.finish_revoke(transfer, now)
         for user in self._peer_users:
             user.peer_lost(lost)
@@ -393,18 +517,41 @@ class Consumer:
         self._client.note_answer(peer_id, message.beat)
         for transfer in self._transfers.of_leases(peer_id.incarnation, set(message.gone)):
             # What a rank has not offered yet it may still have to grant.
-            is_ahead = transfer.is_offered and transfer.origin.push_info is not None and peer_id.tp_rank not in transfer.arrival.ready
-            # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
-            is_through = transfer.to.write_grant is not None and peer_id.tp_rank not in transfer.to.write_grant.writers
-            if transfer.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead and not is_through:
-                lost = "the producer's lease ran out" if transfer.is_offered else "the producer has forgotten the registration"
+            is_ahead = (
+                transfer.is_offered
+                and transfer.origin.push_info is not None
+                and peer_id.tp_rank not in transfer.arrival.ready
+            )
+            # While confirming, Confirmed or Refused is on its way and is the better answer. What
+            # was withdrawn is gone, and we know it.
+            is_through = (
+                transfer.to.write_grant is not None
+                and peer_id.tp_rank not in transfer.to.write_grant.writers
+            )
+            if (
+                transfer.state not in (TransferState.CONFIRMING, TransferState.RETURNING)
+                and not is_ahead
+                and not is_through
+            ):
+                lost = (
+                    "the producer's lease ran out"
+                    if transfer.is_offered
+                    else "the producer has forgotten the registration"
+                )
                 self._handle_event(transfer, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
         transfer = self._transfers.of_reader(message.reader)
-        if transfer is None or not transfer.is_offered or transfer.state not in _BEFORE_READING or transfer.lease != message.lease:
+        if (
+            transfer is None
+            or not transfer.is_offered
+            or transfer.state not in _BEFORE_READING
+            or transfer.lease != message.lease
+        ):
             return
-        rank = self._peers.rank_at(transfer.incarnation, address, transfer.outstanding.ready_replies)
+        rank = self._peers.rank_at(
+            transfer.incarnation, address, transfer.outstanding.ready_replies
+        )
         if rank is None:
             return
         transfer.outstanding.ready_replies.discard(rank)
@@ -420,5 +567,10 @@ class Consumer:
     def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
         transfer = self._transfers.of_reader(message.reader)
         can_return = transfer is not None and (transfer.state, _E.WITHDRAWN) in TRANSITIONS
-        if transfer is not None and can_return and transfer.is_offered and transfer.ticket.serial == message.serial:
+        if (
+            transfer is not None
+            and can_return
+            and transfer.is_offered
+            and transfer.ticket.serial == message.serial
+        ):
             self._handle_event(transfer, _E.WITHDRAWN, now, "")

@@ -1,4 +1,6 @@
-"""What a consumer is told at the start, and what it says when one of its deadlines has passed. Plain data; pure."""
+"""What a consumer is told at the start, and what it says when one of its deadlines has passed.
+Plain data; pure.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +21,13 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable
-from kvferry.protocol.transfer import Transfer, TransferEvent, TransferState, TransferTable, reader_name
+from kvferry.protocol.transfer import (
+    Transfer,
+    TransferEvent,
+    TransferState,
+    TransferTable,
+    reader_name,
+)
 from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
 
 __all__ = ["ConsumerContext", "ConsumerSettings", "ProducerClient"]
@@ -46,7 +54,9 @@ class ConsumerSettings:
     """Of our transports, those that can end that by themselves."""
 
     def overdue_reason(self, transfer: Transfer, now: float) -> str:
-        is_coming = bool(transfer.arrival.ready) and transfer.arrival.read_until < transfer.to.tokens.stop
+        is_coming = (
+            bool(transfer.arrival.ready) and transfer.arrival.read_until < transfer.to.tokens.stop
+        )
         match transfer.state:
             case TransferState.MOVING if is_coming and not transfer.outstanding.reads:
                 return f"the prefill did not go on within {self.offer_timeout_s:g} s"
@@ -57,7 +67,9 @@ class ConsumerSettings:
             case TransferState.CONFIRMING if now < transfer.to.give_up_at:
                 return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
             case TransferState.WAITING | TransferState.FILLING if not transfer.is_offered:
-                return f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
+                return (
+                    f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
+                )
             case TransferState.TRACKED:
                 return f"the producer did not answer within {self.confirm_timeout_s:g} s"
             case TransferState.READY:
@@ -66,10 +78,11 @@ class ConsumerSettings:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"
 
 
-# -------------------- reader talk --------------------
-# What a consumer says to its producers' ranks: greetings, heartbeats, questions and detach messages. Pure.
+# -------------------- reader talk -------------------- What a consumer says to its producers'
+# ranks: greetings, heartbeats, questions and detach messages. Pure.
 #
-# Messages are appended to the consumer's actions. Which of them to send, and when, is the consumer's to decide.
+# Messages are appended to the consumer's actions. Which of them to send, and when, is the
+# consumer's to decide.
 
 
 MAX_DEFERRED_DETACHES = 10_000
@@ -78,8 +91,16 @@ ANNOUNCE_AFTER_S = 0.5
 
 
 class ProducerClient:
-    def __init__(self, incarnation: EngineIncarnation, peers: PeerTable, registration_s: float, actions: list[Action]) -> None:
-        """`incarnation`: ours; `registration_s`: how long a producer remembers a registration without a heartbeat."""
+    def __init__(
+        self,
+        incarnation: EngineIncarnation,
+        peers: PeerTable,
+        registration_s: float,
+        actions: list[Action],
+    ) -> None:
+        """`incarnation`: ours; `registration_s`: how long a producer remembers a registration
+        without a heartbeat.
+        """
         self._engine, self._epoch = incarnation.engine, incarnation.epoch
         self._peers = peers
         self._registration_s = registration_s
@@ -87,9 +108,16 @@ class ProducerClient:
         self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
 
-    # -- one pull's way ----------------------------------------------------------------------------------------------
+    # -- one pull's way --
 
-    def register(self, transfer: Transfer, peer: Peer, own_tp_size: int, now: float, write: WriteGrantInfo | None = None) -> None:
+    def register(
+        self,
+        transfer: Transfer,
+        peer: Peer,
+        own_tp_size: int,
+        now: float,
+        write: WriteGrantInfo | None = None,
+    ) -> None:
         """Ask to be told when there is something to read, or to have it written."""
         push_info = transfer.origin.push_info
         assert push_info is not None
@@ -125,17 +153,27 @@ class ProducerClient:
         self._actions += [Send(peer.control_address(rank), beat) for rank in ranks]
 
     def ask_confirmation(self, transfer: Transfer, peer: Peer) -> None:
-        self._to_all_ranks(peer, Confirm(transfer.incarnation.epoch, transfer.lease, transfer.reader, transfer.ticket.serial))
+        self._to_all_ranks(
+            peer,
+            Confirm(
+                transfer.incarnation.epoch, transfer.lease, transfer.reader, transfer.ticket.serial
+            ),
+        )
 
     def send_detach(self, transfer: Transfer) -> None:
-        """It needs nothing any more. A producer that is still being shaken hands with is told when it can be."""
+        """It needs nothing any more. A producer that is still being shaken hands with is told when
+        it can be.
+        """
         peer = self._peers.get(transfer.incarnation)
         if peer is None:
             return
         if transfer.is_attached:
             self.stop_heartbeats(transfer)
             self._to_all_ranks(peer, self._detach_message(transfer))
-        elif not peer.is_ready and sum(map(len, self._deferred_detaches.values())) < MAX_DEFERRED_DETACHES:
+        elif (
+            not peer.is_ready
+            and sum(map(len, self._deferred_detaches.values())) < MAX_DEFERRED_DETACHES
+        ):
             self._deferred_detaches.setdefault(transfer.incarnation, []).append(transfer)
 
     def send_deferred_detaches(self, peer: Peer) -> None:
@@ -154,9 +192,12 @@ class ProducerClient:
         transfer.is_attached = False
         peer = self._peers.get(transfer.incarnation)
         for rank in peer.rank_mappings if peer is not None else ():
-            self._heartbeats.untrack(PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank), transfer.lease)
+            self._heartbeats.untrack(
+                PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank),
+                transfer.lease,
+            )
 
-    # -- heartbeats --------------------------------------------------------------------------------------------------
+    # -- heartbeats --
 
     def send_heartbeats(self, now: float) -> None:
         for beat in self._heartbeats.due(now):
@@ -181,14 +222,21 @@ class ProducerClient:
     def next_deadline(self) -> float | None:
         return self._heartbeats.next_deadline()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _send_attach(self, transfer: Transfer, peer: Peer) -> None:
         for rank, rank_mapping in peer.rank_mappings.items():
-            names = [reader_name(self._engine, transfer.request, visitor) for visitor in rank_mapping.consumer_ranks]
+            names = [
+                reader_name(self._engine, transfer.request, visitor)
+                for visitor in rank_mapping.consumer_ranks
+            ]
             sibling_ranks = [name for name in names if name != transfer.reader]
             message = Attach(
-                transfer.origin.ticket_text, transfer.reader, peer.transports[rank], sibling_ranks, transfer.origin.is_optional
+                transfer.origin.ticket_text,
+                transfer.reader,
+                peer.transports[rank],
+                sibling_ranks,
+                transfer.origin.is_optional,
             )
             self._actions.append(Send(peer.control_address(rank), message))
 
@@ -198,25 +246,36 @@ class ProducerClient:
         push_info = transfer.origin.push_info
         assert push_info is not None
         return PushCancel(
-            transfer.incarnation.epoch, transfer.reader, _sent_name(transfer), self._engine, push_info.match_id, push_info.push_ticket
+            transfer.incarnation.epoch,
+            transfer.reader,
+            _sent_name(transfer),
+            self._engine,
+            push_info.match_id,
+            push_info.push_ticket,
         )
 
     def _start_heartbeats(self, transfer: Transfer, peer: Peer, lease_s: float, now: float) -> None:
         transfer.is_attached = True
         for rank in peer.rank_mappings:
-            self._heartbeats.track(peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now)
+            self._heartbeats.track(
+                peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now
+            )
 
-    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
+    def _to_all_ranks(
+        self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel
+    ) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.rank_mappings]
 
 
 def _sent_name(transfer: Transfer) -> str:
-    """Its request id; where that is too long for a message, none, and the handover alone decides."""
+    """Its request id; where that is too long for a message, none, and the handover alone
+    decides.
+    """
     return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""
 
 
-# -------------------- consumer parts --------------------
-# What the consumer's ways to fill blocks work with: the pulls, the peers, and how to move a pull on. Plain data; pure.
+# -------------------- consumer parts -------------------- What the consumer's ways to fill blocks
+# work with: the pulls, the peers, and how to move a pull on. Plain data; pure.
 
 
 class EventHandler(Protocol):

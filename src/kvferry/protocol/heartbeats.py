@@ -1,6 +1,7 @@
 """When something is due for each of many things, without looking at all of them. Pure.
 
-A heap with lazy removal: what was moved or dropped stays in it until it surfaces, or until there is more of that than of the rest.
+A heap with lazy removal: what was moved or dropped stays in it until it surfaces, or until there is
+more of that than of the rest.
 """
 
 from collections.abc import Hashable
@@ -28,7 +29,9 @@ class Deadlines(Generic[K]):
 
     @property
     def num_entries(self) -> int:
-        """What is remembered, stale entries included: never much more than twice the deadlines there are."""
+        """What is remembered, stale entries included: never much more than twice the deadlines
+        there are.
+        """
         return len(self._heap)
 
     def set(self, key: K, at: float) -> None:
@@ -58,15 +61,17 @@ class Deadlines(Generic[K]):
         return self._heap[0][0] if self._heap else None
 
 
-# -------------------- heartbeats --------------------
-# Heartbeats of a consumer: which peers are due one, for which leases, and which have stopped answering. Pure.
+# -------------------- heartbeats -------------------- Heartbeats of a consumer: which peers are due
+# one, for which leases, and which have stopped answering. Pure.
 #
-# One message renews all leases held from a peer. The interval follows the producer's own lease time, which its ticket carries, so two sides
-# with different settings still fit.
+# One message renews all leases held from a peer. The interval follows the producer's own lease
+# time, which its ticket carries, so two sides with different settings still fit.
 
 
 READ_BEGINS = 0
-"""The number of a beat outside the rhythm: its sender is about to read. Those of the rhythm count from 1."""
+"""The number of a beat outside the rhythm: its sender is about to read. Those of the rhythm count
+from 1.
+"""
 
 P = TypeVar("P", bound=Hashable)
 
@@ -95,7 +100,9 @@ class _PeerState:
 
 @dataclass(slots=True)
 class HeartbeatSchedule(Generic[P]):
-    """The pulse of every peer we hold leases from. A peer that leaves `max_unanswered` beats in a row unanswered is lost."""
+    """The pulse of every peer we hold leases from. A peer that leaves `max_unanswered` beats in a
+    row unanswered is lost.
+    """
 
     max_unanswered: int = 3
     _peer_states: dict[P, _PeerState] = field(default_factory=dict, init=False)
@@ -135,17 +142,27 @@ class HeartbeatSchedule(Generic[P]):
                 continue
             peer_state.next_at = now + peer_state.interval_s
             peer_state.number += 1
-            peer_state.unanswered_since = now if peer_state.unanswered_since is None else peer_state.unanswered_since
+            peer_state.unanswered_since = (
+                now if peer_state.unanswered_since is None else peer_state.unanswered_since
+            )
             beats.append(DueHeartbeat(peer, peer_state.number, list(peer_state.leases)))
         return beats
 
     def lost(self, now: float) -> list[P]:
         """Peers that have been silent for `max_unanswered` intervals since a beat."""
-        return [peer for peer, peer_state in self._peer_states.items() if (at := self._lost_at(peer_state)) is not None and at <= now]
+        return [
+            peer
+            for peer, peer_state in self._peer_states.items()
+            if (at := self._lost_at(peer_state)) is not None and at <= now
+        ]
 
     def next_deadline(self) -> float | None:
         deadlines = [peer_state.next_at for peer_state in self._peer_states.values()]
-        deadlines += [at for peer_state in self._peer_states.values() if (at := self._lost_at(peer_state)) is not None]
+        deadlines += [
+            at
+            for peer_state in self._peer_states.values()
+            if (at := self._lost_at(peer_state)) is not None
+        ]
         return min(deadlines, default=None)
 
     def _lost_at(self, peer_state: _PeerState) -> float | None:

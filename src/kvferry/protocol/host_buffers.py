@@ -1,7 +1,9 @@
-"""Copies to where peers see blocks, in turn: of two that have a block in common the later waits until the earlier has ended. Pure.
+"""Copies to where peers see blocks, in turn: of two that have a block in common the later waits
+until the earlier has ended. Pure.
 
-An engine that preempts a request uses its blocks again at once, while a copy of them may be under way; the copy that the next owner asks
-for must not be overtaken by it. Blocks are known by their number alone, whatever their group: groups may share memory.
+An engine that preempts a request uses its blocks again at once, while a copy of them may be under
+way; the copy that the next owner asks for must not be overtaken by it. Blocks are known by their
+number alone, whatever their group: groups may share memory.
 """
 
 from collections import deque
@@ -18,7 +20,9 @@ __all__ = ["BlockTables", "CopyResult", "HostBufferCopies", "HostCopyQueue", "Pu
 
 @dataclass(slots=True)
 class HostCopyQueue:
-    """Copies stand in line at each of their blocks; one that is first in all its lines is under way."""
+    """Copies stand in line at each of their blocks; one that is first in all its lines is under
+    way.
+    """
 
     _blocks: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
     """By copy."""
@@ -67,14 +71,16 @@ class HostCopyQueue:
 # -------------------- exposures --------------------
 # What a producer with a host buffer has copied of its leases, and what waits for that. Pure.
 #
-# Readers of a producer with a host buffer read a copy of the blocks. A granted lease is copied once; an open one (a prefill that is handed
-# over while it is computed) segment by segment, and each segment is offered when it, and all before it, has been copied.
+# Readers of a producer with a host buffer read a copy of the blocks. A granted lease is copied
+# once; an open one (a prefill that is handed over while it is computed) segment by segment, and
+# each segment is offered when it, and all before it, has been copied.
 #
 #     copy      waiting for its turn ──> under way ──> ended            never stopped halfway; dropped only before it has begun
 #     lease     copied while it is held; when it ends, the copies that are under way still read its blocks, so its end is reported after them
 #     withdrawn by the engine: the blocks are gone already, so nothing is reported; what is under way ends as nobody's, and counts for nobody
 #
-# A reader that was offered a segment reads what it was offered; any other reads all, and is told when all is there.
+# A reader that was offered a segment reads what it was offered; any other reads all, and is told
+# when all is there.
 
 
 BlockTables = tuple[tuple[int, ...], ...]
@@ -147,10 +153,12 @@ class HostBufferCopies:
         """Whether one of these blocks is being copied, or will be."""
         return self._queue.has_any(blocks)
 
-    # -- what the engine does with a lease --------------------------------------------------------------------------
+    # -- what the engine does with a lease --
 
     def grant(self, request: RequestId, blocks: BlockTables) -> None:
-        self._lease_copies[request] = lease_copy = _LeaseCopy(request, is_streamed=False, is_open=False)
+        self._lease_copies[request] = lease_copy = _LeaseCopy(
+            request, is_streamed=False, is_open=False
+        )
         self._enqueue(lease_copy, blocks)
 
     def open(self, request: RequestId) -> None:
@@ -163,8 +171,12 @@ class HostBufferCopies:
             lease_copy.is_open = False
             self._enqueue(lease_copy, blocks)
 
-    def publish(self, request: RequestId, publication: Publication, blocks: BlockTables) -> Publication | None:
-        """So much may be offered once these blocks, and those before, are copied. Returns it if that is now."""
+    def publish(
+        self, request: RequestId, publication: Publication, blocks: BlockTables
+    ) -> Publication | None:
+        """So much may be offered once these blocks, and those before, are copied. Returns it if
+        that is now.
+        """
         lease_copy = self._lease_copies.get(request)
         if lease_copy is None or not lease_copy.is_streamed:
             return publication
@@ -203,7 +215,7 @@ class HostBufferCopies:
         lease_copy = self._lease_copies.get(request)
         return "" if lease_copy is None else lease_copy.failure
 
-    # -- readers ----------------------------------------------------------------------------------------------------
+    # -- readers --
 
     def attach(self, request: RequestId, reader: str, route: Route, *, is_offered: bool) -> bool:
         """Whether it may read; if not, it is told later."""
@@ -216,7 +228,11 @@ class HostBufferCopies:
     def offer(self, request: RequestId, reader: str) -> bool:
         """It is offered what is published. Whether it waits to be told that it may read."""
         lease_copy = self._lease_copies.get(request)
-        return lease_copy is not None and lease_copy.is_streamed and lease_copy.waiting.pop(reader, None) is not None
+        return (
+            lease_copy is not None
+            and lease_copy.is_streamed
+            and lease_copy.waiting.pop(reader, None) is not None
+        )
 
     def leave(self, request: RequestId, reader: str) -> None:
         if request in self._lease_copies:
@@ -225,7 +241,7 @@ class HostBufferCopies:
     def is_waiting(self, request: RequestId, reader: str) -> bool:
         return request in self._lease_copies and reader in self._lease_copies[request].waiting
 
-    # -- copies -----------------------------------------------------------------------------------------------------
+    # -- copies --
 
     def copied(self, copy: int, error: str | None) -> CopyResult | None:
         """A copy has ended; it no longer reads the engine's blocks. None: nothing comes of it."""
@@ -235,14 +251,28 @@ class HostBufferCopies:
             return None
         del lease_copy.copies[copy]
         if lease_copy.end is not None:
-            return None if lease_copy.copies else CopyResult(lease_copy.request, end=self._lease_copies.pop(lease_copy.request).end)
+            return (
+                None
+                if lease_copy.copies
+                else CopyResult(
+                    lease_copy.request, end=self._lease_copies.pop(lease_copy.request).end
+                )
+            )
         if lease_copy.failure:
             return None
         if error is not None:
             lease_copy.failure = f"the blocks could not be copied to the host buffer: {error}"
             readers = lease_copy.waiting
             self._drop_waiting(lease_copy)
-            return CopyResult(lease_copy.request, None, readers, None, lease_copy.failure, lease_copy.is_open, lease_copy.match_id)
+            return CopyResult(
+                lease_copy.request,
+                None,
+                readers,
+                None,
+                lease_copy.failure,
+                lease_copy.is_open,
+                lease_copy.match_id,
+            )
         return self._progress(lease_copy)
 
     def take_actions(self) -> list[CopyToHostBuffer]:
@@ -263,19 +293,25 @@ class HostBufferCopies:
         self._last_copy += 1
         lease_copy.copies[self._last_copy] = blocks
         self._owners[self._last_copy] = lease_copy
-        if self._queue.join(self._last_copy, {block for group in blocks for block in group if block != HOLE}):
+        if self._queue.join(
+            self._last_copy, {block for group in blocks for block in group if block != HOLE}
+        ):
             self._begin([self._last_copy])
 
     def _begin(self, copies: list[int]) -> None:
         for copy in copies:
             lease_copy = self._owners[copy]
-            self._actions.append(CopyToHostBuffer(lease_copy.request, lease_copy.copies[copy], copy))
+            self._actions.append(
+                CopyToHostBuffer(lease_copy.request, lease_copy.copies[copy], copy)
+            )
 
     def _drop_waiting(self, lease_copy: _LeaseCopy) -> None:
         """Everybody and everything that waits for this lease's blocks to be copied."""
         lease_copy.publications.clear()
         lease_copy.waiting = {}
         # The latest first, so that none of ours begins instead.
-        for copy in [copy for copy in reversed(lease_copy.copies) if not self._queue.is_running(copy)]:
+        for copy in [
+            copy for copy in reversed(lease_copy.copies) if not self._queue.is_running(copy)
+        ]:
             del lease_copy.copies[copy], self._owners[copy]
             self._begin(self._queue.leave(copy))

@@ -1,6 +1,8 @@
-"""Which KV heads a tensor-parallel rank holds, and which of a producer's ranks each of a consumer's goes to. Pure.
+"""Which KV heads a tensor-parallel rank holds, and which of a producer's ranks each of a consumer's
+goes to. Pure.
 
-Rank r of T holds heads r*H/T to (r+1)*H/T of H; with more ranks than heads, T/H neighbours hold the same one.
+Rank r of T holds heads r*H/T to (r+1)*H/T of H; with more ranks than heads, T/H neighbours hold the
+same one.
 
     P, TP 4, 2 heads    |0 |0'|1 |1'|    D's only rank reads head 0 of P's rank 0 and head 1 of rank 2. Ranks 1 and 3 have nothing for
     D, TP 1             |  0  1     |    it, but hold a lease that must end: it goes there too, and reads nothing.
@@ -58,19 +60,27 @@ def heads_of(rank: int, size: int, total_heads: int) -> range:
 
 
 @lru_cache(maxsize=256)
-def rank_mappings(rank: int, size: int, remote_size: int, total_heads: int) -> tuple[RankMapping, ...]:
-    """Where rank `rank` of a consumer of TP `size` goes. Together its ranks go to each of the producer's, and each reads its heads once."""
+def rank_mappings(
+    rank: int, size: int, remote_size: int, total_heads: int
+) -> tuple[RankMapping, ...]:
+    """Where rank `rank` of a consumer of TP `size` goes. Together its ranks go to each of the
+    producer's, and each reads its heads once.
+    """
     reads = [_reads(each, size, remote_size, total_heads) for each in range(size)]
     for remote in set(range(remote_size)).difference(*reads):
         reads[remote * size // remote_size][remote] = []
     return tuple(
-        RankMapping(remote, _as_range(heads), tuple(each for each in range(size) if remote in reads[each]))
+        RankMapping(
+            remote, _as_range(heads), tuple(each for each in range(size) if remote in reads[each])
+        )
         for remote, heads in sorted(reads[rank].items())
     )
 
 
 def _reads(rank: int, size: int, remote_size: int, total_heads: int) -> dict[int, list[int]]:
-    """Heads by the producer's rank they are read from. Of several that hold a head, the one that lies where we lie: equal sizes pair up."""
+    """Heads by the producer's rank they are read from. Of several that hold a head, the one that
+    lies where we lie: equal sizes pair up.
+    """
     reads: dict[int, list[int]] = {}
     for head in heads_of(rank, size, total_heads):
         holders = _share(head, total_heads, remote_size)
@@ -80,7 +90,9 @@ def _reads(rank: int, size: int, remote_size: int, total_heads: int) -> dict[int
 
 
 def _share(part: int, parts: int, things: int) -> range:
-    """What part number `part` of `parts` gets of so many things. More parts than things: neighbours share one."""
+    """What part number `part` of `parts` gets of so many things. More parts than things: neighbours
+    share one.
+    """
     first = part * things // parts
     return range(first, max(first + 1, (part + 1) * things // parts))
 
@@ -89,8 +101,8 @@ def _as_range(heads: Sequence[int]) -> range:
     return range(heads[0], heads[-1] + 1) if heads else range(0)
 
 
-# -------------------- arrangement --------------------
-# How layers, tokens and heads lie in a block, as axes; and in which order a producer's blocks are best read. Integer arithmetic; pure.
+# -------------------- arrangement -------------------- How layers, tokens and heads lie in a block,
+# as axes; and in which order a producer's blocks are best read. Integer arithmetic; pure.
 #
 # HND       head x token                      all tokens of a head, then the next head
 # NHD       token x head
@@ -99,14 +111,18 @@ def _as_range(heads: Sequence[int]) -> range:
 
 
 SMALL_SEGMENT_BYTES = 4096
-"""Shorter runs are not read one by one: a descriptor costs as much as copying about so many bytes once more."""
+"""Shorter runs are not read one by one: a descriptor costs as much as copying about so many bytes
+once more.
+"""
 
 Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CommonAxis:
-    """One index of two arrangements of the same things, and how far each goes for one step of it."""
+    """One index of two arrangements of the same things, and how far each goes for one step of
+    it.
+    """
 
     count: int
     first_bytes: int
@@ -114,7 +130,9 @@ class CommonAxis:
 
 
 def dense_axes(counts: Iterable[tuple[AxisKind, int]], item_bytes: int) -> tuple[Axis, ...]:
-    """Axes, outermost first, of items without gaps. What has one element is left out, and neighbours of one kind are one axis."""
+    """Axes, outermost first, of items without gaps. What has one element is left out, and
+    neighbours of one kind are one axis.
+    """
     axes: list[Axis] = []
     stride = item_bytes
     for kind, count in reversed(list(counts)):
@@ -141,17 +159,25 @@ def is_dense(axes: Sequence[Axis], block_bytes: int) -> bool:
 
 
 def offsets_along(axes: Sequence[Axis], kind: AxisKind) -> Offsets:
-    """Where each of a kind lies, from the first. With several axes of a kind the outer one counts slower."""
+    """Where each of a kind lies, from the first. With several axes of a kind the outer one counts
+    slower.
+    """
     offsets = np.zeros(1, dtype=np.int64)
     for axis in axes:
         if axis.kind is kind:
-            offsets = (offsets[:, None] + np.arange(axis.count, dtype=np.int64) * axis.stride_bytes).ravel()
+            offsets = (
+                offsets[:, None] + np.arange(axis.count, dtype=np.int64) * axis.stride_bytes
+            ).ravel()
     return offsets
 
 
 @lru_cache(maxsize=1024)
-def arrival_axes(local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int) -> tuple[Axis, ...]:
-    """Our block's contents in the producer's order: as many layers, tokens and heads as we have, arranged as they are there."""
+def arrival_axes(
+    local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int
+) -> tuple[Axis, ...]:
+    """Our block's contents in the producer's order: as many layers, tokens and heads as we have,
+    arranged as they are there.
+    """
     wanted = {kind: prod(axis.count for axis in local if axis.kind is kind) for kind in AxisKind}
     inner: list[tuple[AxisKind, int]] = []
     for axis in reversed(remote):
@@ -161,14 +187,21 @@ def arrival_axes(local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: 
             wanted[AxisKind.TOKEN] //= part
         elif axis.kind is AxisKind.HEAD:
             inner.append((axis.kind, wanted.pop(axis.kind, 1)))
-    # What the producer has only one of, or in smaller blocks, goes outside; our layers outermost, for each is read by itself.
-    outer = [(kind, wanted.get(kind, 1)) for kind in (AxisKind.LAYER, AxisKind.TOKEN, AxisKind.HEAD)]
+    # What the producer has only one of, or in smaller blocks, goes outside; our layers outermost,
+    # for each is read by itself.
+    outer = [
+        (kind, wanted.get(kind, 1)) for kind in (AxisKind.LAYER, AxisKind.TOKEN, AxisKind.HEAD)
+    ]
     return dense_axes([*outer, *reversed(inner)], item_bytes)
 
 
 @lru_cache(maxsize=1024)
-def reads_in_producers_order(local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int) -> bool:
-    """Whether a read brings blocks in the producer's order, to be put into ours afterwards, because ours would take many small runs."""
+def reads_in_producers_order(
+    local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int
+) -> bool:
+    """Whether a read brings blocks in the producer's order, to be put into ours afterwards, because
+    ours would take many small runs.
+    """
     arrived = arrival_axes(local, remote, item_bytes)
     if arrived == local or _common_segment_bytes(local, arrived, item_bytes) >= SMALL_SEGMENT_BYTES:
         return False
@@ -176,7 +209,9 @@ def reads_in_producers_order(local: tuple[Axis, ...], remote: tuple[Axis, ...], 
 
 
 def common_axes(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[CommonAxis, ...] | None:
-    """One set of indices for two arrangements of the same counts; None where their cuts do not fit into each other."""
+    """One set of indices for two arrangements of the same counts; None where their cuts do not fit
+    into each other.
+    """
     steps: list[CommonAxis] = []
     for kind in AxisKind:
         ours, theirs = ([axis for axis in axes if axis.kind is kind] for axes in (first, second))
@@ -235,7 +270,9 @@ class Geometry:
     total_kv_heads: int
     """Heads of all ranks together, each counted once."""
     needs_whole_blocks: bool = False
-    """A window may begin within a block, and this engine would show others the block as if all of it had been loaded."""
+    """A window may begin within a block, and this engine would show others the block as if all of
+    it had been loaded.
+    """
 
     @property
     def heads(self) -> range:
@@ -247,8 +284,14 @@ class Geometry:
         return all(region.axes is not None for region in self.regions)
 
     def tokens_per_item_of_layers(self) -> dict[str, int]:
-        """How many tokens lie together at one index of a region's axes: one, unless a kernel packs them in its own way."""
-        return {layer: self.block_size // r.count(AxisKind.TOKEN) for r in self.regions for layer in r.layer_names}
+        """How many tokens lie together at one index of a region's axes: one, unless a kernel packs
+        them in its own way.
+        """
+        return {
+            layer: self.block_size // r.count(AxisKind.TOKEN)
+            for r in self.regions
+            for layer in r.layer_names
+        }
 
     def group_of_layers(self) -> dict[str, int]:
         return {layer: region.group for region in self.regions for layer in region.layer_names}
@@ -256,7 +299,11 @@ class Geometry:
     def token_bytes_of_layers(self) -> dict[str, float]:
         """What one token of one head takes. Whole numbers, where the cache is what it says."""
         share = self.block_size * self.num_kv_heads
-        return {layer: r.block_bytes / (len(r.layer_names) * share) for r in self.regions for layer in r.layer_names}
+        return {
+            layer: r.block_bytes / (len(r.layer_names) * share)
+            for r in self.regions
+            for layer in r.layer_names
+        }
 
 
 def geometry_from_layout(layout: RankLayout) -> Geometry:
@@ -275,10 +322,18 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
         )
     except ValueError as error:
         raise RemoteProtocolError(f"a layout that cannot be read: {error}") from None
-    sizes = (layout.tp_size, layout.block_size, layout.num_blocks, layout.num_kv_heads, layout.total_kv_heads, layout.head_dim)
+    sizes = (
+        layout.tp_size,
+        layout.block_size,
+        layout.num_blocks,
+        layout.num_kv_heads,
+        layout.total_kv_heads,
+        layout.head_dim,
+    )
     is_good = (
         min(sizes) > 0
-        and max(layout.block_size, layout.num_kv_heads, layout.total_kv_heads, layout.tp_size) <= _MAX_COUNT
+        and max(layout.block_size, layout.num_kv_heads, layout.total_kv_heads, layout.tp_size)
+        <= _MAX_COUNT
         and 0 <= layout.tp_rank < layout.tp_size
         and len(geometry.regions) > 0
         and sum(len(r.layer_names) for r in geometry.regions) == len(geometry.group_of_layers())
@@ -290,7 +345,9 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
 
 
 def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
-    """IncompatiblePeer, naming each field, when blocks of `remote` cannot be placed into `local`."""
+    """IncompatiblePeer, naming each field, when blocks of `remote` cannot be placed into
+    `local`.
+    """
     total = local.total_kv_heads
     pairs: _Pairs = {
         "total_kv_heads": (total, remote.total_kv_heads),
@@ -314,28 +371,49 @@ def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
     """Of two caches of the same layers."""
     can_cut = local.can_cut_blocks and remote.can_cut_blocks
     if can_cut and local.tokens_per_item_of_layers() == remote.tokens_per_item_of_layers():
-        pairs: _Pairs = {"token_bytes": (local.token_bytes_of_layers(), remote.token_bytes_of_layers())}
+        pairs: _Pairs = {
+            "token_bytes": (local.token_bytes_of_layers(), remote.token_bytes_of_layers())
+        }
     else:
         # It is not known what lies where in a block, so all must be alike.
         pairs = {
-            "tp_size": (local.tp_size, remote.tp_size) if local.num_kv_heads != remote.num_kv_heads else (0, 0),
+            "tp_size": (local.tp_size, remote.tp_size)
+            if local.num_kv_heads != remote.num_kv_heads
+            else (0, 0),
             "block_size": (local.block_size, remote.block_size),
             "kv_cache_layout": (str(local.layout), str(remote.layout)),
-            "regions": ([r.layer_names for r in local.regions], [r.layer_names for r in remote.regions]),
-            "block_bytes": ([r.block_bytes for r in local.regions], [r.block_bytes for r in remote.regions]),
+            "regions": (
+                [r.layer_names for r in local.regions],
+                [r.layer_names for r in remote.regions],
+            ),
+            "block_bytes": (
+                [r.block_bytes for r in local.regions],
+                [r.block_bytes for r in remote.regions],
+            ),
             "order in a block": (_described(local), _described(remote)),
         }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _described(geometry: Geometry) -> list[str]:
-    orders = [None if r.axes is None else [f"{axis.count} {axis.kind}s" for axis in r.axes] for r in geometry.regions]
-    return ["not known" if order is None else " of ".join([*order, f"{geometry.block_size} tokens"]) for order in orders]
+    orders = [
+        None if r.axes is None else [f"{axis.count} {axis.kind}s" for axis in r.axes]
+        for r in geometry.regions
+    ]
+    return [
+        "not known" if order is None else " of ".join([*order, f"{geometry.block_size} tokens"])
+        for order in orders
+    ]
 
 
 def _can_divide_blocks(local: Geometry, remote: Geometry) -> bool:
-    larger, smaller = max(local.block_size, remote.block_size), min(local.block_size, remote.block_size)
-    return larger % smaller == 0 and not (local.needs_whole_blocks and local.block_size > remote.block_size)
+    larger, smaller = (
+        max(local.block_size, remote.block_size),
+        min(local.block_size, remote.block_size),
+    )
+    return larger % smaller == 0 and not (
+        local.needs_whole_blocks and local.block_size > remote.block_size
+    )
 
 
 def region_info(region: Region) -> RegionInfo:
@@ -349,13 +427,19 @@ def region_info(region: Region) -> RegionInfo:
         str(region.memory),
         region.device,
         region.group,
-        None if region.axes is None else [(str(axis.kind), axis.count, axis.stride_bytes) for axis in region.axes],
+        None
+        if region.axes is None
+        else [(str(axis.kind), axis.count, axis.stride_bytes) for axis in region.axes],
         list(region.layers),
     )
 
 
 def _region(info: RegionInfo) -> Region:
-    axes = None if info.axes is None else tuple(Axis(AxisKind(kind), count, stride) for kind, count, stride in info.axes)
+    axes = (
+        None
+        if info.axes is None
+        else tuple(Axis(AxisKind(kind), count, stride) for kind, count, stride in info.axes)
+    )
     return Region(
         info.name,
         info.address,

@@ -1,11 +1,13 @@
 """Leases on KV blocks: who may still read them, and until when.
 
-A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and confirm or detach. It ends when somebody has
-settled it (confirmed, or given up) and nobody is attached or awaited, or when it has run out. Blocks are freed only after that.
-One that is kept for whoever might come has a time of its own, and is let go when its owner needs the blocks.
-In push a lease may be open while prefill still fills the blocks; then it does not end before it is closed, only by being revoked.
-Awaited are the companions of a reader that came: other ranks of its engine, with the same request, that have not come yet.
-Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
+A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and
+confirm or detach. It ends when somebody has settled it (confirmed, or given up) and nobody is
+attached or awaited, or when it has run out. Blocks are freed only after that. One that is kept for
+whoever might come has a time of its own, and is let go when its owner needs the blocks. In push a
+lease may be open while prefill still fills the blocks; then it does not end before it is closed,
+only by being revoked. Awaited are the companions of a reader that came: other ranks of its engine,
+with the same request, that have not come yet. Pure: the caller passes `now` (local monotonic
+seconds) and acts on what returns.
 """
 
 import math
@@ -22,7 +24,9 @@ __all__ = ["MAX_TURN_ID_CHARS", "EndedLease", "EndedTurns", "LeaseTable", "Ticke
 
 
 MAX_READERS = 8192
-"""Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
+"""Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few
+ranks.
+"""
 
 MAX_STALE_ENTRIES = 64
 """So many stale deadlines are dealt with one by one."""
@@ -60,14 +64,16 @@ class _Lease:
 
 @dataclass(slots=True)
 class LeaseTable:
-    """Every granted lease. A renewal never shortens one; serials are granted in rising order, so a ticket's standing needs no history."""
+    """Every granted lease. A renewal never shortens one; serials are granted in rising order, so a
+    ticket's standing needs no history.
+    """
 
     ttl_s: float
     extension_s: float
     _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
     _last_serial: int = field(default=0, init=False)
-    # One entry per lease, and some of leases that have ended. A renewed lease keeps its old entry, which is pushed back when it surfaces:
-    # renewals cost nothing here.
+    # One entry per lease, and some of leases that have ended. A renewed lease keeps its old entry,
+    # which is pushed back when it surfaces: renewals cost nothing here.
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
     _readers_by_transport: Counter[str] = field(default_factory=Counter, init=False)
 
@@ -94,13 +100,17 @@ class LeaseTable:
         self._run_until(request, self._add(request, serial), now + self.ttl_s)
 
     def retain(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
-        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `evict` does."""
+        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `evict`
+        does.
+        """
         lease = self._add(request, serial)
         lease.unsettled = LeaseEnd.LAPSED
         self._run_until(request, lease, now + ttl_s)
 
     def evict(self, request: RequestId, now: float) -> None:
-        """The owner needs the blocks: no further reader is waited for, and those attached only while they renew. Ask `take_if_ended`."""
+        """The owner needs the blocks: no further reader is waited for, and those attached only
+        while they renew. Ask `take_if_ended`.
+        """
         lease = self._leases.get(request)
         if lease is None:
             return
@@ -113,7 +123,9 @@ class LeaseTable:
         self._note_deadline(request, until)
 
     def open(self, request: RequestId, serial: int) -> None:
-        """Grant a lease on blocks that the engine is still filling: it neither ends nor runs out before it is closed."""
+        """Grant a lease on blocks that the engine is still filling: it neither ends nor runs out
+        before it is closed.
+        """
         self._add(request, serial).is_open = True
 
     def close(self, request: RequestId, now: float) -> None:
@@ -126,7 +138,9 @@ class LeaseTable:
 
     def _add(self, request: RequestId, serial: int) -> _Lease:
         if request in self._leases or serial <= self._last_serial:
-            raise LocalProtocolError(f"lease granted twice: {request} (serial {serial}, last {self._last_serial})")
+            raise LocalProtocolError(
+                f"lease granted twice: {request} (serial {serial}, last {self._last_serial})"
+            )
         self._last_serial = serial
         lease = self._leases[request] = _Lease(serial, math.inf)
         return lease
@@ -134,7 +148,8 @@ class LeaseTable:
     def _note_deadline(self, request: RequestId, at: float) -> None:
         heappush(self._by_deadline, (at, request))
         if len(self._by_deadline) > 2 * len(self._leases) + MAX_STALE_ENTRIES:
-            # Most leases end long before they run out; what is left of them must not outnumber those that live.
+            # Most leases end long before they run out; what is left of them must not outnumber
+            # those that live.
             self._rebuild_heap()
 
     def ticket_status(self, request: RequestId, serial: int) -> TicketStatus:
@@ -143,10 +158,19 @@ class LeaseTable:
             return TicketStatus.HELD
         return TicketStatus.PENDING if serial > self._last_serial else TicketStatus.GONE
 
-    def attach(self, request: RequestId, reader: str, now: float, transport: str = "", sibling_ranks: Iterable[str] = ()) -> bool:
+    def attach(
+        self,
+        request: RequestId,
+        reader: str,
+        now: float,
+        transport: str = "",
+        sibling_ranks: Iterable[str] = (),
+    ) -> bool:
         """Register a reader and renew; False when the lease is not held or has too many readers.
 
-        The first of its companions says who else will come; they are awaited until they have attached."""
+        The first of its companions says who else will come; they are awaited until they have
+        attached.
+        """
         lease = self._leases.get(request)
         if lease is None:
             return False
@@ -164,9 +188,15 @@ class LeaseTable:
         return True
 
     def note_offer(self, request: RequestId, reader: str) -> None:
-        """It has been told of the lease and will attach or detach. Ignored where the lease is not held or has too many readers."""
+        """It has been told of the lease and will attach or detach. Ignored where the lease is not
+        held or has too many readers.
+        """
         lease = self._leases.get(request)
-        if lease is not None and reader not in lease.readers and len(lease.readers) + len(lease.offered) < MAX_READERS:
+        if (
+            lease is not None
+            and reader not in lease.readers
+            and len(lease.readers) + len(lease.offered) < MAX_READERS
+        ):
             lease.offered.add(reader)
 
     def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
@@ -181,7 +211,9 @@ class LeaseTable:
         return missing
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
-        """Whether this reader has held the lease without a break until now. It is detached; ask `take_ended` afterwards."""
+        """Whether this reader has held the lease without a break until now. It is detached; ask
+        `take_ended` afterwards.
+        """
         lease = self._leases.get(request)
         if lease is None or reader not in lease.readers or lease.deadline <= now:
             return False
@@ -190,9 +222,13 @@ class LeaseTable:
         return True
 
     def detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> bool:
-        """A reader leaves without having used the blocks, or will not come. If nobody has settled the lease yet, it ends like that."""
+        """A reader leaves without having used the blocks, or will not come. If nobody has settled
+        the lease yet, it ends like that.
+        """
         lease = self._leases.get(request)
-        if lease is None or not (reader in lease.readers or reader in lease.awaited or reader in lease.offered):
+        if lease is None or not (
+            reader in lease.readers or reader in lease.awaited or reader in lease.offered
+        ):
             return False
         self._drop_reader(lease, reader)
         lease.awaited.discard(reader)
@@ -211,13 +247,22 @@ class LeaseTable:
     def take_if_ended(self, request: RequestId) -> EndedLease | None:
         """Remove and return a lease that is settled, has no reader left and awaits none."""
         lease = self._leases.get(request)
-        if lease is None or lease.is_open or lease.settled is None or lease.readers or lease.awaited or lease.offered:
+        if (
+            lease is None
+            or lease.is_open
+            or lease.settled is None
+            or lease.readers
+            or lease.awaited
+            or lease.offered
+        ):
             return None
         del self._leases[request]
         return EndedLease(request, lease.settled)
 
     def revoke(self, request: RequestId) -> EndedLease | None:
-        """Remove and return a lease although readers may be attached: there is nothing for them to read."""
+        """Remove and return a lease although readers may be attached: there is nothing for them to
+        read.
+        """
         lease = self._leases.pop(request, None)
         if lease is None:
             return None
@@ -237,7 +282,8 @@ class LeaseTable:
                 heappush(self._by_deadline, (lease.deadline, request))
                 renewed += 1
                 if renewed == MAX_STALE_ENTRIES:
-                    # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
+                    # One beat renews many leases, so where some entries are stale most are: all at
+                    # once is cheaper than one by one.
                     self._rebuild_heap()
                 continue
             del self._leases[request]
@@ -253,7 +299,11 @@ class LeaseTable:
         return self._by_deadline[0][0] if self._by_deadline else None
 
     def _rebuild_heap(self) -> None:
-        self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items() if not lease.is_open]
+        self._by_deadline = [
+            (lease.deadline, request)
+            for request, lease in self._leases.items()
+            if not lease.is_open
+        ]
         heapify(self._by_deadline)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:
@@ -265,10 +315,11 @@ class LeaseTable:
                 del self._readers_by_transport[transport]
 
 
-# -------------------- turns --------------------
-# Turns of conversations that have ended here: what was kept of each, by the word that its router gave it. Pure.
+# -------------------- turns -------------------- Turns of conversations that have ended here: what
+# was kept of each, by the word that its router gave it. Pure.
 #
-# For routers that cannot see in an answer what was kept of it. Bounded in number and in bytes, the oldest forgotten first.
+# For routers that cannot see in an answer what was kept of it. Bounded in number and in bytes, the
+# oldest forgotten first.
 
 
 MAX_TURN_ID_CHARS = 64

@@ -1,6 +1,7 @@
 """Every message that crosses the wire, as one tagged union.
 
-Durations cross the wire, deadlines never do. A field added later has a default; each change bumps `WIRE_VERSION` and adds a line here:
+Durations cross the wire, deadlines never do. A field added later has a default; each change bumps
+`WIRE_VERSION` and adds a line here:
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
@@ -113,21 +114,26 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     transport: Name = ""
     """The data transport the reader will use; some need our help while they are read."""
     sibling_ranks: Annotated[list[Name], msgspec.Meta(max_length=MAX_SIBLING_RANKS)] = []
-    """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
+    """Readers of the other ranks that come here for the same request: the lease is theirs too,
+    though they may come later.
+    """
     wants_ready: bool = False
     """The reader asks for nothing before it has heard `Ready`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The lease is granted and its blocks, or those that were offered of it, are where readers read them. Said by producers whose layout
-    `uses_host_buffer`, and to readers that want to know."""
+    """The lease is granted and its blocks, or those that were offered of it, are where readers read
+    them. Said by producers whose layout `uses_host_buffer`, and to readers that want to know.
+    """
 
     lease: Name
     reader: Name
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Renews every lease named. `beat` is echoed in the reply; 0 is outside the rhythm and says that a read begins."""
+    """Renews every lease named. `beat` is echoed in the reply; 0 is outside the rhythm and says
+    that a read begins.
+    """
 
     epoch: Name
     beat: int
@@ -149,7 +155,9 @@ class Confirm(msgspec.Struct, frozen=True, tag=True):
     lease: Name
     reader: Name
     serial: int = 0
-    """Of the ticket they were read with. A request has several leases, one after the other, where its prefill is preempted."""
+    """Of the ticket they were read with. A request has several leases, one after the other, where
+    its prefill is preempted.
+    """
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
@@ -184,7 +192,9 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
-    """To a side channel, from a router that cannot see it in the answer: what has been kept of the turn that was given this word?"""
+    """To a side channel, from a router that cannot see it in the answer: what has been kept of the
+    turn that was given this word?
+    """
 
     nonce: int
     turn_id: Name
@@ -200,11 +210,14 @@ class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteGrantInfo(msgspec.Struct, frozen=True):
-    """Part of a registration: the producer may write this request's KV into these blocks of the consumer's, for as long as the
-    registration is renewed, until it is revoked."""
+    """Part of a registration: the producer may write this request's KV into these blocks of the
+    consumer's, for as long as the registration is renewed, until it is revoked.
+    """
 
     grant_id: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """The consumer's own, one for each lease it gives: its transport lets in what is written under it."""
+    """The consumer's own, one for each lease it gives: its transport lets in what is written under
+    it.
+    """
     transport: Name
     tp_rank: Count
     """Of the consumer's worker whose blocks they are."""
@@ -219,7 +232,9 @@ class WriteGrantInfo(msgspec.Struct, frozen=True):
 
 
 class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
-    """Consumer to producer, before there is anything to hand over: tell me when this request's KV is there, or write it."""
+    """Consumer to producer, before there is anything to hand over: tell me when this request's KV
+    is there, or write it.
+    """
 
     epoch: Name
     reader: Name
@@ -242,17 +257,21 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
 
 
 class PushOffer(msgspec.Struct, frozen=True, tag=True):
-    """What was registered for is there, and may be read under this ticket. Said again whenever there is more of it."""
+    """What was registered for is there, and may be read under this ticket. Said again whenever
+    there is more of it.
+    """
 
     reader: Name
     ticket: str
     ready_tokens: int
-    """Of the ticket's tokens, so many may be read. The ticket has holes where the others are to come."""
+    """Of the ticket's tokens, so many may be read. The ticket has holes where the others are to
+    come.
+    """
 
 
 class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
-    """The producer has taken back what it offered (it preempted the prefill) and will compute it again. What was read of it is
-    worthless.
+    """The producer has taken back what it offered (it preempted the prefill) and will compute it
+    again. What was read of it is worthless.
     """
 
     reader: Name
@@ -261,7 +280,9 @@ class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushCancel(msgspec.Struct, frozen=True, tag=True):
-    """This reader needs nothing any more, or never did: if nobody else does, free the blocks, or do not keep them once computed."""
+    """This reader needs nothing any more, or never did: if nobody else does, free the blocks, or do
+    not keep them once computed.
+    """
 
     epoch: Name
     reader: Name
@@ -273,8 +294,9 @@ class PushCancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """Producer to consumer: the KV of so many tokens is in your blocks. When it is the last, all of it is, and it was right: the blocks it
-    was copied from were held all the time."""
+    """Producer to consumer: the KV of so many tokens is in your blocks. When it is the last, all of
+    it is, and it was right: the blocks it was copied from were held all the time.
+    """
 
     reader: Name
     grant_id: int
@@ -295,7 +317,9 @@ class WriteFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """Consumer to producer: write no more under this lease, and say so when nothing of it is on its way."""
+    """Consumer to producer: write no more under this lease, and say so when nothing of it is on its
+    way.
+    """
 
     epoch: Name
     reader: Name
@@ -319,7 +343,9 @@ class RegionInfo(msgspec.Struct, frozen=True):
     device: int
     group: int = 0
     axes: Annotated[list[tuple[str, int, int]], msgspec.Meta(max_length=MAX_AXES)] | None = None
-    """Of a block, outermost first: what it counts (`layer`, `token`, `head`), how many, how many bytes apart. None: not known."""
+    """Of a block, outermost first: what it counts (`layer`, `token`, `head`), how many, how many
+    bytes apart. None: not known.
+    """
     layers: list[str] = []
     """That share its blocks, in the order of the layer axis; none: the one it is named after."""
 
@@ -377,15 +403,24 @@ Message = (
 )
 
 ToConsumer = (
-    HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal | Written | WriteFailed | Revoked
+    HandshakeReply
+    | HandshakeRefused
+    | Ready
+    | HeartbeatReply
+    | Confirmed
+    | Refused
+    | PushWithdrawal
+    | Written
+    | WriteFailed
+    | Revoked
 )
 """What a consumer understands as it is; an offer's ticket is looked at first."""
 
 ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
 
 
-# -------------------- codec --------------------
-# Bytes to messages and back. Anything malformed becomes RemoteProtocolError; nothing from a peer is ever unpickled. Pure.
+# -------------------- codec -------------------- Bytes to messages and back. Anything malformed
+# becomes RemoteProtocolError; nothing from a peer is ever unpickled. Pure.
 
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -399,7 +434,10 @@ _layout_decoder: msgspec.msgpack.Decoder[RankLayout] = msgspec.msgpack.Decoder(R
 def encode(message: Message) -> bytes:
     frame = _encoder.encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise LocalProtocolError(f"a {type(message).__name__} of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        raise LocalProtocolError(
+            f"a {type(message).__name__} of {len(frame)} bytes is over the limit of "
+            f"{MAX_MESSAGE_BYTES}"
+        )
     return frame
 
 
@@ -417,8 +455,15 @@ def decode_layout(data: bytes | memoryview) -> RankLayout:
 
 def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T], what: str) -> _T:
     if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(f"a {what} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        raise RemoteProtocolError(
+            f"a {what} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+        )
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+    except (
+        msgspec.DecodeError,
+        msgspec.ValidationError,
+        RecursionError,
+        UnicodeDecodeError,
+    ) as error:
         raise RemoteProtocolError(f"a {what} that cannot be read: {error}") from None

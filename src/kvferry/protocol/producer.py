@@ -55,33 +55,54 @@ class PendingReaders:
 # -------------------- producer --------------------
 # The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
 #
-# The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
-# reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
-# no more of them is believed.
+# The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake
+# the grant on its way to the worker. A reader with a genuine ticket whose grant has not arrived is
+# served, for what the ticket names cannot be freed before; after `grant_wait_s` no more of them is
+# believed.
 #
-# In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the matcher (`push_desk.py`). Where
-# the consumer has lent us its blocks, we write instead of offering (`writers.py`); it is a reader of the lease all the same.
+# In push a consumer registers before there is a ticket; its registration and the finished prefill
+# meet at the matcher (`push_desk.py`). Where the consumer has lent us its blocks, we write instead
+# of offering (`writers.py`); it is a reader of the lease all the same.
 #
-# A producer with a host buffer's readers read a copy of the blocks (`exposures.py`). It tells each of them when the copy is there (`Ready`),
-# confirms nobody before, offers no segment of a prefill before, and does not report the end of a lease whose blocks are still being copied.
-# Pure: feed it, then take what it wants done.
+# A producer with a host buffer's readers read a copy of the blocks (`exposures.py`). It tells each
+# of them when the copy is there (`Ready`), confirms nobody before, offers no segment of a prefill
+# before, and does not report the end of a lease whose blocks are still being copied. Pure: feed it,
+# then take what it wants done.
 
 
 MAX_PENDING_TICKETS = 10_000
 READ_WATCH_S = 1.0
 """So long after a reader has stirred, transports that need our help are looked at more often."""
 READ_START_S = 0.02
-"""And so long all but constantly: some reads begin with a question to us, which comes a moment after the news of it."""
+"""And so long all but constantly: some reads begin with a question to us, which comes a moment
+after the news of it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerReply:
     route: Route
-    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal | Written | WriteFailed | Revoked
+    message: (
+        Ready
+        | Confirmed
+        | Refused
+        | HeartbeatReply
+        | PushOffer
+        | PushWithdrawal
+        | Written
+        | WriteFailed
+        | Revoked
+    )
 
 
 class Producer:
-    def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey, writers: PushWriter) -> None:
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        key: TicketKey,
+        push_key: PushTicketKey,
+        writers: PushWriter,
+    ) -> None:
         self._settings = settings
         self._key = key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
@@ -108,8 +129,14 @@ class Producer:
     def num_readers(self, transport: str) -> int:
         """Readers that may be reading our blocks by this transport right now."""
         if self._pending_by_transport is None:
-            ahead = ((pending, attach) for pending in self._pending.values() for _, attach in pending.readers.values())
-            self._pending_by_transport = Counter(attach.transport for pending, attach in ahead if attach.reader not in pending.ends)
+            ahead = (
+                (pending, attach)
+                for pending in self._pending.values()
+                for _, attach in pending.readers.values()
+            )
+            self._pending_by_transport = Counter(
+                attach.transport for pending, attach in ahead if attach.reader not in pending.ends
+            )
         return self._leases.num_readers(transport) + self._pending_by_transport[transport]
 
     def is_copying(self, blocks: Collection[int]) -> bool:
@@ -117,21 +144,29 @@ class Producer:
         return self._host_buffer_copies.is_copying(blocks)
 
     def grant(self, request: RequestId, serial: int, now: float, blocks: BlockTables = ()) -> None:
-        """The engine keeps this request's blocks for readers from now on. Which they are is asked only of a producer with a host buffer."""
+        """The engine keeps this request's blocks for readers from now on. Which they are is asked
+        only of a producer with a host buffer.
+        """
         self._leases.grant(request, serial, now)
         if self._settings.uses_host_buffer:
             self._host_buffer_copies.grant(request, blocks)
         self._serve_pending_readers(request, serial, now)
 
-    def retain(self, request: RequestId, serial: int, now: float, ttl_s: float, blocks: BlockTables = ()) -> None:
-        """The engine keeps this request's blocks for so long, or until it needs them, for whoever might come."""
+    def retain(
+        self, request: RequestId, serial: int, now: float, ttl_s: float, blocks: BlockTables = ()
+    ) -> None:
+        """The engine keeps this request's blocks for so long, or until it needs them, for whoever
+        might come.
+        """
         self._leases.retain(request, serial, now, ttl_s)
         if self._settings.uses_host_buffer:
             self._host_buffer_copies.grant(request, blocks)
         self._serve_pending_readers(request, serial, now)
 
     def evict(self, request: RequestId, now: float) -> bool:
-        """The engine needs those blocks. True: somebody reads them, and they come back when he is through."""
+        """The engine needs those blocks. True: somebody reads them, and they come back when he is
+        through.
+        """
         self._leases.evict(request, now)
         self._collect(request)
         return request in self._leases
@@ -156,15 +191,17 @@ class Producer:
             self.abandon(request)
 
     def open(self, request: RequestId, serial: int, now: float) -> None:
-        """The engine computes this request for readers: what is published of it may be read from now on."""
+        """The engine computes this request for readers: what is published of it may be read from
+        now on.
+        """
         self._leases.open(request, serial)
         if self._settings.uses_host_buffer:
             self._host_buffer_copies.open(request)
         self._serve_pending_readers(request, serial, now)
 
     def close(self, request: RequestId, now: float, blocks: BlockTables = ()) -> None:
-        """The engine is through with an open request and keeps its blocks for readers. A producer with a host buffer has yet to copy
-        these.
+        """The engine is through with an open request and keeps its blocks for readers. A producer
+        with a host buffer has yet to copy these.
         """
         self._leases.close(request, now)
         self._collect(request)
@@ -174,19 +211,31 @@ class Producer:
             self._host_buffer_copies.close(request, blocks)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """The engine has taken back the blocks of an open request, to compute it again. Nobody who reads them now is confirmed."""
+        """The engine has taken back the blocks of an open request, to compute it again. Nobody who
+        reads them now is confirmed.
+        """
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
         self._push.withdraw(request, serial, now)
         self._take_from_push()
 
-    def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int, now: float, blocks: BlockTables = ()) -> None:
-        """So much of a leased prefill is for whoever has registered, or will register, for it. A producer with a host buffer copies these
-        first.
+    def publish(
+        self,
+        request: RequestId,
+        match_id: str,
+        ticket: str,
+        ready_tokens: int,
+        now: float,
+        blocks: BlockTables = (),
+    ) -> None:
+        """So much of a leased prefill is for whoever has registered, or will register, for it. A
+        producer with a host buffer copies these first.
         """
         # A reader that came ahead of the grant may have been served already.
         if request in self._leases:
-            due = self._host_buffer_copies.publish(request, Publication(match_id, ticket, ready_tokens), blocks)
+            due = self._host_buffer_copies.publish(
+                request, Publication(match_id, ticket, ready_tokens), blocks
+            )
             if due is not None:
                 self._offer(request, due, now)
 
@@ -195,19 +244,27 @@ class Producer:
         self._take_from_push()
 
     def fail_prefill(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
-        """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
+        """A prefill has ended without anything to hand over; whoever waits for it, or reads what
+        there was of it, is told why.
+        """
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
         self._push.fail(request, match_id, reason, now)
         self._take_from_push()
 
     def copied_to_host_buffer(self, copy: int, error: str | None, now: float) -> None:
-        """The copy that `CopyToHostBuffer` asked for has ended; it no longer reads the engine's blocks."""
+        """The copy that `CopyToHostBuffer` asked for has ended; it no longer reads the engine's
+        blocks.
+        """
         copied = self._host_buffer_copies.copied(copy, error)
         if copied is None:
             return
         for reader, route in copied.readers.items():
-            reply = Refused(copied.request, reader, copied.failure) if copied.failure else Ready(copied.request, reader)
+            reply = (
+                Refused(copied.request, reader, copied.failure)
+                if copied.failure
+                else Ready(copied.request, reader)
+            )
             self._replies.append(ProducerReply(route, reply))
         if copied.end is not None:
             self._ended.append(copied.end)
@@ -234,14 +291,18 @@ class Producer:
         self._collect(request)
 
     def is_reading_likely(self, now: float) -> bool:
-        """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
+        """Whether a reader has come, or said that its read begins, so lately that its bytes may be
+        on their way.
+        """
         return now < self._read_expected_at + READ_WATCH_S
 
     def is_read_beginning(self, now: float) -> bool:
         return now < self._read_expected_at + READ_START_S
 
     def receive(self, route: Route, message: ToProducer, now: float) -> None:
-        if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
+        if isinstance(message, Attach) or (
+            isinstance(message, Heartbeat) and message.beat == READ_BEGINS
+        ):
             self._read_expected_at = now
         match message:
             case Attach():
@@ -264,19 +325,30 @@ class Producer:
             pending, self._pending_by_transport = self._pending[request], None
             for reader in [reader for reader in pending.readers if reader not in pending.ends]:
                 route, _ = pending.readers.pop(reader)
-                self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
+                self._refuse(
+                    route,
+                    request,
+                    reader,
+                    f"no lease was granted within {self._settings.grant_wait_s:g} s",
+                )
             if not any(isinstance(end, Confirm) for end in pending.ends.values()):
                 del self._pending[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._pending_deadlines.next(), self._leases.next_deadline(), self._push.next_deadline())
+        deadlines = (
+            self._pending_deadlines.next(),
+            self._leases.next_deadline(),
+            self._push.next_deadline(),
+        )
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[CopyToHostBuffer]:
         return self._host_buffer_copies.take_actions()
 
     def take_replies(self) -> list[ProducerReply]:
-        """What was written comes first: whoever hears that a registration is gone shall know by then that all of it was written."""
+        """What was written comes first: whoever hears that a registration is gone shall know by
+        then that all of it was written.
+        """
         replies, self._replies = self._replies, []
         return [*(ProducerReply(*reply) for reply in self._push.take_writer_replies()), *replies]
 
@@ -292,7 +364,12 @@ class Producer:
             self._refuse(route, RequestId(""), message.reader, str(error))
             return
         if (ticket.engine_id, ticket.epoch_id) != (self._settings.engine, self._settings.epoch):
-            self._refuse(route, ticket.lease, message.reader, "the ticket is of another engine or of an earlier incarnation of this one")
+            self._refuse(
+                route,
+                ticket.lease,
+                message.reader,
+                "the ticket is of another engine or of an earlier incarnation of this one",
+            )
             return
         match self._leases.ticket_status(ticket.lease, ticket.serial):
             case TicketStatus.HELD:
@@ -300,11 +377,18 @@ class Producer:
             case TicketStatus.PENDING:
                 self._add_pending(ticket, message, route, now)
             case TicketStatus.GONE:
-                self._refuse(route, ticket.lease, message.reader, "the lease has ended", ticket.serial)
+                self._refuse(
+                    route, ticket.lease, message.reader, "the lease has ended", ticket.serial
+                )
 
     def _add_pending(self, ticket: Ticket, message: Attach, route: Route, now: float) -> None:
         if ticket.lease not in self._pending and len(self._pending) >= MAX_PENDING_TICKETS:
-            self._refuse(route, ticket.lease, message.reader, f"more than {MAX_PENDING_TICKETS} tickets wait for their lease")
+            self._refuse(
+                route,
+                ticket.lease,
+                message.reader,
+                f"more than {MAX_PENDING_TICKETS} tickets wait for their lease",
+            )
             return
         if ticket.lease not in self._pending or self._pending[ticket.lease].serial < ticket.serial:
             self._pending[ticket.lease] = PendingReaders(ticket.serial)
@@ -317,10 +401,14 @@ class Producer:
         gone: Sequence[str] = message.leases
         if message.epoch == self._settings.epoch:
             leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
-            missing = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._pending]
+            missing = [
+                lease for lease in self._leases.renew_all(leases, now) if lease not in self._pending
+            ]
             registered = self._push.renew(missing, now)
             gone = [lease for lease in missing if lease not in registered]
-        self._replies.append(ProducerReply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
+        self._replies.append(
+            ProducerReply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone)))
+        )
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
@@ -331,9 +419,21 @@ class Producer:
             self._host_buffer_copies.leave(request, message.reader)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
-                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
+                self._refuse(
+                    route,
+                    request,
+                    message.reader,
+                    "the producer has restarted since the ticket was issued",
+                    message.serial,
+                )
         elif isinstance(message, Confirm) and self._is_unready(request, message.reader):
-            self._refuse(route, request, message.reader, "the blocks were not ready to be read", message.serial)
+            self._refuse(
+                route,
+                request,
+                message.reader,
+                "the blocks were not ready to be read",
+                message.serial,
+            )
         elif (
             pending is not None
             and message.reader in pending.readers
@@ -367,33 +467,52 @@ class Producer:
             self.abandon(request)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
-        if not self._leases.attach(request, message.reader, now, message.transport, message.sibling_ranks):
+        if not self._leases.attach(
+            request, message.reader, now, message.transport, message.sibling_ranks
+        ):
             self._refuse(route, request, message.reader, "too many readers share this lease")
         elif self._host_buffer_copies.failure_of(request):
             self._leases.detach(request, message.reader)
-            self._refuse(route, request, message.reader, self._host_buffer_copies.failure_of(request))
+            self._refuse(
+                route, request, message.reader, self._host_buffer_copies.failure_of(request)
+            )
         elif self._settings.uses_host_buffer:
             is_offered = self._push.offered_to(message.reader) == request
-            if self._host_buffer_copies.attach(request, message.reader, route, is_offered=is_offered):
+            if self._host_buffer_copies.attach(
+                request, message.reader, route, is_offered=is_offered
+            ):
                 self._replies.append(ProducerReply(route, Ready(request, message.reader)))
         elif message.wants_ready:
             self._replies.append(ProducerReply(route, Ready(request, message.reader)))
 
     def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
-        is_other = message.serial and self._leases.ticket_status(request, message.serial) is not TicketStatus.HELD
+        is_other = (
+            message.serial
+            and self._leases.ticket_status(request, message.serial) is not TicketStatus.HELD
+        )
         if not is_other and self._leases.confirm(request, message.reader, now):
             self._replies.append(ProducerReply(route, Confirmed(request, message.reader)))
             # It has all it wanted, though there may be more to come.
             self._push.leave(message.reader)
             self._collect(request)
         else:
-            self._refuse(route, request, message.reader, "the lease ended before the read was confirmed", message.serial)
+            self._refuse(
+                route,
+                request,
+                message.reader,
+                "the lease ended before the read was confirmed",
+                message.serial,
+            )
 
-    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0) -> None:
+    def _refuse(
+        self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0
+    ) -> None:
         self._replies.append(ProducerReply(route, Refused(request, reader, reason, serial)))
 
     def _is_unready(self, request: RequestId, reader: str) -> bool:
-        return self._host_buffer_copies.is_waiting(request, reader) or (self._settings.uses_host_buffer and request in self._pending)
+        return self._host_buffer_copies.is_waiting(request, reader) or (
+            self._settings.uses_host_buffer and request in self._pending
+        )
 
     def _collect(self, request: RequestId) -> None:
         ended = self._leases.take_if_ended(request)

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.host_buffers import Publication
 from kvferry.protocol.leases import EndedLease, LeaseTable
-from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused, Revoke
+from kvferry.protocol.messages import (
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    Refused,
+    Revoke,
+)
 from kvferry.protocol.push_matcher import MatcherReply, PushMatcher
 from kvferry.protocol.push_writer import PushWriter, WriterReply
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
@@ -24,14 +31,17 @@ class ProducerSettings:
     grant_wait_s: float
     uses_host_buffer: bool = False
     peers: frozenset[str] = frozenset()
-    """In push: side channels (host:port) of consumers that may register without a push ticket, by a prefill's request id."""
+    """In push: side channels (host:port) of consumers that may register without a push ticket, by a
+    prefill's request id.
+    """
 
 
-# -------------------- handovers --------------------
-# A producer's half of push: who may register, what those who have are offered, and what is written for them. Pure.
+# -------------------- handovers -------------------- A producer's half of push: who may register,
+# what those who have are offered, and what is written for them. Pure.
 #
-# The matcher brings registrations and prefills together (`push_desk.py`); whoever has lent us blocks is written to instead of being sent an
-# offer (`writers.py`). A reader that we write for is attached to the lease like one that reads.
+# The matcher brings registrations and prefills together (`push_desk.py`); whoever has lent us
+# blocks is written to instead of being sent an offer (`writers.py`). A reader that we write for is
+# attached to the lease like one that reads.
 
 
 _END_REASONS = {
@@ -62,11 +72,13 @@ class PushCoordinator:
     def num_registrations(self) -> int:
         return self._matcher.num_waiting
 
-    # -- the engine's side -------------------------------------------------------------------------------------------
+    # -- the engine's side --
 
     def publish(self, request: RequestId, publication: Publication, now: float) -> None:
         """So much of a leased prefill is for whoever has registered, or will register, for it."""
-        self._matcher.publish(request, publication.match_id, publication.ticket, publication.ready_tokens)
+        self._matcher.publish(
+            request, publication.match_id, publication.ticket, publication.ready_tokens
+        )
         self._drain_matcher(now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
@@ -93,9 +105,11 @@ class PushCoordinator:
             else:
                 self.writers.fail(reader, "the lease ended before all was written")
 
-    # -- the consumer's side -----------------------------------------------------------------------------------------
+    # -- the consumer's side --
 
-    def receive(self, route: Route, message: PushRegistration | PushCancel | Revoke, now: float) -> None:
+    def receive(
+        self, route: Route, message: PushRegistration | PushCancel | Revoke, now: float
+    ) -> None:
         if isinstance(message, Revoke):
             self.writers.revoke(route, message)
             return
@@ -112,7 +126,9 @@ class PushCoordinator:
         self._drain_matcher(now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
-        """Extend these registrations, and the leases that are written from for them. Returns those that are known here."""
+        """Extend these registrations, and the leases that are written from for them. Returns those
+        that are known here.
+        """
         known = self._matcher.renew(readers, now)
         self.leases.renew_all(self.writers.renew(known, now), now)
         return known
@@ -124,7 +140,7 @@ class PushCoordinator:
     def offered_to(self, reader: str) -> RequestId | None:
         return self._matcher.offered_to(reader)
 
-    # -- time and results --------------------------------------------------------------------------------------------
+    # -- time and results --
 
     def advance(self, now: float) -> None:
         self._matcher.advance(now)
@@ -135,7 +151,14 @@ class PushCoordinator:
                 self._detach(request, reader, LeaseEnd.EXPIRED)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._matcher.next_deadline(), self.writers.next_deadline()) if at is not None), default=None)
+        return min(
+            (
+                at
+                for at in (self._matcher.next_deadline(), self.writers.next_deadline())
+                if at is not None
+            ),
+            default=None,
+        )
 
     def take_replies(self) -> list[MatcherReply]:
         replies, self._replies = self._replies, []
@@ -154,10 +177,12 @@ class PushCoordinator:
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _refusal_reason(self, message: PushRegistration | PushCancel, now: float) -> str | None:
-        """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
+        """Who names a prefill may have it, or have it freed, so it must have been sent here for
+        it.
+        """
         if message.epoch != self.settings.epoch:
             return "the producer has restarted since the router chose it"
         if not message.match_id and not message.push_ticket:
@@ -167,14 +192,28 @@ class PushCoordinator:
         except InvalidTicket as error:
             return str(error)
         shown = (ticket.engine, ticket.epoch, ticket.match_id)
-        return None if shown == (self.settings.engine, self.settings.epoch, message.match_id) else "the push ticket is for something else"
+        return (
+            None
+            if shown == (self.settings.engine, self.settings.epoch, message.match_id)
+            else "the push ticket is for something else"
+        )
 
-    def _refusal_reason_without_ticket(self, message: PushRegistration | PushCancel, now: float) -> str | None:
+    def _refusal_reason_without_ticket(
+        self, message: PushRegistration | PushCancel, now: float
+    ) -> str | None:
         """Behind a router that signs nothing. Whoever registered was believed then."""
         if isinstance(message, PushCancel):
-            return None if self._matcher.renew([message.reader], now) else "nobody has registered under that name"
+            return (
+                None
+                if self._matcher.renew([message.reader], now)
+                else "nobody has registered under that name"
+            )
         address = str(Address(message.decode_host, message.decode_port))
-        return None if address in self.settings.peers else f"there is no push ticket, and {address} is not among this engine's `peers`"
+        return (
+            None
+            if address in self.settings.peers
+            else f"there is no push ticket, and {address} is not among this engine's `peers`"
+        )
 
     def _drain_matcher(self, now: float) -> None:
         for reply in self._matcher.take_replies():
@@ -193,12 +232,21 @@ class PushCoordinator:
         message, request = reply.message, reply.lease
         match message:
             case PushOffer(reader, ticket, ready_tokens) if request is not None:
-                if self.leases.attach(request, reader, now, "", self.writers.sibling_ranks_of(reader)):
+                if self.leases.attach(
+                    request, reader, now, "", self.writers.sibling_ranks_of(reader)
+                ):
                     is_over = not self.leases.is_open(request)
-                    self.writers.offer(reader, request, self.keys[0].open(ticket), ready_tokens, is_over, now)
+                    self.writers.offer(
+                        reader, request, self.keys[0].open(ticket), ready_tokens, is_over, now
+                    )
                 else:
                     self.writers.drop(reader)
-                    self._replies.append(MatcherReply(reply.route, Refused(request, reader, "too many readers share this lease")))
+                    self._replies.append(
+                        MatcherReply(
+                            reply.route,
+                            Refused(request, reader, "too many readers share this lease"),
+                        )
+                    )
             case PushWithdrawal(reader):
                 self.writers.withdraw(reader)
             case _:

@@ -1,9 +1,10 @@
 """Which registration and which finished prefill belong to one request, whichever comes first. Pure.
 
-By the match id of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one
-(behind a router that signs nothing) by equal request ids; else by request ids without the random tail that each engine appends, because
-a router hands the same X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more than one thing
-is the caller's to refuse: a guess would hand one request's KV to another.
+By the match id of their push ticket: it is nobody else's, so what has one matches only what has the
+same. Where neither has one (behind a router that signs nothing) by equal request ids; else by
+request ids without the random tail that each engine appends, because a router hands the same
+X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more
+than one thing is the caller's to refuse: a guess would hand one request's KV to another.
 """
 
 import re
@@ -12,10 +13,24 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvferry.protocol.heartbeats import Deadlines
-from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
+from kvferry.protocol.messages import (
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    Refused,
+)
 from kvferry.types import RequestId, Route
 
-__all__ = ["MAX_LEASES_WAITED", "MAX_TOMBSTONES", "MatchIndex", "MatchKey", "MatcherReply", "PushMatcher", "PushTombstones"]
+__all__ = [
+    "MAX_LEASES_WAITED",
+    "MAX_TOMBSTONES",
+    "MatchIndex",
+    "MatchKey",
+    "MatcherReply",
+    "PushMatcher",
+    "PushTombstones",
+]
 
 
 K = TypeVar("K", bound=Hashable)
@@ -74,11 +89,17 @@ class MatchIndex(Generic[K]):
 
     def find(self, name: MatchKey) -> list[K]:
         """All that match at the first step at which any does."""
-        return self.find_exactly(name) or ([] if name.match_id else list(self._by_base.get(name.base, ())))
+        return self.find_exactly(name) or (
+            [] if name.match_id else list(self._by_base.get(name.base, ()))
+        )
 
     def find_exactly(self, name: MatchKey) -> list[K]:
         """The same without the step that ignores tails."""
-        return list(self._by_match_id.get(name.match_id, ()) if name.match_id else self._by_request.get(name.request, ()))
+        return list(
+            self._by_match_id.get(name.match_id, ())
+            if name.match_id
+            else self._by_request.get(name.request, ())
+        )
 
     def _entries(self, name: MatchKey) -> list[tuple[dict[str, dict[K, None]], str]]:
         if name.match_id:
@@ -86,20 +107,23 @@ class MatchIndex(Generic[K]):
         return [(self._by_request, name.request), (self._by_base, name.base)]
 
 
-# -------------------- push endings --------------------
-# What of a push ended before its counterpart came: remembered for a while, so that nobody waits for nothing. Pure.
+# -------------------- push endings -------------------- What of a push ended before its counterpart
+# came: remembered for a while, so that nobody waits for nothing. Pure.
 
 
 MAX_TOMBSTONES = 10_000
-"""Of each kind. Of more, the oldest is forgotten: its counterpart then waits for its own deadline."""
+"""Of each kind. Of more, the oldest is forgotten: its counterpart then waits for its own
+deadline.
+"""
 
 TombstoneKey = tuple[str, str]
 
 
 @dataclass(slots=True)
 class PushTombstones:
-    """Prefills that are over, with the reason, and consumers that need nothing. Only those with a handover: a client that tries again with
-    its old request id is not the one that was here before."""
+    """Prefills that are over, with the reason, and consumers that need nothing. Only those with a
+    handover: a client that tries again with its old request id is not the one that was here before.
+    """
 
     tombstone_ttl_s: float
     _over: MatchIndex[str] = field(default_factory=MatchIndex, init=False)
@@ -173,12 +197,15 @@ def _declined_key(registration_key: TombstoneKey) -> str:
 # -------------------- push desk --------------------
 # Where registrations and finished prefills meet, on each rank of the side that computes. Pure.
 #
-# A prefill may be published while it still computes, and again whenever there is more of it; its readers are told each time.
+# A prefill may be published while it still computes, and again whenever there is more of it; its
+# readers are told each time.
 #
-# A registration waits for its prefill, a prefill for its registration; each for a bounded time and in bounded number. When they meet,
-# every rank of the consumer that registered is sent the ticket, and from then on it is a reader like any other. What ends before its
-# counterpart has come (a prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody waits for nothing.
-# A reader is in one place: it waits, or it was offered one prefill and hears of what becomes of it, or it is unknown.
+# A registration waits for its prefill, a prefill for its registration; each for a bounded time and
+# in bounded number. When they meet, every rank of the consumer that registered is sent the ticket,
+# and from then on it is a reader like any other. What ends before its counterpart has come (a
+# prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody
+# waits for nothing. A reader is in one place: it waits, or it was offered one prefill and hears of
+# what becomes of it, or it is unknown.
 #
 #     registration   waiting ── prefill published ──> offered      ── cancelled, expired, refused ──> gone
 #     prefill        waiting ── registration ───────> offered      ── its lease has ended ──────────> gone
@@ -190,8 +217,10 @@ MAX_LEASES_WAITED = 4
 """A registration lives as long as it asks for, but no more than so many leases of ours."""
 
 RegistrationKey = tuple[str, str]
-"""A handover; or, without one, a consumer's engine and its request. Several readers register for it: the ranks, the requests that answer
-one client's request together, and another consumer that a router has turned to when the first refused."""
+"""A handover; or, without one, a consumer's engine and its request. Several readers register for
+it: the ranks, the requests that answer one client's request together, and another consumer that a
+router has turned to when the first refused.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +278,16 @@ class PushMatcher:
     @property
     def num_entries(self) -> int:
         """All that is held here, of whatever kind."""
-        return len(self._waiting) + len(self._offered_to) + len(self._prefills) + len(self._tombstones)
+        return (
+            len(self._waiting) + len(self._offered_to) + len(self._prefills) + len(self._tombstones)
+        )
 
-    # -- the engine's side -----------------------------------------------------------------------------------------
+    # -- the engine's side --
 
     def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int) -> None:
-        """So much of this prefill is there and leased; whoever registers for it gets this ticket. Or there is more of it than before."""
+        """So much of this prefill is there and leased; whoever registers for it gets this ticket.
+        Or there is more of it than before.
+        """
         known = self._prefills.get(request)
         if known is not None:
             known.ticket, known.ready_tokens = ticket, ready_tokens
@@ -268,7 +301,9 @@ class PushMatcher:
             self._offer(request, found[0])
             return
         for registration_key in found:
-            self._refuse_all(registration_key, f"{len(found)} requests of decode sides match prefill {request}")
+            self._refuse_all(
+                registration_key, f"{len(found)} requests of decode sides match prefill {request}"
+            )
         self._ready.add(request, name)
         if not found and self._tombstones.is_declined(name):
             self._given_up.unwanted.append(request)
@@ -285,16 +320,24 @@ class PushMatcher:
         self._tombstones.add_ended(name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """This prefill is computed again; its readers wait as they did before. If all have left, nobody comes for the next one either."""
+        """This prefill is computed again; its readers wait as they did before. If all have left,
+        nobody comes for the next one either.
+        """
         prefill = self._forget(request)
-        if prefill is not None and prefill.registration_key is not None and not prefill.offered_readers:
+        if (
+            prefill is not None
+            and prefill.registration_key is not None
+            and not prefill.offered_readers
+        ):
             self._tombstones.add_declined(prefill.registration_key, prefill.name, now)
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
             self._replies.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
     def end(self, request: RequestId, reason: str) -> list[str]:
-        """Its lease has ended. Whoever comes for it now is told why there is nothing. Returns the readers that had been offered it."""
+        """Its lease has ended. Whoever comes for it now is told why there is nothing. Returns the
+        readers that had been offered it.
+        """
         prefill = self._forget(request)
         if prefill is None:
             return []
@@ -312,23 +355,38 @@ class PushMatcher:
             del self._matched[prefill.registration_key]
         return prefill
 
-    # -- the consumer's side ---------------------------------------------------------------------------------------
+    # -- the consumer's side --
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
         registration_key = _registration_key(message)
         name = MatchKey(message.request_id, message.match_id)
         self._tombstones.remove_declined(registration_key)
         self._remove(message.reader)
-        waiting = _Waiting(registration_key, name, route, min(message.lease_s, MAX_LEASES_WAITED * self.tombstone_ttl_s))
+        waiting = _Waiting(
+            registration_key,
+            name,
+            route,
+            min(message.lease_s, MAX_LEASES_WAITED * self.tombstone_ttl_s),
+        )
         over = self._tombstones.end_reason(name)
-        found = [self._matched[registration_key]] if registration_key in self._matched else self._ready.find(name)
+        found = (
+            [self._matched[registration_key]]
+            if registration_key in self._matched
+            else self._ready.find(name)
+        )
         if len(self._waiting) + len(self._offered_to) >= MAX_READERS:
-            self._refuse(route, message.reader, f"more than {MAX_READERS} readers are registered here")
+            self._refuse(
+                route, message.reader, f"more than {MAX_READERS} readers are registered here"
+            )
         elif len(found) == 1:
             self._wait(message.reader, waiting, now)
             self._offer(found[0], registration_key)
         elif over is not None or found:
-            self._refuse(route, message.reader, over or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
+            self._refuse(
+                route,
+                message.reader,
+                over or f"{len(found)} prefills match this request: {', '.join(sorted(found))}",
+            )
         else:
             self._wait(message.reader, waiting, now)
 
@@ -355,13 +413,17 @@ class PushMatcher:
             self._tombstones.add_declined(registration_key, name, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
-        """Extend these registrations; returns those that are known here. One may have been offered what is withdrawn elsewhere already."""
-        known = {reader for reader in readers if reader in self._waiting or reader in self._offered_to}
+        """Extend these registrations; returns those that are known here. One may have been offered
+        what is withdrawn elsewhere already.
+        """
+        known = {
+            reader for reader in readers if reader in self._waiting or reader in self._offered_to
+        }
         for reader in known & self._waiting.keys():
             self._expiry.set(reader, now + self._waiting[reader].lease_s)
         return known
 
-    # -- time and results ------------------------------------------------------------------------------------------
+    # -- time and results --
 
     def advance(self, now: float) -> None:
         for reader in self._expiry.take_due(now):
@@ -369,7 +431,14 @@ class PushMatcher:
         self._tombstones.expire(now)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._expiry.next(), self._tombstones.next_deadline()) if at is not None), default=None)
+        return min(
+            (
+                at
+                for at in (self._expiry.next(), self._tombstones.next_deadline())
+                if at is not None
+            ),
+            default=None,
+        )
 
     def take_replies(self) -> list[MatcherReply]:
         replies, self._replies = self._replies, []
@@ -385,7 +454,7 @@ class PushMatcher:
         left, self._given_up.left = self._given_up.left, []
         return left
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
         self._waiting[reader] = waiting
@@ -403,7 +472,9 @@ class PushMatcher:
 
     def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
         prefill = self._prefills[request]
-        self._replies.append(MatcherReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request))
+        self._replies.append(
+            MatcherReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request)
+        )
 
     def _refuse_all(self, registration_key: RegistrationKey, reason: str) -> None:
         for reader, waiting in self._drop(registration_key):
@@ -435,7 +506,11 @@ class PushMatcher:
 
 
 def _registration_key(message: PushRegistration | PushCancel) -> RegistrationKey:
-    return ("", message.match_id) if message.match_id else (message.decode_engine_id, message.request_id)
+    return (
+        ("", message.match_id)
+        if message.match_id
+        else (message.decode_engine_id, message.request_id)
+    )
 
 
 @dataclass(slots=True)

@@ -1,15 +1,18 @@
-"""The producer's half of a push by writing: what it writes into which consumer's blocks, and how far it has come. Pure.
+"""The producer's half of a push by writing: what it writes into which consumer's blocks, and how
+far it has come. Pure.
 
-A registration that brings a write grant makes its reader somebody we write for. We shake hands with its engine (it is a peer like any
-other), and as the matcher matches it with a prefill, and the prefill grows, write what is new of it:
+A registration that brings a write grant makes its reader somebody we write for. We shake hands with
+its engine (it is a peer like any other), and as the matcher matches it with a prefill, and the
+prefill grows, write what is new of it:
 
     invited ── offered ──> writing <──> waiting for more ── all has landed ──> done      ── revoked, renewed no more, failed ──> gone
                               └─ withdrawn: begin again with the next offer, unless a write was cut off
 
-A write that was cut off may land for a while: nothing is written into the same blocks again before the consumer has taken them back.
-Whatever makes a write impossible is told (`WriteFailed`); the consumer takes its blocks back and reads.
-All that landed is settled only in a later turn, after the engine's commands of that turn were obeyed: had it taken the blocks back while
-they were copied, we know by then.
+A write that was cut off may land for a while: nothing is written into the same blocks again before
+the consumer has taken them back. Whatever makes a write impossible is told (`WriteFailed`); the
+consumer takes its blocks back and reads. All that landed is settled only in a later turn, after the
+engine's commands of that turn were obeyed: had it taken the blocks back while they were copied, we
+know by then.
 """
 
 from collections.abc import Iterable
@@ -21,7 +24,14 @@ from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.fingerprints import shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
 from kvferry.protocol.layout import RankMapping, can_divide, rank_mappings
-from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
+from kvferry.protocol.messages import (
+    PushRegistration,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    WriteGrantInfo,
+    Written,
+)
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
 from kvferry.protocol.planning import Segments, plan_read
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
@@ -57,7 +67,9 @@ class _Progress:
     landed_until: int
     landed_bytes: int = 0
     at_end: tuple[int, int] | None = None
-    """When the prefill was over: tokens that had not landed, and bytes that had; None: it is not over."""
+    """When the prefill was over: tokens that had not landed, and bytes that had; None: it is not
+    over.
+    """
 
 
 @dataclass(slots=True)
@@ -162,7 +174,7 @@ class PushWriter:
     def num_posted(self) -> int:
         return len(self._posted_writes.writes)
 
-    # -- registrations -----------------------------------------------------------------------------------------------
+    # -- registrations --
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
         """A reader registers, with a write grant or without; what it lent before is over."""
@@ -170,7 +182,9 @@ class PushWriter:
         lease = message.write
         if lease is None:
             return
-        incarnation = EngineIncarnation(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
+        incarnation = EngineIncarnation(
+            EngineId(message.decode_engine_id), Epoch(message.decode_epoch)
+        )
         rank_mapping = self._rank_mapping(message)
         if (
             not self.settings.can_write
@@ -178,22 +192,41 @@ class PushWriter:
             or incarnation.engine == self.settings.engine
             or len(self._writings) >= MAX_WRITERS
         ):
-            self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.grant_id, "this producer cannot write there")))
+            self._replies.append(
+                WriterReply(
+                    route,
+                    WriteFailed(message.reader, lease.grant_id, "this producer cannot write there"),
+                )
+            )
             return
-        names = (reader_name(incarnation.engine, RequestId(message.request_id), rank) for rank in rank_mapping.consumer_ranks)
+        names = (
+            reader_name(incarnation.engine, RequestId(message.request_id), rank)
+            for rank in rank_mapping.consumer_ranks
+        )
         sibling_ranks = tuple(name for name in names if name != message.reader)
         lease_s = min(message.lease_s, self.settings.max_lease_s)
-        self._writings[message.reader] = _Writing(message.reader, route, incarnation, lease, lease_s, sibling_ranks)
+        self._writings[message.reader] = _Writing(
+            message.reader, route, incarnation, lease, lease_s, sibling_ranks
+        )
         self._by_incarnation.setdefault(incarnation, set()).add(message.reader)
         self._renewals.set(message.reader, now + lease_s)
-        peer = self.peers.ensure(incarnation, Address(message.decode_host, message.decode_port), message.decode_tp_size, now)
+        peer = self.peers.ensure(
+            incarnation,
+            Address(message.decode_host, message.decode_port),
+            message.decode_tp_size,
+            now,
+        )
         if isinstance(peer, LostPeer):
             self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
 
     def _rank_mapping(self, message: PushRegistration) -> RankMapping | None:
         """What this reader has of us, by the same rule by which it came here."""
         lease, tp_size = message.write, message.decode_tp_size
-        if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
+        if (
+            lease is None
+            or not lease.tp_rank < tp_size <= MAX_TP_SIZE
+            or not can_divide(self.peers.geometry.total_kv_heads, tp_size)
+        ):
             return None
         if message.decode_epoch == UNKNOWN_EPOCH:
             return None
@@ -205,7 +238,14 @@ class PushWriter:
 
     def _rank_mapping_of(self, rank: int, tp_size: int) -> RankMapping | None:
         ours = self.peers.geometry
-        return next((each for each in rank_mappings(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
+        return next(
+            (
+                each
+                for each in rank_mappings(rank, tp_size, ours.tp_size, ours.total_kv_heads)
+                if each.rank == ours.tp_rank
+            ),
+            None,
+        )
 
     def has(self, reader: str) -> bool:
         return reader in self._writings
@@ -242,9 +282,11 @@ class PushWriter:
             self._posted_writes.give_up(writing)
             self._actions.append(StopWrite(writing.posted))
 
-    # -- prefills ----------------------------------------------------------------------------------------------------
+    # -- prefills --
 
-    def offer(self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float) -> None:
+    def offer(
+        self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float
+    ) -> None:
         """So much of this prefill is there; `is_over`: it is all there will be."""
         writing = self._writings[reader]
         progress = writing.progress
@@ -264,7 +306,7 @@ class PushWriter:
         if writing.posted:
             self.fail(reader, "the prefill was preempted while it was written")
 
-    # -- news ---------------------------------------------------------------------------------------------------------
+    # -- news --
 
     def peer_ready(self, peer: Peer, now: float) -> None:
         for reader in sorted(self._by_incarnation.get(peer.incarnation, ())):
@@ -292,11 +334,15 @@ class PushWriter:
             progress.landed_until = posted.until
             progress.landed_bytes += posted.num_bytes
             if posted.until < writing.lease.end_token:
-                self._replies.append(WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False)))
+                self._replies.append(
+                    WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False))
+                )
             self._write_next(writing, now)
 
     def advance(self, now: float) -> list[str]:
-        """Stop what takes too long. Returns the readers that have not renewed their lease; they are dropped."""
+        """Stop what takes too long. Returns the readers that have not renewed their lease; they are
+        dropped.
+        """
         for write in self._posted_writes.take_overdue(now):
             self._actions.append(StopWrite(write))
         silent = self._renewals.take_due(now)
@@ -305,10 +351,16 @@ class PushWriter:
         return silent
 
     def take_landed(self) -> list[Landed]:
-        """Readers that have all they wanted, as far as we knew in the last turn. Ask after this turn's commands were obeyed."""
+        """Readers that have all they wanted, as far as we knew in the last turn. Ask after this
+        turn's commands were obeyed.
+        """
         landed = [self._writings[reader] for reader in self._landed]
         self._landed.clear()
-        return [Landed(each.progress.request, each.reader) for each in landed if each.progress is not None]
+        return [
+            Landed(each.progress.request, each.reader)
+            for each in landed
+            if each.progress is not None
+        ]
 
     @property
     def has_landed(self) -> bool:
@@ -320,7 +372,14 @@ class PushWriter:
         progress = writing.progress
         assert progress is not None
         left, early = progress.at_end or (0, progress.landed_bytes)
-        message = Written(reader, writing.lease.grant_id, writing.lease.end_token, is_last=True, left_tokens=left, early_bytes=early)
+        message = Written(
+            reader,
+            writing.lease.grant_id,
+            writing.lease.end_token,
+            is_last=True,
+            left_tokens=left,
+            early_bytes=early,
+        )
         self._replies.append(WriterReply(writing.route, message))
         self.drop(reader)
 
@@ -328,11 +387,20 @@ class PushWriter:
         """Nothing can be written for it; its consumer is told."""
         writing = self._writings.get(reader)
         if writing is not None:
-            self._replies.append(WriterReply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason)))
+            self._replies.append(
+                WriterReply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason))
+            )
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._renewals.next(), self._posted_writes.next_deadline()) if at is not None), default=None)
+        return min(
+            (
+                at
+                for at in (self._renewals.next(), self._posted_writes.next_deadline())
+                if at is not None
+            ),
+            default=None,
+        )
 
     def take_actions(self) -> list[StartWrite | StopWrite]:
         actions, self._actions = self._actions, []
@@ -342,10 +410,12 @@ class PushWriter:
         replies, self._replies = self._replies, []
         return replies
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _write_next(self, writing: _Writing, now: float) -> None:
-        """Write what is there and has not been written, if the peer is ready and nothing is under way."""
+        """Write what is there and has not been written, if the peer is ready and nothing is under
+        way.
+        """
         progress, peer = writing.progress, self.peers.get(writing.incarnation)
         if progress is None or writing.posted or peer is None or not peer.is_ready:
             return
@@ -360,27 +430,59 @@ class PushWriter:
         if not tokens:
             return
         progress.posted_until = tokens.stop
-        write = self._posted_writes.begin(_Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now)
-        target = PeerId(writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank)
-        self._actions.append(StartWrite(write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id))
+        write = self._posted_writes.begin(
+            _Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now
+        )
+        target = PeerId(
+            writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank
+        )
+        self._actions.append(
+            StartWrite(
+                write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id
+            )
+        )
 
-    def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Segments]]:
+    def _plan(
+        self, writing: _Writing, progress: _Progress, peer: Peer
+    ) -> tuple[range, list[Segments]]:
         """What to write now; RemoteProtocolError where it cannot be."""
         lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
         theirs = peer.geometries.get(lease.tp_rank)
         if theirs is None or peer.transports.get(lease.tp_rank) != lease.transport:
-            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.transport} from here")
+            raise RemoteProtocolError(
+                f"rank {lease.tp_rank} of the decode side is not reached by {lease.transport} "
+                "from here"
+            )
         last_group = max(region.group for region in theirs.regions)
-        if lease.needed_from and not len(lease.needed_from) == len(lease.local_block_ids) > last_group:
+        if (
+            lease.needed_from
+            and not len(lease.needed_from) == len(lease.local_block_ids) > last_group
+        ):
             raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
         if shared < lease.end_token:
             raise RemoteProtocolError(
-                f"the prefill was of another prompt: {shared} tokens are known to be the same, {lease.end_token} are needed"
+                f"the prefill was of another prompt: {shared} tokens are known to be the same, "
+                f"{lease.end_token} are needed"
             )
-        tokens = next_tokens(writing.wanted, progress.posted_until, progress.ready, max(ours.block_size, theirs.block_size))
+        tokens = next_tokens(
+            writing.wanted,
+            progress.posted_until,
+            progress.ready,
+            max(ours.block_size, theirs.block_size),
+        )
         rank_mapping = self._rank_mapping_of(lease.tp_rank, theirs.tp_size)
         if rank_mapping is None:
-            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}")
-        plan = plan_read(theirs, ours, rank_mapping.heads, lease.local_block_ids, ticket.block_ids(), tokens, lease.needed_from)
+            raise RemoteProtocolError(
+                f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}"
+            )
+        plan = plan_read(
+            theirs,
+            ours,
+            rank_mapping.heads,
+            lease.local_block_ids,
+            ticket.block_ids(),
+            tokens,
+            lease.needed_from,
+        )
         return tokens, [part.swapped() for part in plan]

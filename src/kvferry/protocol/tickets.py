@@ -1,7 +1,8 @@
 """Tickets: what a consumer presents to read a producer's blocks.
 
-Issued by the producer's scheduler when a prefill ends, carried by the router in `kv_transfer_params`, signed with a key of the cluster
-secret. A ticket is the only thing that names a peer: host, port and block ids typed by a client beside it are never used. Pure.
+Issued by the producer's scheduler when a prefill ends, carried by the router in
+`kv_transfer_params`, signed with a key of the cluster secret. A ticket is the only thing that names
+a peer: host, port and block ids typed by a client beside it are never used. Pure.
 """
 
 import base64
@@ -36,9 +37,13 @@ MAX_BLOCKS = 1_000_000
 MAX_BLOCK_ID = 1 << 31
 MAX_TP_SIZE = 4096
 MAX_TICKET_NAME_CHARS = 512
-"""Of engine, epoch and request: a reader's name is made of two of them and must fit into a message."""
+"""Of engine, epoch and request: a reader's name is made of two of them and must fit into a
+message.
+"""
 HOLE = -1
-"""In a block list: there is no block for these tokens, because no attention of this group looks at them any more."""
+"""In a block list: there is no block for these tokens, because no attention of this group looks at
+them any more.
+"""
 TICKET_VERSION = 1
 _MAC_BYTES = 32
 
@@ -58,7 +63,9 @@ class Ticket(msgspec.Struct, frozen=True):
     tp_size: int
     block_size: int
     block_runs: list[list[tuple[int, int]]]
-    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order. First block `HOLE`: so many are not kept."""
+    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order.
+    First block `HOLE`: so many are not kept.
+    """
     tokens: Fingerprint
     ttl_s: float
     """So long the blocks are kept when nobody comes."""
@@ -96,7 +103,9 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Seal:
-    """Signs and checks what members of one cluster send each other through strangers, for one purpose only."""
+    """Signs and checks what members of one cluster send each other through strangers, for one
+    purpose only.
+    """
 
     def __init__(self, secret: bytes, purpose: bytes) -> None:
         self._key = hmac.digest(secret, purpose, hashlib.sha256)
@@ -105,11 +114,15 @@ class Seal:
         return base64.urlsafe_b64encode(self._mac(payload) + payload).decode("ascii")
 
     def open(self, text: object) -> bytes:
-        """What `text` was made of; InvalidTicket unless it is whole and genuine. Takes anything a client may have sent."""
+        """What `text` was made of; InvalidTicket unless it is whole and genuine. Takes anything a
+        client may have sent.
+        """
         if not isinstance(text, str) or not text:
             raise InvalidTicket("kv_transfer_params carry no ticket")
         if len(text) > MAX_TICKET_CHARS:
-            raise InvalidTicket(f"a ticket of {len(text)} characters is over the limit of {MAX_TICKET_CHARS}")
+            raise InvalidTicket(
+                f"a ticket of {len(text)} characters is over the limit of {MAX_TICKET_CHARS}"
+            )
         try:
             data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
@@ -149,18 +162,29 @@ def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(block for first, count in runs for block in ([HOLE] * count if first == HOLE else range(first, first + count)))
+    return tuple(
+        block
+        for first, count in runs
+        for block in ([HOLE] * count if first == HOLE else range(first, first + count))
+    )
 
 
 def _decode(payload: bytes) -> Ticket:
-    # Signed, so ours or a sibling's; still checked, because a sibling of another version may mean something else by it.
+    # Signed, so ours or a sibling's; still checked, because a sibling of another version may mean
+    # something else by it.
     try:
         ticket = msgspec.msgpack.decode(payload, type=Ticket)
         if ticket.version != TICKET_VERSION:
-            raise InvalidTicket(f"the ticket has version {ticket.version}, this engine reads {TICKET_VERSION}")
+            raise InvalidTicket(
+                f"the ticket has version {ticket.version}, this engine reads {TICKET_VERSION}"
+            )
         ticket.tokens.check()
     except (msgspec.DecodeError, msgspec.ValidationError, RemoteProtocolError) as error:
-        raise error if isinstance(error, InvalidTicket) else InvalidTicket(f"the ticket cannot be read: {error}") from None
+        raise (
+            error
+            if isinstance(error, InvalidTicket)
+            else InvalidTicket(f"the ticket cannot be read: {error}")
+        ) from None
     _check_ranges(ticket)
     return ticket
 
@@ -190,8 +214,9 @@ def _check_ranges(ticket: Ticket) -> None:
 # -------------------- push tickets --------------------
 # Push tickets: what a router gives both legs of a request that start together.
 #
-# P has computed nothing yet that it could sign for, so the router, a member of the cluster, does: it says which P the decode side may dial,
-# and gives the handover a name that is nobody else's, by which the two legs are found to belong together. Pure.
+# P has computed nothing yet that it could sign for, so the router, a member of the cluster, does:
+# it says which P the decode side may dial, and gives the handover a name that is nobody else's, by
+# which the two legs are found to belong together. Pure.
 
 
 PUSH_TICKET_VERSION = 2
@@ -233,7 +258,10 @@ class PushTicketKey:
         except msgspec.MsgspecError as error:
             raise InvalidTicket(f"the push ticket cannot be read: {error}") from None
         if ticket.version != PUSH_TICKET_VERSION:
-            raise InvalidTicket(f"the push ticket has version {ticket.version}, this engine reads {PUSH_TICKET_VERSION}")
+            raise InvalidTicket(
+                f"the push ticket has version {ticket.version}, this engine reads "
+                f"{PUSH_TICKET_VERSION}"
+            )
         names = (ticket.match_id, ticket.engine, ticket.epoch, ticket.host)
         if not all(0 < len(name) <= MAX_TICKET_NAME_CHARS for name in names) or not (
             0 < ticket.port < 65536 and 0 < ticket.tp_size <= MAX_TP_SIZE

@@ -6,13 +6,13 @@ TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── move
 In push the producer may write instead:  WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
 
 FILLING: the producer may write into our blocks at any time, and says when it has written all.
-RECLAIMING: it has; once it certainly cannot write any more, the bytes may be used.
-DOOMED: trouble came before the engine had blocks for it; it fails as soon as they are there.
-RETURNING: the producer has taken back what it offered (it preempted the prefill), or cannot write; once nothing moves, we wait for the
-next offer.
-STOPPING: given up, but something may still write into our blocks, so they are not handed back yet.
-PLACING: the bytes are good, whatever becomes of the producer now; they are put into our own order. Over at once where there is no need.
-ENDED: over without ever having had blocks, so there is nothing to report.
+RECLAIMING: it has; once it certainly cannot write any more, the bytes may be used. DOOMED: trouble
+came before the engine had blocks for it; it fails as soon as they are there. RETURNING: the
+producer has taken back what it offered (it preempted the prefill), or cannot write; once nothing
+moves, we wait for the next offer. STOPPING: given up, but something may still write into our
+blocks, so they are not handed back yet. PLACING: the bytes are good, whatever becomes of the
+producer now; they are put into our own order. Over at once where there is no need. ENDED: over
+without ever having had blocks, so there is nothing to report.
 """
 
 from collections.abc import Collection, Sequence
@@ -135,7 +135,11 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     **{(_S.STOPPING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     **{(_S.PLACING, event): _S.PLACING for event in _LOSS},
     **{(_S.CONFIRMING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
-    **{(state, event): _S.ENDED for state in (_S.TRACKED, _S.READY, _S.DOOMED) for event in (_E.ABORTED, _E.SETTLED)},
+    **{
+        (state, event): _S.ENDED
+        for state in (_S.TRACKED, _S.READY, _S.DOOMED)
+        for event in (_E.ABORTED, _E.SETTLED)
+    },
 }
 
 
@@ -146,8 +150,8 @@ def next_state(state: TransferState, event: TransferEvent) -> TransferState:
         raise LocalProtocolError(f"a transfer that is {state} cannot meet: {event}") from None
 
 
-# -------------------- stopwatches --------------------
-# When each pull came how far, for whoever wants to see where a request's time went. Decides nothing. Pure.
+# -------------------- stopwatches -------------------- When each pull came how far, for whoever
+# wants to see where a request's time went. Decides nothing. Pure.
 
 
 _BEGAN = (TransferState.MOVING, TransferState.FILLING)
@@ -166,8 +170,12 @@ class TransferTimings:
     def start(self, request: RequestId, now: float) -> None:
         self._times[request] = TransferTimes(now)
 
-    def note(self, request: RequestId, event: TransferEvent, state: TransferState, now: float) -> None:
-        """It met this and is in that state now. Of what happens again, after a withdrawal, the last time counts; of reading the first."""
+    def note(
+        self, request: RequestId, event: TransferEvent, state: TransferState, now: float
+    ) -> None:
+        """It met this and is in that state now. Of what happens again, after a withdrawal, the last
+        time counts; of reading the first.
+        """
         times = self._times.get(request)
         if times is None:
             return
@@ -190,7 +198,8 @@ class TransferTimings:
 # -------------------- pulls --------------------
 # Requests whose KV is on its way here, and by which names they are found. Plain data; pure.
 #
-# In pull a request comes with the ticket for its KV. In push it comes with an invitation: whom to ask for a ticket once there is one.
+# In pull a request comes with the ticket for its KV. In push it comes with an invitation: whom to
+# ask for a ticket once there is one.
 
 
 @dataclass(slots=True)
@@ -235,7 +244,9 @@ class Destination:
     def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """By group: the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
-        return tuple(tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks)
+        return tuple(
+            tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks
+        )
 
 
 @dataclass(slots=True)
@@ -257,7 +268,9 @@ class Arrival:
     max_ready: int = 0
     """Ready at all ranks together, before a withdrawal or after it."""
     progressed_at: float = 0.0
-    """When there was last more than ever before. A producer that only repeats itself is not waited for."""
+    """When there was last more than ever before. A producer that only repeats itself is not waited
+    for.
+    """
 
     def note(self, rank: int, ready: int, now: float) -> bool:
         """What a rank says is ready; False when it has said as much before."""
@@ -280,7 +293,9 @@ class Arrival:
 
     def restarted(self, serial: int) -> "Arrival":
         """After what was offered with this serial was withdrawn."""
-        return Arrival(last_serial=serial, max_ready=self.max_ready, progressed_at=self.progressed_at)
+        return Arrival(
+            last_serial=serial, max_ready=self.max_ready, progressed_at=self.progressed_at
+        )
 
 
 @dataclass(slots=True)
@@ -320,15 +335,25 @@ class Origin:
     push_info: PushInfo | None = None
     """There is one in push. Then the ticket is offered later."""
     is_optional: bool = False
-    """The engine can do without: it wants to know whether it can be had before it has blocks for it."""
+    """The engine can do without: it wants to know whether it can be had before it has blocks for
+    it.
+    """
 
     @classmethod
     def of(cls, ticket: Ticket, text: str) -> "Origin":
-        return cls(EngineIncarnation(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, text)
+        return cls(
+            EngineIncarnation(ticket.engine_id, ticket.epoch_id),
+            ticket.address,
+            ticket.tp_size,
+            ticket,
+            text,
+        )
 
     @property
     def shared_tokens(self) -> int | None:
-        """So many tokens of our prompt are surely those the ticket was issued for; None: that was checked when it arrived."""
+        """So many tokens of our prompt are surely those the ticket was issued for; None: that was
+        checked when it arrived.
+        """
         if self.push_info is None or self.ticket is None:
             return None
         return shared_prefix(self.ticket.tokens, self.push_info.tokens)
@@ -378,15 +403,32 @@ class Transfer:
         return len(self.to.blocks) > 0
 
     def expects(self, ticket: Ticket) -> bool:
-        """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
-        is_ours = self.origin.push_info is not None and self.is_attached and self.to.write_grant is None
-        if (ticket.engine_id, ticket.epoch_id) != (self.incarnation.engine, self.incarnation.epoch) or not is_ours:
+        """Whether this may be offered: the first ticket after the last withdrawal, or the same
+        again.
+        """
+        is_ours = (
+            self.origin.push_info is not None and self.is_attached and self.to.write_grant is None
+        )
+        if (ticket.engine_id, ticket.epoch_id) != (
+            self.incarnation.engine,
+            self.incarnation.epoch,
+        ) or not is_ours:
             return False
-        return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
+        return (
+            ticket.serial == self.ticket.serial
+            if self.is_offered
+            else ticket.serial > self.arrival.last_serial
+        )
 
     def is_withdrawn(self, serial: int) -> bool:
-        """What we said of an offer may have crossed its withdrawal; the answer to that is no news."""
-        return not self.is_offered or self.ticket.serial != serial or self.state is TransferState.RETURNING
+        """What we said of an offer may have crossed its withdrawal; the answer to that is no
+        news.
+        """
+        return (
+            not self.is_offered
+            or self.ticket.serial != serial
+            or self.state is TransferState.RETURNING
+        )
 
 
 class TransferTable:
@@ -409,11 +451,20 @@ class TransferTable:
         return None if request is None else self._transfers[request]
 
     def of_incarnation(self, incarnation: EngineIncarnation) -> list[Transfer]:
-        return [self._transfers[request] for request in sorted(self._by_incarnation.get(incarnation, ()))]
+        return [
+            self._transfers[request]
+            for request in sorted(self._by_incarnation.get(incarnation, ()))
+        ]
 
     def of_leases(self, incarnation: EngineIncarnation, leases: Collection[str]) -> list[Transfer]:
-        """Those that read one of these. Looks at all of the life's when there are any, so only bad news costs."""
-        return [transfer for transfer in self.of_incarnation(incarnation) if transfer.lease in leases] if leases else []
+        """Those that read one of these. Looks at all of the life's when there are any, so only bad
+        news costs.
+        """
+        return (
+            [transfer for transfer in self.of_incarnation(incarnation) if transfer.lease in leases]
+            if leases
+            else []
+        )
 
     def incarnations(self) -> set[EngineIncarnation]:
         return set(self._by_incarnation)
@@ -456,7 +507,9 @@ class TransferTable:
 
 
 def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
-    """A request on one of our ranks as the producer knows it: readable, and never longer than a name may be on the wire."""
+    """A request on one of our ranks as the producer knows it: readable, and never longer than a
+    name may be on the wire.
+    """
     name = f"{engine}/{request}/{tp_rank}"
     if len(name) <= MAX_NAME_CHARS:
         return name
@@ -468,7 +521,9 @@ def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
 
 
 def next_tokens(wanted: range, done_until: int, ready: int, granularity: int) -> range:
-    """What can be moved now and has not been. Where there is more to come, whole blocks of both sides: so many tokens."""
+    """What can be moved now and has not been. Where there is more to come, whole blocks of both
+    sides: so many tokens.
+    """
     if ready < wanted.stop:
         ready = ready // granularity * granularity
     start = max(wanted.start, done_until)
@@ -480,7 +535,9 @@ def tokens_to_read(ours: Geometry, transfer: Transfer, peer: Peer) -> range:
     if transfer.origin.push_info is None:
         return transfer.to.tokens
     granularity = max(ours.block_size, transfer.ticket.block_size)
-    return next_tokens(transfer.to.tokens, transfer.arrival.read_until, _ready_tokens(transfer, peer), granularity)
+    return next_tokens(
+        transfer.to.tokens, transfer.arrival.read_until, _ready_tokens(transfer, peer), granularity
+    )
 
 
 def is_complete(transfer: Transfer, peer: Peer) -> bool:
@@ -495,21 +552,36 @@ def _ready_tokens(transfer: Transfer, peer: Peer) -> int:
     return min((transfer.arrival.ready.get(rank, 0) for rank in peer.rank_mappings), default=0)
 
 
-def plan_reads(ours: Geometry, transfer: Transfer, peer: Peer, tokens: range) -> dict[int, list[Segments]]:
-    """By rank, the KV of these tokens. The pull is told what is to be put in order once all is here. RemoteProtocolError when the ticket
-    does not fit."""
+def plan_reads(
+    ours: Geometry, transfer: Transfer, peer: Peer, tokens: range
+) -> dict[int, list[Segments]]:
+    """By rank, the KV of these tokens. The pull is told what is to be put in order once all is
+    here. RemoteProtocolError when the ticket does not fit.
+    """
     to, ticket = transfer.to, transfer.ticket
     visited = {rank: peer.geometries[rank] for rank in peer.rank_mappings}
     for geometry in visited.values():
         if geometry.block_size != ticket.block_size:
-            raise RemoteProtocolError(f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold {geometry.block_size}")
+            raise RemoteProtocolError(
+                f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold "
+                f"{geometry.block_size}"
+            )
     shared = transfer.origin.shared_tokens
     if shared is not None and shared < to.tokens.stop:
         raise RemoteProtocolError(
-            f"the prefill was of another prompt: {shared} tokens are known to be the same, {to.tokens.stop} are needed"
+            f"the prefill was of another prompt: {shared} tokens are known to be the same, "
+            f"{to.tokens.stop} are needed"
         )
     to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
     return {
-        rank: plan_read(ours, geometry, peer.rank_mappings[rank].heads, to.blocks, ticket.block_ids(), tokens, to.needed_from)
+        rank: plan_read(
+            ours,
+            geometry,
+            peer.rank_mappings[rank].heads,
+            to.blocks,
+            ticket.block_ids(),
+            tokens,
+            to.needed_from,
+        )
         for rank, geometry in visited.items()
     }

@@ -1,4 +1,5 @@
-"""Who a client is, by its API key: conversations, places in the queue and limits are kept apart by tenant. Pure.
+"""Who a client is, by its API key: conversations, places in the queue and limits are kept apart by
+tenant. Pure.
 
 Keys are looked up by their digest, so that the time it takes tells nothing of a key.
 """
@@ -30,7 +31,9 @@ def check_key(key: str, name: str) -> None:
 
 
 def tenant_of_header(authorization: str | None) -> str:
-    """Where the router has no keys of its own, clients with different credentials are different tenants all the same."""
+    """Where the router has no keys of its own, clients with different credentials are different
+    tenants all the same.
+    """
     return "" if not authorization else _digest(authorization).hex()[:16]
 
 
@@ -47,7 +50,9 @@ class ApiKeys:
         for tenant, key in keys:
             check_key(key, f"the API key of {tenant!r}")
             if tenants.setdefault(_digest(key), tenant) != tenant:
-                raise ConfigError(f"tenants {tenants[_digest(key)]!r} and {tenant!r} have the same API key")
+                raise ConfigError(
+                    f"tenants {tenants[_digest(key)]!r} and {tenant!r} have the same API key"
+                )
         return cls(tenants)
 
     def __bool__(self) -> bool:
@@ -61,15 +66,22 @@ class ApiKeys:
 
 
 def read_key_file(text: str) -> list[tuple[str, str]]:
-    """`TENANT KEY` or `KEY` in each line; # begins a comment. A key without a tenant is one of its own."""
+    """`TENANT KEY` or `KEY` in each line; # begins a comment. A key without a tenant is one of its
+    own.
+    """
     pairs = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         if len(words) > 2:
-            raise ConfigError(f"line {number} of the key file has {len(words)} words; write TENANT KEY, or KEY alone")
-        pairs.append((words[0], words[1]) if len(words) == 2 else (_digest(words[0]).hex()[:16], words[0]))
+            raise ConfigError(
+                f"line {number} of the key file has {len(words)} words; write TENANT KEY, or KEY "
+                "alone"
+            )
+        pairs.append(
+            (words[0], words[1]) if len(words) == 2 else (_digest(words[0]).hex()[:16], words[0])
+        )
     return pairs
 
 
@@ -79,11 +91,13 @@ def read_key_file(text: str) -> list[tuple[str, str]]:
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz", "/metrics"})
 _ADMIN_PREFIXES = ("/admin", "/dashboard")
-# The page itself holds nothing; what it shows is asked for with a key. Its files lie right below it: deeper down, names are requests'.
+# The page itself holds nothing; what it shows is asked for with a key. Its files lie right below
+# it: deeper down, names are requests'.
 _PAGE = ("/dashboard", "/dashboard/")
 _PAGE_FILES = (".js", ".css")
 _PREFLIGHT_AGE_S = 600
-# A web server on this machine that passes on what it gets looks like a neighbour, but says for whom it asks.
+# A web server on this machine that passes on what it gets looks like a neighbour, but says for whom
+# it asks.
 _FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
@@ -111,17 +125,26 @@ class AccessPolicy:
         return path.startswith(_ADMIN_PREFIXES) and path not in _PAGE and not is_file
 
     def is_admin(self, headers: Headers, peer: str) -> bool:
-        """With a key, whoever has it; without one, whoever is on this machine, asks for itself, and is no page of another site."""
+        """With a key, whoever has it; without one, whoever is on this machine, asks for itself, and
+        is no page of another site.
+        """
         if self.access.admin_key:
             sent = (headers.get("authorization") or "").partition(" ")[2].strip()
-            return hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), self.access.admin_key.encode())
+            return hmac.compare_digest(
+                sent.encode("utf-8", "surrogateescape"), self.access.admin_key.encode()
+            )
         if any(headers.get(name) is not None for name in _FORWARDING_HEADERS):
             return False
         host = headers.get("host") or ""
-        # A page of another site may have its name resolved to this machine; the name it asks for still gives it away.
-        return _is_loopback(peer) and _names_loopback(host) and headers.get("origin") in (None, f"http://{host}", f"https://{host}")
+        # A page of another site may have its name resolved to this machine; the name it asks for
+        # still gives it away.
+        return (
+            _is_loopback(peer)
+            and _names_loopback(host)
+            and headers.get("origin") in (None, f"http://{host}", f"https://{host}")
+        )
 
-    # -- browsers --------------------------------------------------------------------------------------------------
+    # -- browsers --
 
     def cors_headers(self, headers: Headers) -> list[tuple[str, str]]:
         """What lets a page of an allowed origin read the answer."""
@@ -129,10 +152,17 @@ class AccessPolicy:
         if origin is None or not self.access.cors_origins:
             return []
         if "*" in self.access.cors_origins:
-            return [("Access-Control-Allow-Origin", "*"), ("Access-Control-Expose-Headers", "X-Request-Id")]
+            return [
+                ("Access-Control-Allow-Origin", "*"),
+                ("Access-Control-Expose-Headers", "X-Request-Id"),
+            ]
         if origin not in self.access.cors_origins:
             return []
-        return [("Access-Control-Allow-Origin", origin), ("Vary", "Origin"), ("Access-Control-Expose-Headers", "X-Request-Id")]
+        return [
+            ("Access-Control-Allow-Origin", origin),
+            ("Vary", "Origin"),
+            ("Access-Control-Expose-Headers", "X-Request-Id"),
+        ]
 
     def preflight_headers(self, headers: Headers, methods: Iterable[str]) -> list[tuple[str, str]]:
         allowed = self.cors_headers(headers)

@@ -1,11 +1,13 @@
-"""The admin API: who is in the fleet, and changes to it while requests flow. Pure but for the fleet it changes.
+"""The admin API: who is in the fleet, and changes to it while requests flow. Pure but for the fleet
+it changes.
 
     GET    /admin/instances
     POST   /admin/instances            {"role": "prefill", "url": "http://10.0.0.7:8000"}
     POST   /admin/instances/drain      the same body: no new requests; those under way finish
     DELETE /admin/instances            the same body: gone at once; its legs under way are let be
 
-An engine that registers itself sends a statement sealed with the cluster's secret to POST /admin/register and renews it; it needs no key.
+An engine that registers itself sends a statement sealed with the cluster's secret to POST
+/admin/register and renews it; it needs no key.
 """
 
 import time
@@ -62,7 +64,9 @@ class Admin:
         return _json(200, {"instances": [_view(member) for member in self.fleet.members()]})
 
     def add(self, body: bytes) -> HttpResponse:
-        return self._change(body, lambda instance: self.fleet.add(instance, time.monotonic()), 201, must_exist=False)
+        return self._change(
+            body, lambda instance: self.fleet.add(instance, time.monotonic()), 201, must_exist=False
+        )
 
     def drain(self, body: bytes) -> HttpResponse:
         return self._change(body, self.fleet.drain, 200)
@@ -72,12 +76,20 @@ class Admin:
 
     def register(self, body: bytes) -> HttpResponse:
         if self.registrar is None:
-            return build_error_response(403, "this router has no cluster secret, so nobody can register; set KVFERRY_SECRET_FILE")
+            return build_error_response(
+                403,
+                "this router has no cluster secret, so nobody can register; set "
+                "KVFERRY_SECRET_FILE",
+            )
         try:
-            statement = self.registrar.open(msgspec.json.decode(body, type=_Registration).statement, time.time())
+            statement = self.registrar.open(
+                msgspec.json.decode(body, type=_Registration).statement, time.time()
+            )
             instance = parse_instance(statement.role, statement.url)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return build_error_response(400, 'send {"statement": "…"}, sealed with the cluster\'s secret')
+            return build_error_response(
+                400, 'send {"statement": "…"}, sealed with the cluster\'s secret'
+            )
         except ConfigError as error:
             return build_error_response(400, str(error))
         except InvalidTicket as error:
@@ -90,12 +102,20 @@ class Admin:
         self.on_change()
         return _json(200, {"ttl_s": statement.ttl_s})
 
-    def _change(self, body: bytes, change: Callable[[Instance], object], status: int, must_exist: bool = True) -> HttpResponse:
+    def _change(
+        self,
+        body: bytes,
+        change: Callable[[Instance], object],
+        status: int,
+        must_exist: bool = True,
+    ) -> HttpResponse:
         try:
             named = msgspec.json.decode(body, type=_Named)
             instance = parse_instance(named.role, named.url)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return build_error_response(400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}')
+            return build_error_response(
+                400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}'
+            )
         except ConfigError as error:
             return build_error_response(400, str(error))
         if must_exist and self.fleet.get(instance) is None:
@@ -103,7 +123,12 @@ class Admin:
         change(instance)
         self.on_change()
         member = self.fleet.get(instance)
-        return _json(status, _view(member) if member is not None else {"role": instance.role, "url": instance.url, "state": "gone"})
+        return _json(
+            status,
+            _view(member)
+            if member is not None
+            else {"role": instance.role, "url": instance.url, "state": "gone"},
+        )
 
     def _remove(self, instance: Instance) -> None:
         self.fleet.remove(instance)

@@ -1,6 +1,7 @@
 """One router: its parts put together, and which of them answers a request.
 
-Made and used on one event loop. `RouterApp.start`, then `handle` and `admit` for every request, then `close`.
+Made and used on one event loop. `RouterApp.start`, then `handle` and `admit` for every request,
+then `close`.
 """
 
 import asyncio
@@ -60,20 +61,26 @@ class RouterApp:
         registrar: Registrar | None = None,
         make_turn_query: Callable[[InstanceWatcher], TurnQuery] | None = None,
     ) -> None:
-        """Without a key for push tickets, prefill instances are always asked first. `make_turn_query`: the way to ask decode instances for
-        what their streams leave out.
+        """Without a key for push tickets, prefill instances are always asked first.
+        `make_turn_query`: the way to ask decode instances for what their streams leave out.
         """
         now = time.monotonic()
         self.options = options
-        self.metrics = RouterMetrics(f"{options.routing.prefill_policy}, {options.routing.decode_policy}")
+        self.metrics = RouterMetrics(
+            f"{options.routing.prefill_policy}, {options.routing.decode_policy}"
+        )
         self.access_policy = AccessPolicy.of(options.access)
         self.fleet = _make_fleet(options, now)
         self.admission = AdmissionController(_admission(options), time.monotonic)
         self._upstreams = UpstreamPool()
         self._recent = RecentRequests()
         time_series = TimeSeries()
-        conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
-        instance_client = InstanceClient(options, self.fleet, self._upstreams, self.metrics, time_series, _client_tls(options))
+        conversations = Conversations(
+            options.conversations.max_count, options.conversations.max_bytes
+        )
+        instance_client = InstanceClient(
+            options, self.fleet, self._upstreams, self.metrics, time_series, _client_tls(options)
+        )
         push_sources = PushSources(push_key)
 
         def forget(instance: Instance) -> None:
@@ -82,14 +89,32 @@ class RouterApp:
 
         self.watcher = InstanceWatcher(instance_client, forget, cleanup=conversations.expire)
         ask = make_turn_query(self.watcher) if make_turn_query is not None else None
-        self._turns = TurnTracker(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
+        self._turns = TurnTracker(
+            conversations, self.fleet, self.metrics, options.conversations.ttl, ask
+        )
         self._leg_finisher = LegFinisher()
         serving = Dispatcher(
-            instance_client, _CountingReleaser(releases, self.metrics), push_sources, self.watcher, self._turns, self._leg_finisher
+            instance_client,
+            _CountingReleaser(releases, self.metrics),
+            push_sources,
+            self.watcher,
+            self._turns,
+            self._leg_finisher,
         )
-        self._generate_handler = GenerateHandler(options, self.access_policy, self.admission, serving, self._recent, time_series)
+        self._generate_handler = GenerateHandler(
+            options, self.access_policy, self.admission, serving, self._recent, time_series
+        )
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
-        pages = Pages(options, self.fleet, self.watcher, self.admission, conversations, self._recent, time_series, instance_client)
+        pages = Pages(
+            options,
+            self.fleet,
+            self.watcher,
+            self.admission,
+            conversations,
+            self._recent,
+            time_series,
+            instance_client,
+        )
         self._routes = _routes(pages, admin)
         self._watching: asyncio.Task[None] | None = None
 
@@ -110,30 +135,66 @@ class RouterApp:
         await self._upstreams.close()
         self._generate_handler.limits.close()
 
-    # -- the server calls these ----------------------------------------------------------------------------------------
+    # -- the server calls these --
 
     def admit(self, request: ServerRequest) -> ResponseParts | None:
-        """What can be answered without a body: no such route, no right to it, what browsers ask beforehand."""
+        """What can be answered without a body: no such route, no right to it, what browsers ask
+        beforehand.
+        """
         path, access_policy = request.path, self.access_policy
         methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
         cors = access_policy.cors_headers(request.headers)
         if not methods:
-            return self._refuse(request, build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors))
-        if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
-            return 204, [*access_policy.preflight_headers(request.headers, methods), _named(request)], b""
+            return self._refuse(
+                request,
+                build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors),
+            )
+        if (
+            request.method == "OPTIONS"
+            and request.headers.get("access-control-request-method") is not None
+        ):
+            return (
+                204,
+                [*access_policy.preflight_headers(request.headers, methods), _named(request)],
+                b"",
+            )
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
-            return self._refuse(request, build_error_response(405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]))
+            return self._refuse(
+                request,
+                build_error_response(
+                    405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]
+                ),
+            )
         if path not in _GENERATING and _is_large(request):
-            return self._refuse(request, build_error_response(413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors))
+            return self._refuse(
+                request,
+                build_error_response(
+                    413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors
+                ),
+            )
         if access_policy.needs_key(path) and access_policy.tenant(request.headers) is None:
             challenge = ("WWW-Authenticate", "Bearer")
-            return self._refuse(request, build_error_response(401, "the API key is missing or not known here", headers=[challenge, *cors]))
-        if access_policy.is_admin_path(path) and path != "/admin/register" and not access_policy.is_admin(request.headers, request.peer):
-            message = (
-                "this needs the admin key" if access_policy.access.admin_key else "this is for the router's own machine; set an admin key"
+            return self._refuse(
+                request,
+                build_error_response(
+                    401, "the API key is missing or not known here", headers=[challenge, *cors]
+                ),
             )
-            return self._refuse(request, build_error_response(401, message, headers=[("WWW-Authenticate", "Bearer")]))
+        if (
+            access_policy.is_admin_path(path)
+            and path != "/admin/register"
+            and not access_policy.is_admin(request.headers, request.peer)
+        ):
+            message = (
+                "this needs the admin key"
+                if access_policy.access.admin_key
+                else "this is for the router's own machine; set an admin key"
+            )
+            return self._refuse(
+                request,
+                build_error_response(401, message, headers=[("WWW-Authenticate", "Bearer")]),
+            )
         return None
 
     async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
@@ -151,7 +212,11 @@ class RouterApp:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
         assert page is not None, "admit has looked"
         answer = await page(request)
-        reply.send(answer.status, [*answer.headers, _named(request), *self.access_policy.cors_headers(request.headers)], answer.body)
+        reply.send(
+            answer.status,
+            [*answer.headers, _named(request), *self.access_policy.cors_headers(request.headers)],
+            answer.body,
+        )
 
     def _find(self, path: str) -> Mapping[str, _Page]:
         """Longest first: the last route that ends with a slash stands for all below it."""
@@ -166,26 +231,36 @@ class RouterApp:
         return answer.status, [*answer.headers, _named(request)], answer.body
 
     def note_malformed(self, refusal: RequestRefused) -> None:
-        """What the server answered because it was no request, too large or too slow, or one connection too many."""
+        """What the server answered because it was no request, too large or too slow, or one
+        connection too many.
+        """
         self.metrics.requests.add("malformed", str(refusal.status))
 
     def _count(self, request: ServerRequest, status: int) -> None:
-        route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
+        route = (
+            request.path if request.path in _GENERATING or request.path in self._routes else "other"
+        )
         if status:
             self.metrics.requests.add(route, str(status))
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
-    """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
+    """For instances that speak TLS: they are known by a public authority, or by the one that was
+    given.
+    """
     file = options.access.instance_ca_file
     try:
         return ssl.create_default_context(cafile=file or None)
     except OSError as error:  # of which ssl.SSLError is one
-        raise ConfigError(f"the instances' authority {file} cannot be loaded ({error.strerror or error})") from None
+        raise ConfigError(
+            f"the instances' authority {file} cannot be loaded ({error.strerror or error})"
+        ) from None
 
 
 def _admission(options: RouterOptions) -> AdmissionOptions:
-    """Where there are tenants, none of them may have the queue for itself, unless the operator says how much of it."""
+    """Where there are tenants, none of them may have the queue for itself, unless the operator says
+    how much of it.
+    """
     asked = options.admission
     if not options.access.api_keys or asked.tenant_waiting is not None:
         return asked
@@ -193,8 +268,13 @@ def _admission(options: RouterOptions) -> AdmissionOptions:
 
 
 def _make_fleet(options: RouterOptions, now: float) -> Fleet:
-    policies = {Role.PREFILL: options.routing.prefill_policy, Role.DECODE: options.routing.decode_policy}
-    spare = frozenset({Role.PREFILL} if options.routing.without_prefill is FailurePolicy.RECOMPUTE else ())
+    policies = {
+        Role.PREFILL: options.routing.prefill_policy,
+        Role.DECODE: options.routing.decode_policy,
+    }
+    spare = frozenset(
+        {Role.PREFILL} if options.routing.without_prefill is FailurePolicy.RECOMPUTE else ()
+    )
     fleet = Fleet(FleetOptions(policies, spare, health=options.health), random.random)
     for instance in (*options.prefillers, *options.decoders):
         fleet.add(instance, now)
@@ -202,7 +282,9 @@ def _make_fleet(options: RouterOptions, now: float) -> Fleet:
 
 
 def _routes(pages: Pages, admin: Admin) -> dict[str, Mapping[str, _Page]]:
-    routes: dict[str, Mapping[str, _Page]] = {path: {"GET": page} for path, page in pages.routes().items()}
+    routes: dict[str, Mapping[str, _Page]] = {
+        path: {"GET": page} for path, page in pages.routes().items()
+    }
     for path, methods in admin.routes().items():
         routes[path] = {method: _from_body(answer) for method, answer in methods.items()}
     return routes
@@ -218,7 +300,9 @@ def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
 def _is_large(request: ServerRequest) -> bool:
     """Or of a size that is not told."""
     length = request.headers.get("content-length")
-    return request.headers.get("transfer-encoding") is not None or (length is not None and int(length) > _MAX_PAGE_BODY)
+    return request.headers.get("transfer-encoding") is not None or (
+        length is not None and int(length) > _MAX_PAGE_BODY
+    )
 
 
 def _named(request: ServerRequest) -> tuple[str, str]:

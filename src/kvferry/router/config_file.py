@@ -1,4 +1,5 @@
-"""The router's configuration file (TOML) as options. Pure: text in, options out; ConfigError names the key that is wrong.
+"""The router's configuration file (TOML) as options. Pure: text in, options out; ConfigError names
+the key that is wrong.
 
 prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
 decoders = ["http://10.0.0.3:8000"]
@@ -21,7 +22,14 @@ from kvferry.errors import ConfigError
 from kvferry.router.access import ApiKeys, check_key, read_key_file
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
-from kvferry.router.options import AccessOptions, ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
+from kvferry.router.options import (
+    AccessOptions,
+    ConversationOptions,
+    RouterLimits,
+    RouterOptions,
+    RoutingOptions,
+    Timeouts,
+)
 from kvferry.router.serving.admission import AdmissionOptions
 
 __all__ = ["read_access", "read_config_file"]
@@ -37,7 +45,11 @@ _TABLES: Mapping[str, type[Any]] = {
     "conversations": ConversationOptions,
 }
 _PLAIN: Mapping[str, type[Any]] = {"host": str, "port": int, "access_log": bool}
-_KEY_FILES = {"api_key_file": "api_keys", "admin_key_file": "admin_key", "instance_key_file": "instance_key"}
+_KEY_FILES = {
+    "api_key_file": "api_keys",
+    "admin_key_file": "admin_key",
+    "instance_key_file": "instance_key",
+}
 _ACCESS_KEYS = [*_KEY_FILES, "instance_ca_file", "cors_origins", "ssl_certfile", "ssl_keyfile"]
 
 
@@ -49,13 +61,17 @@ def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOption
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
     known = [*_PLAIN, "prefillers", "decoders", *_TABLES, "access"]
     _check_keys(given, known, "")
-    made: dict[str, Any] = {name: _convert(given[name], kind, name) for name, kind in _PLAIN.items() if name in given}
+    made: dict[str, Any] = {
+        name: _convert(given[name], kind, name) for name, kind in _PLAIN.items() if name in given
+    }
     for name, kind in _TABLES.items():
         if name in given:
             made[name] = _read_table(given[name], kind, name)
     for name, role in (("prefillers", Role.PREFILL), ("decoders", Role.DECODE)):
         made[name] = _read_instances(given.get(name, []), name, role)
-    made["access"] = read_access(_convert(given.get("access", {}), dict[str, Any], "access"), read_file)
+    made["access"] = read_access(
+        _convert(given.get("access", {}), dict[str, Any], "access"), read_file
+    )
     return RouterOptions(**made)
 
 
@@ -68,7 +84,9 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
         if given.get(name)
     }
     if given.get("cors_origins"):
-        made["cors_origins"] = tuple(_convert(given["cors_origins"], list[str], "access.cors_origins"))
+        made["cors_origins"] = tuple(
+            _convert(given["cors_origins"], list[str], "access.cors_origins")
+        )
     for name, option in _KEY_FILES.items():
         if not given.get(name):
             continue
@@ -92,7 +110,8 @@ def _read_instances(given: Any, name: str, role: Role) -> tuple[Instance, ...]:
 
 
 def _read_table(given: Any, kind: type[T], table: str) -> T:
-    _check_keys(_convert(given, dict[str, Any], table), [entry.name for entry in fields(kind)], f"{table}.")  # type: ignore[arg-type]
+    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    _check_keys(_convert(given, dict[str, Any], table), known, f"{table}.")
     made: T = _convert(given, kind, table)
     return made
 
@@ -109,7 +128,12 @@ def _check_keys(given: Mapping[str, Any], known: list[str], table: str) -> None:
     for key in given:
         if key not in known:
             if RENAMED.get(key) in known:
-                raise ConfigError(f"{table}{key} in the configuration file is now called {table}{RENAMED[key]}; rename it")
+                raise ConfigError(
+                    f"{table}{key} in the configuration file is now called {table}{RENAMED[key]}; "
+                    "rename it"
+                )
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {table}{near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"the configuration file has {table}{key}, which is no setting; {hint}")
+            raise ConfigError(
+                f"the configuration file has {table}{key}, which is no setting; {hint}"
+            )

@@ -1,6 +1,8 @@
-"""Counters, levels and histograms that cost a fraction of a microsecond, shown to Prometheus when it asks. One thread.
+"""Counters, levels and histograms that cost a fraction of a microsecond, shown to Prometheus when
+it asks. One thread.
 
-prometheus_client's own take a lock for each addition: they are made for many threads, and a router makes a dozen additions a request.
+prometheus_client's own take a lock for each addition: they are made for many threads, and a router
+makes a dozen additions a request.
 """
 
 from bisect import bisect_left
@@ -8,7 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from kvferry.router.fleet.instances import Instance, Outcome
 
@@ -112,7 +119,25 @@ class MetricsCollector:
 # What a router counts, in its own registry, so that several routers in one process do not mix.
 
 
-_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BOUNDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
 
 
 class RouterMetrics:
@@ -122,36 +147,80 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         collector = MetricsCollector(self._registry)
-        self.requests = collector.counter("kvferry:router_requests", "Requests answered, by route and HTTP status.", "route", "status")
+        self.requests = collector.counter(
+            "kvferry:router_requests",
+            "Requests answered, by route and HTTP status.",
+            "route",
+            "status",
+        )
         self.outcomes = collector.counter(
-            "kvferry:router_outcomes", "Generations, by how they ended and by the policies that chose.", "outcome", "policies"
+            "kvferry:router_outcomes",
+            "Generations, by how they ended and by the policies that chose.",
+            "outcome",
+            "policies",
         )
         self.active = collector.gauge("kvferry:router_active_requests", "Requests being served.")
-        self.queued = collector.gauge("kvferry:router_queued_requests", "Requests that wait for their turn.")
-        self.failures = collector.counter("kvferry:router_instance_failures", "Legs that failed, by role and instance.", "role", "instance")
+        self.queued = collector.gauge(
+            "kvferry:router_queued_requests", "Requests that wait for their turn."
+        )
+        self.failures = collector.counter(
+            "kvferry:router_instance_failures",
+            "Legs that failed, by role and instance.",
+            "role",
+            "instance",
+        )
         self.refusals = collector.counter(
-            "kvferry:router_instance_refusals", "Legs answered with 503, by role and instance.", "role", "instance"
+            "kvferry:router_instance_refusals",
+            "Legs answered with 503, by role and instance.",
+            "role",
+            "instance",
         )
-        self.legs = collector.counter("kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome")
-        self.retries = collector.counter("kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role")
+        self.legs = collector.counter(
+            "kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome"
+        )
+        self.retries = collector.counter(
+            "kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role"
+        )
         self.fallbacks = collector.counter(
-            "kvferry:router_fallbacks", "Prompts that a decode instance computed for want of a prefill instance."
+            "kvferry:router_fallbacks",
+            "Prompts that a decode instance computed for want of a prefill instance.",
         )
-        self.aborts = collector.counter("kvferry:router_client_aborts", "Requests whose client left early.")
-        self.releases = collector.counter("kvferry:router_releases", "Prefills whose blocks were given back unread.")
+        self.aborts = collector.counter(
+            "kvferry:router_client_aborts", "Requests whose client left early."
+        )
+        self.releases = collector.counter(
+            "kvferry:router_releases", "Prefills whose blocks were given back unread."
+        )
         self.without_blocks = collector.counter(
-            "kvferry:router_prefills_without_blocks", "Prefill answers that offered no blocks, so that D computed."
+            "kvferry:router_prefills_without_blocks",
+            "Prefill answers that offered no blocks, so that D computed.",
         )
-        self.in_parallel = collector.counter("kvferry:router_legs_at_once", "Requests whose two legs were started together (push).")
+        self.in_parallel = collector.counter(
+            "kvferry:router_legs_at_once", "Requests whose two legs were started together (push)."
+        )
         self.turns = collector.counter(
-            "kvferry:router_turns", "Turns of conversations, by whether the last turn's blocks were offered to P.", "found"
+            "kvferry:router_turns",
+            "Turns of conversations, by whether the last turn's blocks were offered to P.",
+            "found",
         )
         self.ttft = collector.histogram(
-            "kvferry:router_time_to_first_token_seconds", "From a request's arrival to the first bytes of its answer.", _BOUNDS
+            "kvferry:router_time_to_first_token_seconds",
+            "From a request's arrival to the first bytes of its answer.",
+            _BOUNDS,
         )
-        self.handover = collector.histogram("kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS)
-        self.instances = collector.gauge("kvferry:router_instance", "1 for each instance and its state.", "role", "instance", "state")
-        self.running = collector.gauge("kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance")
+        self.handover = collector.histogram(
+            "kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS
+        )
+        self.instances = collector.gauge(
+            "kvferry:router_instance",
+            "1 for each instance and its state.",
+            "role",
+            "instance",
+            "state",
+        )
+        self.running = collector.gauge(
+            "kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance"
+        )
         self._by_instance = (self.failures, self.refusals, self.legs)
         self._urls: dict[Instance, str] = {}
 
@@ -174,7 +243,9 @@ class RouterMetrics:
             self.instances.values[instance.role, instance.url, state] = 1.0
             self.running.values[instance.role, instance.url] = num_running
         # A leg may outlive its instance's membership, and is counted when it ends.
-        for gone in {labels[:2] for metric in self._by_instance for labels in metric.values} - self.running.values.keys():
+        for gone in {
+            labels[:2] for metric in self._by_instance for labels in metric.values
+        } - self.running.values.keys():
             self._forget(gone)
 
     def forget(self, instance: Instance) -> None:

@@ -1,5 +1,6 @@
-"""What a router is started with. Plain data, checked on construction; the tables of a configuration file and the flags of `kvferry proxy`
-come from these fields."""
+"""What a router is started with. Plain data, checked on construction; the tables of a configuration
+file and the flags of `kvferry proxy` come from these fields.
+"""
 
 from dataclasses import dataclass, field, fields
 
@@ -9,7 +10,14 @@ from kvferry.router.fleet.instances import Instance
 from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.types import FailurePolicy
 
-__all__ = ["AccessOptions", "ConversationOptions", "RouterLimits", "RouterOptions", "RoutingOptions", "Timeouts"]
+__all__ = [
+    "AccessOptions",
+    "ConversationOptions",
+    "RouterLimits",
+    "RouterOptions",
+    "RoutingOptions",
+    "Timeouts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,9 @@ class Timeouts:
     connect: float = 5.0
     """For a connection to an instance."""
     answer: float = 600.0
-    """How long an instance may take over an answer that is not streamed: every prefill leg, and decode legs without `stream`."""
+    """How long an instance may take over an answer that is not streamed: every prefill leg, and
+    decode legs without `stream`.
+    """
     idle: float = 300.0
     """How long a stream, an upload or a client that reads may stand still."""
     queue: float = 30.0
@@ -53,7 +63,9 @@ class RoutingOptions:
     decode_policy: str = "conversation_affinity"
     """How D is chosen."""
     without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
-    """When no prefill instance is available: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
+    """When no prefill instance is available: `recompute` lets a decode instance compute the prompt,
+    `fail` answers with 503.
+    """
     max_retries: int = 2
     """How often one request may be tried again elsewhere, while its client has got nothing."""
 
@@ -93,7 +105,10 @@ class AccessOptions:
 
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("ssl_keyfile was given without ssl_certfile; give both, or the certificate alone with its key in it")
+            raise ConfigError(
+                "ssl_keyfile was given without ssl_certfile; give both, or the certificate alone "
+                "with its key in it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Everything the router answers itself: health, metrics, models, and the dashboard with its data. Runs on the event loop."""
+"""Everything the router answers itself: health, metrics, models, and the dashboard with its data.
+Runs on the event loop.
+"""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -61,51 +63,87 @@ class Pages:
         }
 
     async def health(self, _: ServerRequest) -> HttpResponse:
-        """Of the router: it is well whatever its instances are. Nobody is asked; these are the outcomes of the last legs."""
+        """Of the router: it is well whatever its instances are. Nobody is asked; these are the
+        outcomes of the last legs.
+        """
         counts = {f"{role}_instances": len(self.fleet.members(role)) for role in Role}
         shown = (Outcome.ANSWERED, Outcome.REFUSED, Outcome.FAILED)
-        last = {f"{role}_last_{outcome}": self.fleet.count(role, outcome) for role in Role for outcome in shown}
+        last = {
+            f"{role}_last_{outcome}": self.fleet.count(role, outcome)
+            for role in Role
+            for outcome in shown
+        }
         return _json(200, {"status": "ok", **counts, **last})
 
     async def ready(self, _: ServerRequest) -> HttpResponse:
-        """Whether a request sent now would find instances that can serve it: among those that were reached, where they are looked at."""
+        """Whether a request sent now would find instances that can serve it: among those that were
+        reached, where they are looked at.
+        """
         now = time.monotonic()
-        usable = {role: sum(member.is_usable(now) for member in self.fleet.members(role)) for role in Role}
-        needed = [Role.DECODE] if self.options.routing.without_prefill is FailurePolicy.RECOMPUTE else list(Role)
+        usable = {
+            role: sum(member.is_usable(now) for member in self.fleet.members(role)) for role in Role
+        }
+        needed = (
+            [Role.DECODE]
+            if self.options.routing.without_prefill is FailurePolicy.RECOMPUTE
+            else list(Role)
+        )
         missing = [role for role in needed if not usable[role]]
         is_ready = not missing and not self.admission.is_closing
-        why = "stopping" if self.admission.is_closing else "ready" if is_ready else f"no {' or '.join(missing)} instance is available"
-        return _json(200 if is_ready else UNAVAILABLE, {"status": why, **{f"{role}_usable": usable[role] for role in Role}})
+        why = (
+            "stopping"
+            if self.admission.is_closing
+            else "ready"
+            if is_ready
+            else f"no {' or '.join(missing)} instance is available"
+        )
+        return _json(
+            200 if is_ready else UNAVAILABLE,
+            {"status": why, **{f"{role}_usable": usable[role] for role in Role}},
+        )
 
     async def show_metrics(self, _: ServerRequest) -> HttpResponse:
         now, metrics = time.monotonic(), self.instance_client.metrics
         metrics.queued.value = self.admission.queue.num_waiting
-        metrics.show_fleet((member.instance, member.state(now), member.num_running) for member in self.fleet.members())
+        metrics.show_fleet(
+            (member.instance, member.state(now), member.num_running)
+            for member in self.fleet.members()
+        )
         return HttpResponse(200, [("Content-Type", _METRICS_TYPE)], metrics.text())
 
     async def models(self, request: ServerRequest) -> HttpResponse:
         """Those of a decode instance; of another, if one takes no requests."""
         tried: list[Instance] = []
         response: HttpResponse | None = None
-        while (instance := self.fleet.choose(Role.DECODE, RoutingHints(), time.monotonic(), tried)) is not None:
+        while (
+            instance := self.fleet.choose(Role.DECODE, RoutingHints(), time.monotonic(), tried)
+        ) is not None:
             tried.append(instance)
             try:
                 with self.instance_client.track_leg(instance, RoutingHints()) as call:
                     # The router's own keys are none of the instances' business.
-                    theirs = None if self.options.access.api_keys else request.headers.get("authorization")
+                    theirs = (
+                        None
+                        if self.options.access.api_keys
+                        else request.headers.get("authorization")
+                    )
                     response = await self._get(instance, request.path, theirs)
                     call.outcome = Outcome.ANSWERED if response.status < 500 else Outcome.FAILED
                     if response.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED
                         self.instance_client.metrics.refusals.add(instance.role, instance.url)
             except UpstreamError as error:
-                response = response or build_error_response(502, f"{instance} failed: {describe_error(error)}")
+                response = response or build_error_response(
+                    502, f"{instance} failed: {describe_error(error)}"
+                )
                 continue
             if response.status < 500:
                 return response
-        return response or build_error_response(UNAVAILABLE, "no decode instance is available; try again", 1)
+        return response or build_error_response(
+            UNAVAILABLE, "no decode instance is available; try again", 1
+        )
 
-    # -- the dashboard -------------------------------------------------------------------------------------------------
+    # -- the dashboard --
 
     async def show_file(self, request: ServerRequest) -> HttpResponse:
         if request.path == "/dashboard/":
@@ -126,7 +164,10 @@ class Pages:
             num_queued=queue.num_waiting,
             max_running=queue.options.max_running,
             max_queued=queue.options.max_waiting,
-            policies={"prefill": self.options.routing.prefill_policy, "decode": self.options.routing.decode_policy},
+            policies={
+                "prefill": self.options.routing.prefill_policy,
+                "decode": self.options.routing.decode_policy,
+            },
             num_conversations=len(self.conversations),
             is_draining=self.admission.is_closing,
         )
@@ -163,7 +204,9 @@ class Pages:
             in_flight=member.num_running,
             failures=breaker.failures_in_a_row,
             last_error=member.record.last_error,
-            returns_in_s=max(0.0, breaker.not_before - now) if member.state(now) is MemberState.EJECTED else None,
+            returns_in_s=max(0.0, breaker.not_before - now)
+            if member.state(now) is MemberState.EJECTED
+            else None,
             watcher=self.watcher.latest.get(member.instance),
         )
 
@@ -172,7 +215,11 @@ class Pages:
         shown = f"Bearer {key}" if key else authorization
         headers = [("Authorization", shown)] if shown is not None else []
         with await self.instance_client.get(instance, path, headers) as answer:
-            return HttpResponse(answer.status, forwarded_headers(answer.headers), await self.instance_client.read(answer))
+            return HttpResponse(
+                answer.status,
+                forwarded_headers(answer.headers),
+                await self.instance_client.read(answer),
+            )
 
 
 def _shown(about: object) -> str:

@@ -1,4 +1,6 @@
-"""Runs a router until it is told to stop. Owns the event loop (uvloop) of the calling thread, which must be the main one."""
+"""Runs a router until it is told to stop. Owns the event loop (uvloop) of the calling thread, which
+must be the main one.
+"""
 
 import asyncio
 import errno
@@ -25,9 +27,13 @@ __all__ = ["make_server", "run_router", "server_tls"]
 _log = logging.getLogger(__name__)
 
 
-def run_router(options: RouterOptions, make_app: Callable[[], RouterApp], on_ready: Callable[[Address], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then let streams finish; a second signal ends them. `make_app` is called on the loop. `on_ready` gets
-    the address really bound. ConfigError when it cannot be bound."""
+def run_router(
+    options: RouterOptions, make_app: Callable[[], RouterApp], on_ready: Callable[[Address], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM, then let streams finish; a second signal ends them. `make_app`
+    is called on the loop. `on_ready` gets the address really bound. ConfigError when it cannot be
+    bound.
+    """
     tls = server_tls(options)
     sock = _bind(Address(options.host, options.port))
     try:
@@ -57,7 +63,9 @@ def server_tls(options: RouterOptions) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(access.ssl_certfile, access.ssl_keyfile or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificate {access.ssl_certfile} with its key cannot be loaded ({error})") from None
+        raise ConfigError(
+            f"the certificate {access.ssl_certfile} with its key cannot be loaded ({error})"
+        ) from None
     return context
 
 
@@ -89,8 +97,10 @@ async def _serve(
 
 @contextmanager
 def _rare_gc() -> Iterator[None]:
-    """Requests leave hardly any cycles behind, and Python looks for them after every 700 objects more: up to 9 % of the router's time (one
-    noisy run; under 1 % where large prompts come one by one). What was made until now lives for ever and is not looked at again."""
+    """Requests leave hardly any cycles behind, and Python looks for them after every 700 objects
+    more: up to 9 % of the router's time (one noisy run; under 1 % where large prompts come one by
+    one). What was made until now lives for ever and is not looked at again.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -104,7 +114,9 @@ def _rare_gc() -> Iterator[None]:
 
 async def _drain(server: HttpServer, force_stop: asyncio.Event, timeout_s: float) -> None:
     if server.num_connections:
-        _log.info("stopping: %d connections may finish within %g s", server.num_connections, timeout_s)
+        _log.info(
+            "stopping: %d connections may finish within %g s", server.num_connections, timeout_s
+        )
     waits = [asyncio.create_task(server.drain(timeout_s)), asyncio.create_task(force_stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -124,16 +136,25 @@ def _bind(address: Address) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {address.port} on {address.host} is taken; stop what listens there or choose another --port") from None
-        raise ConfigError(f"cannot listen on {address} ({error.strerror}); choose another --host or --port") from None
+            raise ConfigError(
+                f"port {address.port} on {address.host} is taken; stop what listens there or "
+                "choose another --port"
+            ) from None
+        raise ConfigError(
+            f"cannot listen on {address} ({error.strerror}); choose another --host or --port"
+        ) from None
     return sock
 
 
 def _resolve(address: Address) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """IPv4 first: `localhost` is both, and most people then type 127.0.0.1."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (socket.gaierror, UnicodeError):
-        raise ConfigError(f"host {address.host!r} cannot be resolved; give an address of this machine") from None
+        raise ConfigError(
+            f"host {address.host!r} cannot be resolved; give an address of this machine"
+        ) from None
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, where

@@ -1,7 +1,8 @@
-"""Throughput and latency, second by second, for plots. Bounded: a ring of seconds, each with a few counts and two sparse histograms.
+"""Throughput and latency, second by second, for plots. Bounded: a ring of seconds, each with a few
+counts and two sparse histograms.
 
-Pure: the caller passes `now` (local monotonic seconds), which never goes back. Noting something is an addition or two; quantiles are
-worked out once, when a second is over. One thread.
+Pure: the caller passes `now` (local monotonic seconds), which never goes back. Noting something is
+an addition or two; quantiles are worked out once, when a second is over. One thread.
 """
 
 import math
@@ -70,8 +71,12 @@ class TimeSeries:
         counts, bucket = self._at(now).handover, _bucket(seconds)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def note_instances(self, tokens: int, moved_bytes: int, now: float, over_s: float = 1.0) -> None:
-        """What an instance did since it was last asked, so long ago: spread over that time, because it did not happen all at once."""
+    def note_instances(
+        self, tokens: int, moved_bytes: int, now: float, over_s: float = 1.0
+    ) -> None:
+        """What an instance did since it was last asked, so long ago: spread over that time, because
+        it did not happen all at once.
+        """
         current = self._at(now)
         length = min(max(1, math.ceil(over_s)), 1 + len(self._over), MAX_SPREAD_S)
         seconds = [current, *islice(reversed(self._over), length - 1)]
@@ -85,11 +90,15 @@ class TimeSeries:
         return max(0, len(seconds) - self._report_lag_s)
 
     def seconds(self, now: float) -> list[SecondStats]:
-        """Those that are over, oldest first; without gaps, and as many as are kept once there are that many."""
+        """Those that are over, oldest first; without gaps, and as many as are kept once there are
+        that many.
+        """
         self._at(now)
         return list(self._over)
 
-    def over_last(self, num_seconds: int, now: float, histogram_of: Callable[[SecondStats], LatencyHistogram]) -> LatencyHistogram:
+    def over_last(
+        self, num_seconds: int, now: float, histogram_of: Callable[[SecondStats], LatencyHistogram]
+    ) -> LatencyHistogram:
         """One histogram of several seconds."""
         return _merged(histogram_of(second) for second in self.seconds(now)[-num_seconds:])
 
@@ -126,12 +135,23 @@ def quantile(histogram: Mapping[int, int], part: float) -> float | None:
 def _bucket(seconds: float) -> int:
     if not seconds > SMALLEST_S:
         return 0
-    return min(MAX_BUCKET, math.ceil(math.log(seconds / SMALLEST_S) * _PER_BUCKET)) if seconds < math.inf else MAX_BUCKET
+    return (
+        min(MAX_BUCKET, math.ceil(math.log(seconds / SMALLEST_S) * _PER_BUCKET))
+        if seconds < math.inf
+        else MAX_BUCKET
+    )
 
 
-def _quantiles(second: SecondStats) -> tuple[float | None, float | None, float | None, float | None]:
+def _quantiles(
+    second: SecondStats,
+) -> tuple[float | None, float | None, float | None, float | None]:
     ttft, handover = second.ttft, second.handover
-    return quantile(ttft, 0.5), quantile(ttft, 0.99), quantile(handover, 0.5), quantile(handover, 0.99)
+    return (
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.99),
+        quantile(handover, 0.5),
+        quantile(handover, 0.99),
+    )
 
 
 def _merged(histograms: Iterable[Mapping[int, int]]) -> LatencyHistogram:

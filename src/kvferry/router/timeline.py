@@ -1,7 +1,8 @@
-"""What happened to a request, and when: marks made on its way through the router, read only when somebody looks.
+"""What happened to a request, and when: marks made on its way through the router, read only when
+somebody looks.
 
-Pure: the caller passes `now` (local monotonic seconds). A mark is one append, because every request makes half a dozen of them; names
-of instances are turned into text when they are shown. One thread.
+Pure: the caller passes `now` (local monotonic seconds). A mark is one append, because every request
+makes half a dozen of them; names of instances are turned into text when they are shown. One thread.
 """
 
 from collections import OrderedDict, deque
@@ -87,7 +88,10 @@ class Timeline:
 
     @property
     def num_retries(self) -> int:
-        return sum(made in (RequestEvent.PREFILL_FAILED, RequestEvent.DECODE_FAILED) for made, _, _ in self.marks)
+        return sum(
+            made in (RequestEvent.PREFILL_FAILED, RequestEvent.DECODE_FAILED)
+            for made, _, _ in self.marks
+        )
 
 
 @dataclass(slots=True)
@@ -105,10 +109,14 @@ class ErrorCount:
 
 @dataclass(slots=True)
 class ErrorLog:
-    """The kinds of errors that happened last. Equal ones are counted, so that a flood of one does not hide the others."""
+    """The kinds of errors that happened last. Equal ones are counted, so that a flood of one does
+    not hide the others.
+    """
 
     kept: int = KEPT_ERRORS
-    _counts: OrderedDict[tuple[int, str], ErrorCount] = field(default_factory=OrderedDict, init=False)
+    _counts: OrderedDict[tuple[int, str], ErrorCount] = field(
+        default_factory=OrderedDict, init=False
+    )
 
     def note(self, status: int, text: str, now: float, request_id: str = "") -> None:
         text = text[:MAX_TEXT_CHARS]
@@ -130,7 +138,12 @@ class ErrorLog:
 class RecentRequests:
     """Requests under way, the last that ended, and the last that failed, which are kept longer."""
 
-    def __init__(self, kept: int = KEPT_REQUESTS, kept_failures: int = KEPT_FAILURES, kept_errors: int = KEPT_ERRORS) -> None:
+    def __init__(
+        self,
+        kept: int = KEPT_REQUESTS,
+        kept_failures: int = KEPT_FAILURES,
+        kept_errors: int = KEPT_ERRORS,
+    ) -> None:
         self.errors = ErrorLog(kept_errors)
         self._live: dict[Timeline, None] = {}
         self._ended: deque[Timeline] = deque(maxlen=kept)
@@ -145,7 +158,9 @@ class RecentRequests:
         self._live[timeline] = None
         return timeline
 
-    def end(self, timeline: Timeline, outcome: RequestOutcome, status: int, now: float, error: str = "") -> None:
+    def end(
+        self, timeline: Timeline, outcome: RequestOutcome, status: int, now: float, error: str = ""
+    ) -> None:
         """Its answer is over. A second end changes nothing."""
         if self._live.pop(timeline, False) is not None:
             return

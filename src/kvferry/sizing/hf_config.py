@@ -1,4 +1,6 @@
-"""Single keys of a config.json, read strictly: what is there and makes no sense is a ConfigError that names the key. Pure."""
+"""Single keys of a config.json, read strictly: what is there and makes no sense is a ConfigError
+that names the key. Pure.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,13 +33,20 @@ MAX_HEADS = 4_096
 _MAX_NUMBER = 10**9
 
 
-def whole_number(config: Mapping[str, Any], key: str, least: int = 1, most: int = _MAX_NUMBER) -> int | None:
-    """None where the key is missing or null. ConfigError when it is no whole number of that size."""
+def whole_number(
+    config: Mapping[str, Any], key: str, least: int = 1, most: int = _MAX_NUMBER
+) -> int | None:
+    """None where the key is missing or null. ConfigError when it is no whole number of that
+    size.
+    """
     value = config.get(key)
     if value is None:
         return None
     if not is_whole(value, least, most):
-        raise ConfigError(f"config.json says {key} is {short(value)}, which must be a whole number from {least} to {most:,}; correct it")
+        raise ConfigError(
+            f"config.json says {key} is {short(value)}, which must be a whole number from {least} "
+            f"to {most:,}; correct it"
+        )
     return int(value)
 
 
@@ -47,7 +56,9 @@ def switch(config: Mapping[str, Any], key: str) -> bool | None:
     if value is None:
         return None
     if not isinstance(value, bool) and not is_whole(value, 0, 1):
-        raise ConfigError(f"config.json says {key} is {short(value)}, which must be true or false; correct it")
+        raise ConfigError(
+            f"config.json says {key} is {short(value)}, which must be true or false; correct it"
+        )
     return bool(value)
 
 
@@ -57,7 +68,9 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"config.json says {key} is {short(value)}, which must be an object; correct it")
+        raise ConfigError(
+            f"config.json says {key} is {short(value)}, which must be an object; correct it"
+        )
     return value
 
 
@@ -67,7 +80,9 @@ def list_for_layers(config: Mapping[str, Any], key: str, layers: int) -> list[An
     if value is None or value == []:
         return None
     if not isinstance(value, list) or len(value) != layers:
-        raise ConfigError(f"config.json has {layers} layers, but {key} does not list as many; correct one of them")
+        raise ConfigError(
+            f"config.json has {layers} layers, but {key} does not list as many; correct one of them"
+        )
     return value
 
 
@@ -77,7 +92,10 @@ def whole_numbers(config: Mapping[str, Any], key: str, least: int, most: int) ->
     if value is None:
         return None
     if not isinstance(value, list) or not all(is_whole(number, least, most) for number in value):
-        raise ConfigError(f"config.json says {key} is {short(value)}, which must list whole numbers from {least} to {most:,}; correct it")
+        raise ConfigError(
+            f"config.json says {key} is {short(value)}, which must list whole numbers from "
+            f"{least} to {most:,}; correct it"
+        )
     return value
 
 
@@ -90,14 +108,17 @@ def is_whole(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-# -------------------- layers --------------------
-# Which of a model's layers look at everything, which at a window, and which cache nothing: from its config.json. Pure.
+# -------------------- layers -------------------- Which of a model's layers look at everything,
+# which at a window, and which cache nothing: from its config.json. Pure.
 #
-# Families say it in different words. Newer ones list `layer_types`; older ones give a pattern, a period or a switch.
+# Families say it in different words. Newer ones list `layer_types`; older ones give a pattern, a
+# period or a switch.
 
 
 LayerView = tuple[LayerCacheKind, int | None] | None
-"""What a layer looks at, and the most tokens it holds; None: it caches nothing that grows with the prompt."""
+"""What a layer looks at, and the most tokens it holds; None: it caches nothing that grows with the
+prompt.
+"""
 
 FULL: LayerView = (LayerCacheKind.FULL, None)
 _TYPES = {
@@ -122,7 +143,9 @@ _SWITCHED = ("qwen2", "qwen3")
 
 
 def layer_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
-    """One for each layer that has a cache of its own. ConfigError names the key that cannot be understood."""
+    """One for each layer that has a cache of its own. ConfigError names the key that cannot be
+    understood.
+    """
     views = _listed_views(config, layers) or _attending_views(config, layers)
     if views is None:
         has_chunks = whole_number(config, "attention_chunk_size") is not None
@@ -141,7 +164,10 @@ def _listed_views(config: Mapping[str, Any], layers: int) -> list[LayerView] | N
     if pattern is None:
         return None
     if not isinstance(pattern, str) or len(pattern) != layers:
-        raise ConfigError(f"config.json has {layers} layers, but hybrid_override_pattern is no text of as many signs; correct one of them")
+        raise ConfigError(
+            f"config.json has {layers} layers, but hybrid_override_pattern is no text of as many "
+            "signs; correct one of them"
+        )
     return [FULL if sign == "*" else None for sign in pattern]
 
 
@@ -149,22 +175,35 @@ def _attending_views(config: Mapping[str, Any], layers: int) -> list[LayerView] 
     """Where a rule or a list says which layers look at everything, and the others cache nothing."""
     attending: Collection[int] | None = None
     if (period := whole_number(config, "attn_layer_period")) is not None:
-        attending = range(whole_number(config, "attn_layer_offset", 0, period - 1) or 0, layers, period)
+        attending = range(
+            whole_number(config, "attn_layer_offset", 0, period - 1) or 0, layers, period
+        )
     elif (numbers := whole_numbers(config, "attn_layer_indices", 0, layers - 1)) is not None:
         attending = set(numbers)
     elif list_for_layers(config, "attn_type_list", layers) is not None:
         kinds = whole_numbers(config, "attn_type_list", 0, 1) or []
         attending = {layer for layer, kind in enumerate(kinds) if kind == 1}
-    elif (numbers := whole_numbers(section(config, "linear_attn_config"), "full_attn_layers", 1, layers)) is not None:
+    elif (
+        numbers := whole_numbers(
+            section(config, "linear_attn_config"), "full_attn_layers", 1, layers
+        )
+    ) is not None:
         attending = {number - 1 for number in numbers}
     elif (every := whole_number(config, "full_attention_interval")) is not None:
         attending = range(every - 1, layers, every)
-    return None if attending is None else [FULL if layer in attending else None for layer in range(layers)]
+    return (
+        None
+        if attending is None
+        else [FULL if layer in attending else None for layer in range(layers)]
+    )
 
 
 def _view_of_type(kind: object, config: Mapping[str, Any], key: str) -> LayerView:
     if not isinstance(kind, str):
-        raise ConfigError(f"config.json lists {short(kind)} in {key}, which must be the names of layer types; correct it")
+        raise ConfigError(
+            f"config.json lists {short(kind)} in {key}, which must be the names of layer types; "
+            "correct it"
+        )
     if kind in _WITHOUT_CACHE:
         return None
     found = _TYPES.get(kind)
@@ -176,7 +215,8 @@ def _view_of_type(kind: object, config: Mapping[str, Any], key: str) -> LayerVie
         case LayerCacheKind.CHUNKED:
             return LayerCacheKind.CHUNKED, _needed(config, "attention_chunk_size")
     raise ConfigError(
-        f"config.json lists a layer of type {kind!a:.40} in {key}, which is not known here; give --layers, --kv-heads and --head-dim"
+        f"config.json lists a layer of type {kind!a:.40} in {key}, which is not known here; give "
+        "--layers, --kv-heads and --head-dim"
     )
 
 
@@ -215,8 +255,8 @@ def _needed(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-# -------------------- from config --------------------
-# From a model's config.json to the shape of its KV cache. Pure; reads wider than any one engine can compute.
+# -------------------- from config -------------------- From a model's config.json to the shape of
+# its KV cache. Pure; reads wider than any one engine can compute.
 
 
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -232,10 +272,20 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
-    "llama4_text": {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192},
+    "llama4_text": {
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+    },
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"head_dim": 128},
-    "qwen3_next": {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
+    "qwen3_next": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+    },
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
 }
@@ -246,19 +296,31 @@ _FIX = "give --layers, --kv-heads and --head-dim instead of MODEL"
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's own settings, with those of its family where the file is silent."""
-    while (nested := next((config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), None)) is not None:
+    while (
+        nested := next(
+            (config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), None
+        )
+    ) is not None:
         config = nested
-    return {**_FAMILY_DEFAULTS.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
+    return {
+        **_FAMILY_DEFAULTS.get(str(config.get("model_type")), {}),
+        **{k: v for k, v in config.items() if v is not None},
+    }
 
 
 def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
     """ConfigError, one sentence with the fix, for what is missing or impossible."""
     found = text_config(config)
     if switch(config, "is_encoder_decoder"):
-        raise ConfigError(f"config.json is of a model with an encoder, whose cache does not follow the prompt; {_FIX}")
+        raise ConfigError(
+            "config.json is of a model with an encoder, whose cache does not follow the prompt; "
+            f"{_FIX}"
+        )
     layers = _first(found, _LAYERS, MAX_LAYERS)
     if layers is None:
-        raise ConfigError(f"config.json does not say how many layers there are (num_hidden_layers); {_FIX}")
+        raise ConfigError(
+            f"config.json does not say how many layers there are (num_hidden_layers); {_FIX}"
+        )
     if whole_number(found, "kv_lora_rank") is not None:
         return ModelCacheShape(_latent_groups(found, layers), dtype)
     heads = _kv_heads_of_layers(found, layers)
@@ -268,33 +330,63 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
         if view is not None and kv_heads:
             alike[view[0], kv_heads, view[1]] += 1
     if len(alike) > MAX_GROUPS:
-        raise ConfigError(f"config.json has layers of {len(alike):,} different sizes, {MAX_GROUPS} are the most that are planned; {_FIX}")
-    return ModelCacheShape(tuple(LayerGroup(kind, count, kv, width, window) for (kind, kv, window), count in alike.items()), dtype)
+        raise ConfigError(
+            f"config.json has layers of {len(alike):,} different sizes, {MAX_GROUPS} are the most "
+            f"that are planned; {_FIX}"
+        )
+    return ModelCacheShape(
+        tuple(
+            LayerGroup(kind, count, kv, width, window)
+            for (kind, kv, window), count in alike.items()
+        ),
+        dtype,
+    )
 
 
 def auto_dtype(config: Mapping[str, Any]) -> str | None:
-    """What an engine takes when it is not told: the cache of the quantisation, else the dtype of the weights. None: the file is silent."""
+    """What an engine takes when it is not told: the cache of the quantisation, else the dtype of
+    the weights. None: the file is silent.
+    """
     quantised = config.get("quantization_config")
     scheme = quantised.get("kv_cache_scheme") if isinstance(quantised, Mapping) else None
     if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
         return "fp8" if scheme.get("type", "float") == "float" else "int8"
     found = text_config(config)
-    name = next((place[key] for place in (found, config) for key in ("torch_dtype", "dtype") if isinstance(place.get(key), str)), None)
+    name = next(
+        (
+            place[key]
+            for place in (found, config)
+            for key in ("torch_dtype", "dtype")
+            if isinstance(place.get(key), str)
+        ),
+        None,
+    )
     return None if name is None else canonical_dtype(name)
 
 
 def _latent_groups(config: Mapping[str, Any], layers: int) -> tuple[LayerGroup, ...]:
-    rank, rotary = whole_number(config, "kv_lora_rank") or 0, whole_number(config, "qk_rope_head_dim", least=0)
+    rank, rotary = (
+        whole_number(config, "kv_lora_rank") or 0,
+        whole_number(config, "qk_rope_head_dim", least=0),
+    )
     if rotary is None:
-        raise ConfigError("config.json has kv_lora_rank but no qk_rope_head_dim, which latent attention needs; add it")
+        raise ConfigError(
+            "config.json has kv_lora_rank but no qk_rope_head_dim, which latent attention needs; "
+            "add it"
+        )
     attending = sum(view is not None for view in layer_views(config, layers))
     if not attending:
         return ()
     groups = [LayerGroup(LayerCacheKind.LATENT, attending, 1, rank + rotary, rotary=rotary)]
     index = whole_number(config, "index_head_dim")
     if index is not None:
-        # Sparse attention finds its tokens by keys of their own: one byte a number and a scale of four for each 128.
-        groups.append(LayerGroup(LayerCacheKind.LATENT, attending, 1, index, fixed_bytes=index + 4 * -(-index // 128)))
+        # Sparse attention finds its tokens by keys of their own: one byte a number and a scale of
+        # four for each 128.
+        groups.append(
+            LayerGroup(
+                LayerCacheKind.LATENT, attending, 1, index, fixed_bytes=index + 4 * -(-index // 128)
+            )
+        )
     return tuple(groups)
 
 
@@ -304,9 +396,15 @@ def _width(config: Mapping[str, Any]) -> int:
     if head_dim is None:
         hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS, MAX_HEADS)
         if hidden is None or heads is None:
-            raise ConfigError(f"config.json has neither head_dim nor both hidden_size and num_attention_heads; {_FIX}")
+            raise ConfigError(
+                "config.json has neither head_dim nor both hidden_size and num_attention_heads; "
+                f"{_FIX}"
+            )
         if hidden % heads:
-            raise ConfigError(f"config.json has hidden_size {hidden}, which {heads} heads do not divide, and no head_dim; {_FIX}")
+            raise ConfigError(
+                f"config.json has hidden_size {hidden}, which {heads} heads do not divide, and no "
+                f"head_dim; {_FIX}"
+            )
         head_dim = hidden // heads
     # 0 where a family that may be latent is not, and V is as wide as K.
     return head_dim + (whole_number(config, "v_head_dim", least=0) or head_dim)
@@ -319,7 +417,10 @@ def _kv_heads_of_layers(config: Mapping[str, Any], layers: int) -> Sequence[int]
     for key in (*_KV_HEADS, "num_key_value_heads_per_layer"):
         if isinstance(config.get(key), list):
             if len(config[key]) != layers:
-                raise ConfigError(f"config.json has {layers} layers, but {key} lists another number of KV heads; correct one of them")
+                raise ConfigError(
+                    f"config.json has {layers} layers, but {key} lists another number of KV "
+                    "heads; correct one of them"
+                )
             return whole_numbers(config, key, 0, MAX_HEADS) or []
     return [_kv_heads(config)] * layers
 
@@ -334,15 +435,24 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
             return found
     heads = _first(config, _HEADS, MAX_HEADS)
     if heads is None:
-        raise ConfigError(f"config.json has neither num_key_value_heads nor num_attention_heads; {_FIX}")
+        raise ConfigError(
+            f"config.json has neither num_key_value_heads nor num_attention_heads; {_FIX}"
+        )
     return heads
 
 
 def _pruned_heads(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Models pruned layer by layer: each says how many heads share a K and V, or that its attention is gone."""
-    heads, blocks = _first(config, _HEADS, MAX_HEADS), list_for_layers(config, "block_configs", layers)
+    """Models pruned layer by layer: each says how many heads share a K and V, or that its attention
+    is gone.
+    """
+    heads, blocks = (
+        _first(config, _HEADS, MAX_HEADS),
+        list_for_layers(config, "block_configs", layers),
+    )
     if heads is None or blocks is None:
-        raise ConfigError(f"config.json has block_configs, but no num_attention_heads or no blocks in it; {_FIX}")
+        raise ConfigError(
+            f"config.json has block_configs, but no num_attention_heads or no blocks in it; {_FIX}"
+        )
     return [_heads_of_block(block, heads) for block in blocks]
 
 
@@ -350,15 +460,21 @@ def _heads_of_block(block: object, heads: int) -> int:
     attention = block.get("attention") if isinstance(block, Mapping) else None
     if not isinstance(attention, Mapping):
         raise ConfigError(
-            f"config.json has a block in block_configs whose attention is {short(attention)}, which must be an object; {_FIX}"
+            f"config.json has a block in block_configs whose attention is {short(attention)}, "
+            f"which must be an object; {_FIX}"
         )
     if switch(attention, "no_op") or switch(attention, "replace_with_linear"):
         return 0
     shared = whole_number(attention, "n_heads_in_group", most=heads)
     if shared is None:
-        raise ConfigError(f"config.json has a block in block_configs with attention but no n_heads_in_group; {_FIX}")
+        raise ConfigError(
+            "config.json has a block in block_configs with attention but no n_heads_in_group; "
+            f"{_FIX}"
+        )
     return heads // shared
 
 
 def _first(config: Mapping[str, Any], keys: Sequence[str], most: int = 10**9) -> int | None:
-    return next((value for key in keys if (value := whole_number(config, key, most=most)) is not None), None)
+    return next(
+        (value for key in keys if (value := whole_number(config, key, most=most)) is not None), None
+    )

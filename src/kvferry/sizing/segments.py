@@ -1,9 +1,12 @@
-"""Into how many segments a transfer falls, by layout and by what differs between the two sides: planned as a real one is. Pure.
+"""Into how many segments a transfer falls, by layout and by what differs between the two sides:
+planned as a real one is. Pure.
 
-Adjacent blocks that are adjacent on both sides become one segment; what is counted here is the most there can be.
+Adjacent blocks that are adjacent on both sides become one segment; what is counted here is the most
+there can be.
 
-Grains (as many tokens as the smaller block holds) fall into segments alike, one period of them (as many as the larger block holds) after
-the other, and so do the layers of a block. So only a few of each are planned, and the others follow from how much one more adds.
+Grains (as many tokens as the smaller block holds) fall into segments alike, one period of them (as
+many as the larger block holds) after the other, and so do the layers of a block. So only a few of
+each are planned, and the others follow from how much one more adds.
 """
 
 from dataclasses import dataclass
@@ -34,7 +37,11 @@ class Sides:
     @property
     def title(self) -> str:
         tp = f"TP {self.p_tp}" if self.p_tp == self.d_tp else f"TP {self.p_tp} to {self.d_tp}"
-        block = f"blocks of {self.p_block}" if self.p_block == self.d_block else f"blocks of {self.p_block} to {self.d_block}"
+        block = (
+            f"blocks of {self.p_block}"
+            if self.p_block == self.d_block
+            else f"blocks of {self.p_block} to {self.d_block}"
+        )
         return f"{tp}, {block}"
 
 
@@ -49,7 +56,9 @@ class SegmentCount:
 
 
 def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: int) -> SegmentCount:
-    """As planning all of it would, at the cost of planning a few blocks. ConfigError for blocks too large even for that."""
+    """As planning all of it would, at the cost of planning a few blocks. ConfigError for blocks too
+    large even for that.
+    """
     heads, block = max(_heads(group) for group in shape.groups), max(sides.p_block, sides.d_block)
     if heads * block > MAX_BLOCK_ITEMS:
         raise ConfigError(
@@ -58,25 +67,49 @@ def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: in
         )
     granularity = min(sides.p_block, sides.d_block)
     counts = [
-        _over_layers(group, group.head_bytes(shape.dtype), layout, sides, group.held_blocks(tokens, granularity)) for group in shape.groups
+        _over_layers(
+            group,
+            group.head_bytes(shape.dtype),
+            layout,
+            sides,
+            group.held_blocks(tokens, granularity),
+        )
+        for group in shape.groups
     ]
-    return SegmentCount(layout, sides, sum(segments for segments, _ in counts), min(size for _, size in counts))
+    return SegmentCount(
+        layout, sides, sum(segments for segments, _ in counts), min(size for _, size in counts)
+    )
 
 
-def planned_segments(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
-    """How many, and of how many bytes the smallest: so many grains, of blocks that hold so many layers, planned one by one."""
+def planned_segments(
+    heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int
+) -> tuple[int, int]:
+    """How many, and of how many bytes the smallest: so many grains, of blocks that hold so many
+    layers, planned one by one.
+    """
     end = chunks * min(sides.p_block, sides.d_block)
     ours = _geometry(0, sides.d_tp, sides.d_block, heads, layers, item_bytes, layout, end)
     segments, smallest = 0, 0
     for rank_mapping in rank_mappings(0, sides.d_tp, sides.p_tp, heads):
-        theirs = _geometry(rank_mapping.rank, sides.p_tp, sides.p_block, heads, layers, item_bytes, layout, end)
-        for part in plan_read(ours, theirs, rank_mapping.heads, [range(ours.num_blocks)], [range(theirs.num_blocks)], range(end)):
+        theirs = _geometry(
+            rank_mapping.rank, sides.p_tp, sides.p_block, heads, layers, item_bytes, layout, end
+        )
+        for part in plan_read(
+            ours,
+            theirs,
+            rank_mapping.heads,
+            [range(ours.num_blocks)],
+            [range(theirs.num_blocks)],
+            range(end),
+        ):
             segments += len(part.local_offsets)
             smallest = min(smallest or part.segment_bytes, part.segment_bytes)
     return segments, smallest
 
 
-def _over_layers(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
+def _over_layers(
+    group: LayerGroup, item_bytes: int, layout: str, sides: Sides, chunks: int
+) -> tuple[int, int]:
     if layout != CROSS_LAYER:
         segments, smallest = _over_small_blocks(_heads(group), 1, item_bytes, layout, sides, chunks)
         return segments * group.layers, smallest
@@ -91,7 +124,9 @@ def _over_layers(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, 
     return two + (three - two) * (group.layers - 2), smallest
 
 
-def _over_small_blocks(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
+def _over_small_blocks(
+    heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int
+) -> tuple[int, int]:
     period = max(sides.p_block, sides.d_block) // min(sides.p_block, sides.d_block)
     periods, rest = divmod(chunks, period)
     if periods < 3:
@@ -105,8 +140,19 @@ def _heads(group: LayerGroup) -> int:
     return 1 if group.kind is LayerCacheKind.LATENT else group.kv_heads
 
 
-def _geometry(rank: int, tp: int, block: int, total: int, layers: int, item_bytes: int, layout: str, tokens: int) -> Geometry:
-    """One region of a rank's cache, long enough for so many tokens. Blocks of all layers are HND inside."""
+def _geometry(
+    rank: int,
+    tp: int,
+    block: int,
+    total: int,
+    layers: int,
+    item_bytes: int,
+    layout: str,
+    tokens: int,
+) -> Geometry:
+    """One region of a rank's cache, long enough for so many tokens. Blocks of all layers are HND
+    inside.
+    """
     heads = len(heads_of(rank, tp, total))
     by_head, by_token = (AxisKind.HEAD, heads), (AxisKind.TOKEN, block)
     order = (by_token, by_head) if layout == NHD else (by_head, by_token)
@@ -115,4 +161,14 @@ def _geometry(rank: int, tp: int, block: int, total: int, layers: int, item_byte
     num_blocks = -(-tokens // block)
     names = tuple(map(str, range(layers)))
     region = Region("0", 0, size, size, num_blocks, axes=axes, layers=names if layers > 1 else ())
-    return Geometry(rank, tp, block, num_blocks, KVLayout.NHD if layout == NHD else KVLayout.HND, heads, 1, (region,), total)
+    return Geometry(
+        rank,
+        tp,
+        block,
+        num_blocks,
+        KVLayout.NHD if layout == NHD else KVLayout.HND,
+        heads,
+        1,
+        (region,),
+        total,
+    )

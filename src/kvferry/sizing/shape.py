@@ -2,7 +2,8 @@
 
     per token = layers × 2 (K, V) × KV heads × head size × bytes of a number
 
-A layer with a window holds its last tokens only; a latent layer (MLA) holds one vector for all heads, the same on every rank.
+A layer with a window holds its last tokens only; a latent layer (MLA) holds one vector for all
+heads, the same on every rank.
 """
 
 from dataclasses import dataclass
@@ -11,11 +12,20 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 
-__all__ = ["DTYPE_BYTES", "LATENT_DTYPE", "LayerCacheKind", "LayerGroup", "ModelCacheShape", "canonical_dtype"]
+__all__ = [
+    "DTYPE_BYTES",
+    "LATENT_DTYPE",
+    "LayerCacheKind",
+    "LayerGroup",
+    "ModelCacheShape",
+    "canonical_dtype",
+]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 LATENT_DTYPE = "fp8_ds_mla"
-"""vLLM's format for latent layers: values of one byte, a scale of four bytes for each 128 of them, the rotary part in two bytes."""
+"""vLLM's format for latent layers: values of one byte, a scale of four bytes for each 128 of them,
+the rotary part in two bytes.
+"""
 _SYNONYMS = {
     "fp32": "float32",
     "float": "float32",
@@ -84,8 +94,12 @@ class ModelCacheShape:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("none of its layers has a KV cache; nothing moves between engines")
-        if self.dtype == LATENT_DTYPE and any(group.kind is not LayerCacheKind.LATENT for group in self.groups):
-            raise ConfigError(f"--dtype {LATENT_DTYPE} is for models with latent attention only; use fp8")
+        if self.dtype == LATENT_DTYPE and any(
+            group.kind is not LayerCacheKind.LATENT for group in self.groups
+        ):
+            raise ConfigError(
+                f"--dtype {LATENT_DTYPE} is for models with latent attention only; use fp8"
+            )
 
     @property
     def layers(self) -> int:
@@ -101,16 +115,24 @@ class ModelCacheShape:
 
     def bytes_per_late_token(self) -> int:
         """What one more token adds when every window is full."""
-        return sum(group.layers * self.layer_bytes(group) for group in self.groups if group.window is None)
+        return sum(
+            group.layers * self.layer_bytes(group) for group in self.groups if group.window is None
+        )
 
     def prompt_bytes(self, tokens: int, tp: int = 1) -> int:
-        return sum(group.layers * self.layer_bytes(group, tp) * group.held_tokens(tokens) for group in self.groups)
+        return sum(
+            group.layers * self.layer_bytes(group, tp) * group.held_tokens(tokens)
+            for group in self.groups
+        )
 
     def check_tp(self, tp: int, flag: str = "--tp") -> None:
         """ConfigError when the heads cannot be dealt out evenly."""
         for group in self.groups:
             if group.kind is not LayerCacheKind.LATENT and not can_divide(group.kv_heads, tp):
-                raise ConfigError(f"{flag} {tp} does not fit {group.kv_heads} KV heads; use a divisor or a multiple of {group.kv_heads}")
+                raise ConfigError(
+                    f"{flag} {tp} does not fit {group.kv_heads} KV heads; use a divisor or a "
+                    f"multiple of {group.kv_heads}"
+                )
 
 
 def canonical_dtype(name: str) -> str:
@@ -118,5 +140,8 @@ def canonical_dtype(name: str) -> str:
     plain = name.lower().removeprefix("torch.")
     found = _SYNONYMS.get(plain, plain)
     if found not in DTYPE_BYTES and found != LATENT_DTYPE:
-        raise ConfigError(f"{name[:40]!a} is no cache dtype known here; use --dtype with one of {', '.join([*DTYPE_BYTES, LATENT_DTYPE])}")
+        raise ConfigError(
+            f"{name[:40]!a} is no cache dtype known here; use --dtype with one of "
+            f"{', '.join([*DTYPE_BYTES, LATENT_DTYPE])}"
+        )
     return found

@@ -1,8 +1,8 @@
 """How much of a prompt's KV crosses a link, and for how long. Pure.
 
-Two ways to count. The usual table of KV sizes (`ROUND`) has 1,024 bytes in a KB and then goes on in thousands: 1 GB is 1,000,000 KB, 1K
-tokens are 1,000, and a link of 200 Gbit/s carries 25 such GB per second. `EXACT` has 1,000,000,000 bytes in a GB; its times are 2.4 %
-longer.
+Two ways to count. The usual table of KV sizes (`ROUND`) has 1,024 bytes in a KB and then goes on in
+thousands: 1 GB is 1,000,000 KB, 1K tokens are 1,000, and a link of 200 Gbit/s carries 25 such GB
+per second. `EXACT` has 1,000,000,000 bytes in a GB; its times are 2.4 % longer.
 """
 
 import math
@@ -70,11 +70,17 @@ class PromptRow:
     """For each link, all bytes over one."""
 
 
-def prompt_row(shape: ModelCacheShape, tokens: int, links: tuple[NetworkLink, ...], tp: int, units: Units) -> PromptRow:
+def prompt_row(
+    shape: ModelCacheShape, tokens: int, links: tuple[NetworkLink, ...], tp: int, units: Units
+) -> PromptRow:
     size = shape.prompt_bytes(tokens)
     gigabytes = size / units.value
     return PromptRow(
-        tokens, size, shape.prompt_bytes(tokens, tp), gigabytes, tuple(1000 * gigabytes / link.gigabytes_per_s for link in links)
+        tokens,
+        size,
+        shape.prompt_bytes(tokens, tp),
+        gigabytes,
+        tuple(1000 * gigabytes / link.gigabytes_per_s for link in links),
     )
 
 
@@ -120,28 +126,54 @@ def advise_lease(longest_s: float, link: NetworkLink, held_bytes: int) -> Advice
     return Advice(
         "kv_lease_duration",
         lease,
-        f"{why}: the longest read takes {longest_s:.2g} s over {link.name}, and D renews the lease every {interval:g} s (lease // 6) from "
-        f"the request's arrival on, also while it waits; when D dies, {held_bytes / 1e9:.2f} GB of such a prompt stay on P "
+        f"{why}: the longest read takes {longest_s:.2g} s over {link.name}, and D renews the "
+        f"lease every {interval:g} s (lease // 6) from "
+        f"the request's arrival on, also while it waits; when D dies, {held_bytes / 1e9:.2f} GB "
+        "of such a prompt stay on P "
         f"for up to {lease} s",
     )
 
 
 def advise_read_timeout(longest_s: float, link: NetworkLink) -> Advice:
     timeout = max(DEFAULT_READ_TIMEOUT_S, math.ceil(4 * longest_s))
-    why = "the default leaves room" if timeout == DEFAULT_READ_TIMEOUT_S else "four times the longest read"
-    return Advice("read_timeout", timeout, f"{why}: {longest_s:.2g} s over {link.name} when nobody else uses it, more when others do")
+    why = (
+        "the default leaves room"
+        if timeout == DEFAULT_READ_TIMEOUT_S
+        else "four times the longest read"
+    )
+    return Advice(
+        "read_timeout",
+        timeout,
+        f"{why}: {longest_s:.2g} s over {link.name} when nobody else uses it, more when others do",
+    )
 
 
 def advise_block_size(shape: ModelCacheShape, tp: int) -> Advice:
-    """The smallest of the usual sizes whose segments are good, for small blocks waste less and share prefixes better."""
+    """The smallest of the usual sizes whose segments are good, for small blocks waste less and
+    share prefixes better.
+    """
     token_bytes = min(shape.layer_bytes(group, tp) for group in shape.groups)
-    size = next((size for size in BLOCK_SIZES if size * token_bytes >= GOOD_SEGMENT_BYTES), BLOCK_SIZES[-1])
+    size = next(
+        (size for size in BLOCK_SIZES if size * token_bytes >= GOOD_SEGMENT_BYTES), BLOCK_SIZES[-1]
+    )
     segment = size * token_bytes
-    reason = f"a layer's block is then one segment of {segment:,} bytes on each of {tp} rank{'s' if tp > 1 else ''}"
+    reason = (
+        f"a layer's block is then one segment of {segment:,} bytes on each of {tp} "
+        f"rank{'s' if tp > 1 else ''}"
+    )
     if segment < GOOD_SEGMENT_BYTES:
-        reason += f"; that is below {GOOD_SEGMENT_BYTES:,}, so blocks that hold all layers (enable_cross_layers_blocks) help more"
+        reason += (
+            f"; that is below {GOOD_SEGMENT_BYTES:,}, so blocks that hold all layers "
+            "(enable_cross_layers_blocks) help more"
+        )
     elif size > BLOCK_SIZES[0]:
-        reason += f"; with {size // 2} it would be below {GOOD_SEGMENT_BYTES:,}, where segments cost by their number"
+        reason += (
+            f"; with {size // 2} it would be below {GOOD_SEGMENT_BYTES:,}, where segments cost by "
+            "their number"
+        )
     else:
-        reason += ", large enough to cost by its bytes; larger blocks waste more of the last one and share fewer prefixes"
+        reason += (
+            ", large enough to cost by its bytes; larger blocks waste more of the last one and "
+            "share fewer prefixes"
+        )
     return Advice("block_size", size, reason)

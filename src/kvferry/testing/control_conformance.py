@@ -1,4 +1,5 @@
-"""What every control transport must do: the contract of `kvferry.transports.base`, as cases that any implementation can run.
+"""What every control transport must do: the contract of `kvferry.transports.base`, as cases that
+any implementation can run.
 
 for case in CONTROL_CASES:
     case(make_transport)      # make_transport(port) opens a transport of one and the same cluster; port 0 is any free one
@@ -10,7 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.transports.base import MAX_FRAME_BYTES, ControlEvent, ControlTransport, Disconnected, Received, Route
+from kvferry.transports.base import (
+    MAX_FRAME_BYTES,
+    ControlEvent,
+    ControlTransport,
+    Disconnected,
+    Received,
+    Route,
+)
 
 __all__ = ["CONTROL_CASES", "TransportMaker", "gather"]
 
@@ -21,12 +29,18 @@ POLL_S = 0.02
 MANY = 200
 
 
-def gather(transport: ControlTransport, count: int, *others: ControlTransport) -> list[ControlEvent]:
-    """Poll until `count` events have come. The others are polled too; their events are thrown away."""
+def gather(
+    transport: ControlTransport, count: int, *others: ControlTransport
+) -> list[ControlEvent]:
+    """Poll until `count` events have come. The others are polled too; their events are thrown
+    away.
+    """
     events: list[ControlEvent] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(events) < count:
-        assert time.monotonic() < deadline, f"only {len(events)} of {count} events came within {DEADLINE_S:g} s: {events[-3:]}"
+        assert time.monotonic() < deadline, (
+            f"only {len(events)} of {count} events came within {DEADLINE_S:g} s: {events[-3:]}"
+        )
         events += transport.poll(POLL_S)
         for other in others:
             other.poll(0.0)

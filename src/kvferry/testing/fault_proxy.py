@@ -1,7 +1,9 @@
-"""A TCP proxy that misbehaves on command: delay, stall, reset, half-open connections, a cut after so many bytes.
+"""A TCP proxy that misbehaves on command: delay, stall, reset, half-open connections, a cut after
+so many bytes.
 
-One thread owns the sockets; commands may come from any other and have taken effect when they return. Bytes are passed on as they are, so
-whatever is spoken over it, encrypted or not, meets a bad network and nothing else.
+One thread owns the sockets; commands may come from any other and have taken effect when they
+return. Bytes are passed on as they are, so whatever is spoken over it, encrypted or not, meets a
+bad network and nothing else.
 """
 
 import asyncio
@@ -79,7 +81,12 @@ class FaultProxy:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def start(self) -> None:
@@ -95,7 +102,7 @@ class FaultProxy:
         self._thread.join(_CALL_S)
         self._loop.close()
 
-    # -- what can be seen ------------------------------------------------------------------------------------------
+    # -- what can be seen --
 
     @property
     def address(self) -> Address:
@@ -110,7 +117,7 @@ class FaultProxy:
     def carried_bytes(self, direction: ProxyDirection) -> int:
         return self._ways[direction].carried_bytes
 
-    # -- what can be done to connections ---------------------------------------------------------------------------
+    # -- what can be done to connections --
 
     def flow(self) -> None:
         """Undo `delay`, `stall` and `cut_after`. What was held back goes on its way."""
@@ -135,7 +142,9 @@ class FaultProxy:
         self._call(act)
 
     def cut_after(self, size_bytes: int, direction: ProxyDirection) -> None:
-        """So many more bytes go in this direction, then every connection that wants to send more is reset."""
+        """So many more bytes go in this direction, then every connection that wants to send more is
+        reset.
+        """
 
         def act() -> None:
             self._ways[direction].bytes_left = size_bytes
@@ -163,7 +172,7 @@ class FaultProxy:
         """Listen, from the start or again."""
         asyncio.run_coroutine_threadsafe(self._start_listening(), self._loop).result(_CALL_S)
 
-    # -- on the loop's thread --------------------------------------------------------------------------------------
+    # -- on the loop's thread --
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -191,7 +200,9 @@ class FaultProxy:
 
     async def _start_listening(self) -> None:
         if self._server is None:
-            self._server = await asyncio.start_server(self._accepted, self._listen.host, self._listen.port)
+            self._server = await asyncio.start_server(
+                self._accepted, self._listen.host, self._listen.port
+            )
             self._listen = Address(self._listen.host, self._server.sockets[0].getsockname()[1])
 
     async def _shut(self) -> None:
@@ -209,7 +220,9 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            upstream_reader, upstream_writer = await asyncio.open_connection(self._upstream.host, self._upstream.port)
+            upstream_reader, upstream_writer = await asyncio.open_connection(
+                self._upstream.host, self._upstream.port
+            )
         except OSError:
             _abort(writer)
             return
@@ -225,9 +238,15 @@ class FaultProxy:
             connection.reset()
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: ProxyDirection, connection: "_ProxiedConnection"
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        direction: ProxyDirection,
+        connection: "_ProxiedConnection",
     ) -> None:
-        """Until the sender ends. Reading and writing are apart, so that a delay does not become a limit on the rate."""
+        """Until the sender ends. Reading and writing are apart, so that a delay does not become a
+        limit on the rate.
+        """
         way = self._ways[direction]
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_CHUNKS)
         writing = asyncio.create_task(self._write(queue, writer, way, connection))

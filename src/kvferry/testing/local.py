@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.base import (
+    BlockStore,
+    CacheMemory,
+    ControlTransport,
+    DataTransport,
+    EngineStream,
+    HostStream,
+)
 from kvferry.types import Region
 
 __all__ = ["LocalMemory", "LocalTransportKit", "ManualClock"]
@@ -27,8 +34,8 @@ class ManualClock:
         self._now += seconds
 
 
-# -------------------- local kit --------------------
-# A transport kit for engines that move nothing: plain memory, no transports. For tests, benchmarks and single engines.
+# -------------------- local kit -------------------- A transport kit for engines that move nothing:
+# plain memory, no transports. For tests, benchmarks and single engines.
 
 
 class LocalMemory:
@@ -52,7 +59,8 @@ class LocalMemory:
         return self._view
 
     def close(self) -> None:
-        # Python unmaps the pages when the last tensor over them is gone; closing the mapping under one would be refused.
+        # Python unmaps the pages when the last tensor over them is gone; closing the mapping under
+        # one would be refused.
         self._view = memoryview(b"")
 
 
@@ -65,16 +73,27 @@ class LocalTransportKit:
         return []
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
-        raise ConfigError("this engine was started without transports, so no blocks arrive here; start it with a full transport kit")
+        raise ConfigError(
+            "this engine was started without transports, so no blocks arrive here; start it with "
+            "a full transport kit"
+        )
 
-    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(
+        self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
+    ) -> BlockStore:
         return self.block_store(host_buffer)
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         return HostStream()
 
     def control_transport(self) -> ControlTransport:
-        raise ConfigError("this engine was started without transports and cannot talk to others; start it with a full transport kit")
+        raise ConfigError(
+            "this engine was started without transports and cannot talk to others; start it with "
+            "a full transport kit"
+        )
 
     def side_channel(self) -> ControlTransport:
-        raise ConfigError("this engine was started without transports and cannot serve a side channel; start it with a full transport kit")
+        raise ConfigError(
+            "this engine was started without transports and cannot serve a side channel; start it "
+            "with a full transport kit"
+        )

@@ -1,4 +1,5 @@
-"""What every data transport must do: the contract of `kvferry.transports.base`, as cases that any implementation can run.
+"""What every data transport must do: the contract of `kvferry.transports.base`, as cases that any
+implementation can run.
 
 source = TransportPairSource(make_side, SpawnedFarSide)
 for case in CASES:
@@ -36,7 +37,15 @@ from kvferry.testing.transport_pairs import (
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
 from kvferry.types import EngineId, MemoryKind, PeerId
 
-__all__ = ["CASES", "Case", "InProcessFarSide", "SpawnedFarSide", "TransportPairSource", "TransportSide", "TransportSideMaker"]
+__all__ = [
+    "CASES",
+    "Case",
+    "InProcessFarSide",
+    "SpawnedFarSide",
+    "TransportPairSource",
+    "TransportSide",
+    "TransportSideMaker",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +65,26 @@ def scattered_reads_bring_exactly_the_named_bytes(source: TransportPairSource) -
     with source.pair() as pair:
         pair.connect()
         for segment_bytes in (512, SMALL_BLOCK_BYTES):
-            _read_and_compare(pair, [_scattered(region, (region + 5) % SMALL_REGIONS, segment_bytes, seed=region) for region in range(3)])
+            _read_and_compare(
+                pair,
+                [
+                    _scattered(region, (region + 5) % SMALL_REGIONS, segment_bytes, seed=region)
+                    for region in range(3)
+                ],
+            )
 
 
 def reads_of_neighbours_are_joined_and_equal(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         blocks = np.arange(10, 50, dtype=np.int64) * SMALL_BLOCK_BYTES
-        segments = Segments(2, 1, SMALL_BLOCK_BYTES, blocks[::-1].copy(), (blocks - 4 * SMALL_BLOCK_BYTES)[::-1].copy())
+        segments = Segments(
+            2,
+            1,
+            SMALL_BLOCK_BYTES,
+            blocks[::-1].copy(),
+            (blocks - 4 * SMALL_BLOCK_BYTES)[::-1].copy(),
+        )
         assert _read_and_compare(pair, [segments]).segments == 1
 
 
@@ -77,14 +98,19 @@ def segments_at_odd_offsets_are_read(source: TransportPairSource) -> None:
 def a_scattered_source_fills_a_contiguous_target(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        blocks = np.random.default_rng(5).permutation(SMALL_BLOCKS).astype(np.int64) * SMALL_BLOCK_BYTES
+        blocks = (
+            np.random.default_rng(5).permutation(SMALL_BLOCKS).astype(np.int64) * SMALL_BLOCK_BYTES
+        )
         _read_and_compare(pair, [Segments(4, 7, SMALL_BLOCK_BYTES, np.sort(blocks), blocks)])
 
 
 def scattered_writes_bring_exactly_the_named_bytes(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        parts = [_scattered(region, (region + 5) % SMALL_REGIONS, SMALL_BLOCK_BYTES, seed=region) for region in range(3)]
+        parts = [
+            _scattered(region, (region + 5) % SMALL_REGIONS, SMALL_BLOCK_BYTES, seed=region)
+            for region in range(3)
+        ]
         before = digest(pair.near.memory)
         handle = pair.near.transport.write(pair.peer, parts, pair.grant_all())
         completion = pair.wait(handle)[handle]
@@ -93,8 +119,13 @@ def scattered_writes_bring_exactly_the_named_bytes(source: TransportPairSource) 
         expected = pattern(pair.far_seed).copy()
         for part in parts:
             for local, remote in zip(part.local_offsets, part.remote_offsets, strict=True):
-                at, origin = pair.place(part.remote_region, int(remote)), pair.place(part.local_region, int(local))
-                expected[at : at + part.segment_bytes] = pair.near.memory[origin : origin + part.segment_bytes]
+                at, origin = (
+                    pair.place(part.remote_region, int(remote)),
+                    pair.place(part.local_region, int(local)),
+                )
+                expected[at : at + part.segment_bytes] = pair.near.memory[
+                    origin : origin + part.segment_bytes
+                ]
         assert pair.far.digest() == digest(expected), "other bytes than the named ones were written"
         assert pair.far.digest() != digest(pattern(pair.far_seed)), "nothing was written"
         assert digest(pair.near.memory) == before, "a write changed the side it came from"
@@ -115,7 +146,10 @@ def empty_transfers_complete_with_nothing(source: TransportPairSource) -> None:
         pair.connect()
         empty = np.empty(0, np.int64)
         before = digest(pair.near.memory)
-        handles = [pair.near.transport.read(pair.peer, []), pair.near.transport.write(pair.peer, [Segments(0, 0, 64, empty, empty)])]
+        handles = [
+            pair.near.transport.read(pair.peer, []),
+            pair.near.transport.write(pair.peer, [Segments(0, 0, 64, empty, empty)]),
+        ]
         for completion in pair.wait(*handles).values():
             assert completion.ok, completion.error
             assert (completion.total_bytes, completion.segments) == (0, 0)
@@ -126,7 +160,13 @@ def empty_transfers_complete_with_nothing(source: TransportPairSource) -> None:
 def many_regions_move_in_one_transfer(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        _read_and_compare(pair, [_scattered(region, SMALL_REGIONS - 1 - region, 1024, seed=region) for region in range(SMALL_REGIONS)])
+        _read_and_compare(
+            pair,
+            [
+                _scattered(region, SMALL_REGIONS - 1 - region, 1024, seed=region)
+                for region in range(SMALL_REGIONS)
+            ],
+        )
 
 
 def a_large_transfer_spans_many_slices(source: TransportPairSource) -> None:
@@ -139,7 +179,9 @@ def large_segments_of_a_large_region_are_joined(source: TransportPairSource) -> 
     with source.pair() as pair:
         pair.connect()
         offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
-        _read_and_compare(pair, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)])
+        _read_and_compare(
+            pair, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)]
+        )
 
 
 def impossible_offsets_are_refused_before_anything_moves(source: TransportPairSource) -> None:
@@ -156,13 +198,17 @@ def impossible_offsets_are_refused_before_anything_moves(source: TransportPairSo
             _refused(pair, Segments(region, 0, size, good, good), LocalProtocolError)
             _refused(pair, Segments(0, region, size, good, good), TransportError)
         _refused(pair, Segments(0, 0, 0, good, good), LocalProtocolError)
-        _refused(pair, Segments(0, 0, size, good, np.array([0, size], np.int64)), LocalProtocolError)
+        _refused(
+            pair, Segments(0, 0, size, good, np.array([0, size], np.int64)), LocalProtocolError
+        )
         assert pair.tick() == []
         assert digest(pair.near.memory) == before
         _read_and_compare(pair, [_scattered(0, 1, size, seed=1)])
 
 
-def a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards(source: TransportPairSource) -> None:
+def a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards(
+    source: TransportPairSource,
+) -> None:
     with source.pair() as pair:
         pair.connect()
         at_once = pair.near.transport.read(pair.peer, [_large(seed=1)])
@@ -191,7 +237,9 @@ def unknown_peers_are_refused_or_ignored(source: TransportPairSource) -> None:
         for blob in (b"", b"garbage", pair.far.offer.blob[:-3]):
             with _raises(TransportError):
                 pair.near.transport.connect(
-                    pair.peer, TransportOffer(pair.far.offer.transport, pair.far.offer.reach, blob), pair.far.regions
+                    pair.peer,
+                    TransportOffer(pair.far.offer.transport, pair.far.offer.reach, blob),
+                    pair.far.regions,
                 )
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
@@ -235,7 +283,9 @@ def a_finished_read_reports_bytes_segments_and_times(source: TransportPairSource
         pair.connect()
         parts = [_scattered(0, 1, SMALL_BLOCK_BYTES, seed=1), _scattered(1, 2, 512, seed=2)]
         handle = pair.near.transport.read(pair.peer, parts)
-        assert pair.near.transport.poll_interval_s() is not None, "a transport with work to do does not ask to be polled"
+        assert pair.near.transport.poll_interval_s() is not None, (
+            "a transport with work to do does not ask to be polled"
+        )
         completion = pair.wait(handle)[handle]
         assert completion.ok, completion.error
         assert completion.total_bytes == sum(part.total_bytes for part in parts)
@@ -254,7 +304,9 @@ def a_dead_peer_fails_its_transfers_and_no_others(source: TransportPairSource) -
         assert not pair.wait(lost)[lost].ok, "a read from a dead peer succeeded"
         with _raises(TransportError):
             pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
-        with contextlib.suppress(TransportError):  # some transports can tell at once that nobody is there, others when they try
+        with contextlib.suppress(
+            TransportError
+        ):  # some transports can tell at once that nobody is there, others when they try
             pair.near.transport.connect(gone, doomed.offer, doomed.regions)
             lost = pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
             assert not pair.wait(lost)[lost].ok, "a dead peer came back"
@@ -262,7 +314,9 @@ def a_dead_peer_fails_its_transfers_and_no_others(source: TransportPairSource) -
 
 
 def close_is_complete_and_idempotent(source: TransportPairSource) -> None:
-    with source.pair() as pair:  # libraries that keep things for the whole process have loaded them after this
+    with (
+        source.pair() as pair
+    ):  # libraries that keep things for the whole process have loaded them after this
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
     before = _held()
@@ -274,9 +328,13 @@ def close_is_complete_and_idempotent(source: TransportPairSource) -> None:
         pair.near.transport.close()
         pair.near.transport.close()
         assert pair.near.transport.poll() == []
-    deadline = time.monotonic() + DEADLINE_S  # the kernel lists a thread a moment longer than it can be joined
+    deadline = (
+        time.monotonic() + DEADLINE_S
+    )  # the kernel lists a thread a moment longer than it can be joined
     while any(now > then for now, then in zip(_held(), before, strict=True)):
-        assert time.monotonic() < deadline, f"(files, threads, shared mappings) were {before} before and are {_held()}"
+        assert time.monotonic() < deadline, (
+            f"(files, threads, shared mappings) were {before} before and are {_held()}"
+        )
         source.let_far_side_poll()
 
 
@@ -317,32 +375,44 @@ def _read_and_compare(pair: TransportPair, parts: Sequence[Segments]) -> Complet
 def _apply(pair: TransportPair, parts: Sequence[Segments], memory: Bytes) -> None:
     """Do to a copy of our memory what a right read does."""
     for part in parts:
-        for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
+        for local, remote in zip(
+            part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True
+        ):
             at = pair.place(part.local_region, local)
-            memory[at : at + part.segment_bytes] = pair.far_bytes(part.remote_region, remote, part.segment_bytes)
+            memory[at : at + part.segment_bytes] = pair.far_bytes(
+                part.remote_region, remote, part.segment_bytes
+            )
 
 
 def _same(memory: Bytes, expected: Bytes) -> None:
-    assert np.array_equal(memory, expected), f"{np.count_nonzero(memory != expected)} bytes are not what they should be"
+    assert np.array_equal(memory, expected), (
+        f"{np.count_nonzero(memory != expected)} bytes are not what they should be"
+    )
 
 
 def _scattered(local_region: int, remote_region: int, segment_bytes: int, seed: int) -> Segments:
     """A third of the segments of a small region, in any order, to any place."""
     slots = SMALL_BLOCKS * SMALL_BLOCK_BYTES // segment_bytes
     random = np.random.default_rng(seed)
-    local, remote = (random.permutation(slots)[: slots // 3].astype(np.int64) * segment_bytes for _ in range(2))
+    local, remote = (
+        random.permutation(slots)[: slots // 3].astype(np.int64) * segment_bytes for _ in range(2)
+    )
     return Segments(local_region, remote_region, segment_bytes, local, remote)
 
 
 def _large(seed: int) -> Segments:
     """All of the large region, shuffled."""
     random = np.random.default_rng(seed)
-    local, remote = (random.permutation(LARGE_BLOCKS).astype(np.int64) * LARGE_BLOCK_BYTES for _ in range(2))
+    local, remote = (
+        random.permutation(LARGE_BLOCKS).astype(np.int64) * LARGE_BLOCK_BYTES for _ in range(2)
+    )
     return Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, local, remote)
 
 
 def _begin(pair: TransportPair, peer: PeerId, seed: int) -> Handle:
-    """A large read that has begun and is not over. A device may need no more than one turn for it: then this is another one, without."""
+    """A large read that has begun and is not over. A device may need no more than one turn for it:
+    then this is another one, without.
+    """
     handle = pair.near.transport.read(peer, [_large(seed)])
     ended = pair.tick()
     if not ended:

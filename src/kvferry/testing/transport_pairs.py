@@ -1,6 +1,8 @@
-"""The two sides of a data-transport conformance run: ours, and a far one in this process or in a spawned one.
+"""The two sides of a data-transport conformance run: ours, and a far one in this process or in a
+spawned one.
 
-Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
+Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer
+may touch.
 """
 
 import itertools
@@ -53,7 +55,11 @@ GAP_BYTES = 4096
 DEADLINE_S = 30.0
 IDLE_S = 0.02
 NEAR_SEED, FAR_SEEDS = 99, 3
-MEMORY_BYTES = SMALL_REGIONS * (SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES) + LARGE_BLOCKS * LARGE_BLOCK_BYTES + 2 * GAP_BYTES
+MEMORY_BYTES = (
+    SMALL_REGIONS * (SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES)
+    + LARGE_BLOCKS * LARGE_BLOCK_BYTES
+    + 2 * GAP_BYTES
+)
 
 
 _numbers = itertools.count(1)
@@ -64,9 +70,14 @@ def layout(address: int) -> tuple[Region, ...]:
     regions = []
     at = address + GAP_BYTES
     for number in range(SMALL_REGIONS):
-        regions.append(Region(f"small.{number}", at, SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_BLOCKS))
+        regions.append(
+            Region(f"small.{number}", at, SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_BLOCKS)
+        )
         at += SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES
-    return (*regions, Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS, group=1))
+    return (
+        *regions,
+        Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS, group=1),
+    )
 
 
 @lru_cache(maxsize=4)
@@ -77,7 +88,9 @@ def pattern(seed: int) -> Bytes:
 
 @dataclass(slots=True)
 class TransportSide:
-    """A registered transport with MEMORY_BYTES of memory in the suite's layout. `close_memory` is called after the transport is closed."""
+    """A registered transport with MEMORY_BYTES of memory in the suite's layout. `close_memory` is
+    called after the transport is closed.
+    """
 
     transport: DataTransport
     memory: Bytes
@@ -119,7 +132,9 @@ class FarSide(Protocol):
 
 
 class InProcessFarSide:
-    """A far side in this process. It dies by closing its transport, which only some transports can tell."""
+    """A far side in this process. It dies by closing its transport, which only some transports can
+    tell.
+    """
 
     def __init__(self, make: TransportSideMaker) -> None:
         self._side = make()
@@ -236,7 +251,11 @@ class TransportPair:
 
     def grant_all(self) -> int:
         """A new number for all blocks; none where writes are not fenced."""
-        return self.grant_writes(range(SMALL_BLOCKS), range(LARGE_BLOCKS)) if self.far.supports_write_grants else 0
+        return (
+            self.grant_writes(range(SMALL_BLOCKS), range(LARGE_BLOCKS))
+            if self.far.supports_write_grants
+            else 0
+        )
 
     def tick(self) -> list[Completion]:
         self.far.tick()
@@ -251,7 +270,9 @@ class TransportPair:
         ended: dict[Handle, Completion] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(ended) < len(handles):
-            assert time.monotonic() < deadline, f"transfers {set(handles) - set(ended)} have not ended after {DEADLINE_S:g} s"
+            assert time.monotonic() < deadline, (
+                f"transfers {set(handles) - set(ended)} have not ended after {DEADLINE_S:g} s"
+            )
             for completion in self.tick():
                 assert completion.handle in handles, f"{completion} was not asked for"
                 assert completion.handle not in ended, f"{completion} came twice"
@@ -271,7 +292,9 @@ class TransportPair:
 class TransportPairSource:
     """Makes pairs: our side anew for each, the far side shared by all but those that are to die."""
 
-    def __init__(self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]) -> None:
+    def __init__(
+        self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]
+    ) -> None:
         self.make = make
         self._make_far_side = far
         self._shared: FarSide | None = None
@@ -311,7 +334,9 @@ class TransportPairSource:
         seed = self._pairs % FAR_SEEDS
         near.memory[:] = pattern(NEAR_SEED)
         far.fill(seed)
-        return TransportPair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
+        return TransportPair(
+            near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed
+        )
 
 
 def digest(memory: Bytes) -> int:
@@ -344,7 +369,9 @@ def _execute(side: TransportSide, order: tuple[str, Any]) -> int:
         case "paint", value:
             side.memory[:] = value
         case "painted", _:
-            pages = side.memory[-(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES]
+            pages = side.memory[
+                -(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES
+            ]
             return int(np.all(pages == pages[0]))
         case "lend", (number, blocks):
             side.transport.grant_writes(number, blocks)
@@ -360,7 +387,9 @@ def _polls_until_ended(transport: DataTransport, handle: Handle) -> int:
     for polls in itertools.count(1):
         ended = transport.poll()
         if ended:
-            assert [(each.handle, each.error) for each in ended] == [(handle, None)], f"{ended} came instead of {handle}"
+            assert [(each.handle, each.error) for each in ended] == [(handle, None)], (
+                f"{ended} came instead of {handle}"
+            )
             return polls
         assert time.monotonic() < deadline, f"a number was not taken back after {DEADLINE_S:g} s"
     raise AssertionError

@@ -1,4 +1,5 @@
-"""What a data transport that supports write grants must do besides: `FENCE_CASES`, run like those of `transport_conformance`.
+"""What a data transport that supports write grants must do besides: `FENCE_CASES`, run like those
+of `transport_conformance`.
 
 The far side lends, and is written to by ours.
 """
@@ -43,7 +44,9 @@ def a_write_without_a_grant_is_refused_and_nothing_lands(source: TransportPairSo
         _far_is(pair, _blocks(2, 3))
 
 
-def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(source: TransportPairSource) -> None:
+def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(
+    source: TransportPairSource,
+) -> None:
     with source.pair() as pair:
         pair.connect()
         number = pair.grant_writes([3, 4, 9], [5])
@@ -66,11 +69,17 @@ def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(source: Tran
         _far_is(pair, _blocks(7, 3, 9))
 
 
-def a_write_within_the_granted_blocks_brings_exactly_the_named_bytes(source: TransportPairSource) -> None:
+def a_write_within_the_granted_blocks_brings_exactly_the_named_bytes(
+    source: TransportPairSource,
+) -> None:
     with source.pair() as pair:
         pair.connect()
         number = pair.grant_writes([9, 3, 4], [5, 639])
-        parts = (_blocks(7, 3, 9), _blocks(LARGE_REGION, 639, 5), _segment(1, 4 * SMALL_BLOCK_BYTES - 100, 200))
+        parts = (
+            _blocks(7, 3, 9),
+            _blocks(LARGE_REGION, 639, 5),
+            _segment(1, 4 * SMALL_BLOCK_BYTES - 100, 200),
+        )
         for part in parts:
             assert _write(pair, part, number).ok
         _far_is(pair, *parts)
@@ -79,7 +88,10 @@ def a_write_within_the_granted_blocks_brings_exactly_the_named_bytes(source: Tra
 def a_grant_revoked_before_a_write_admits_nothing(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number, other = pair.grant_writes(ALL_SMALL, ALL_LARGE), pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        number, other = (
+            pair.grant_writes(ALL_SMALL, ALL_LARGE),
+            pair.grant_writes(ALL_SMALL, ALL_LARGE),
+        )
         assert pair.far.revoke_writes(number) == 1, "nothing was being received"
         _refused(pair, _blocks(2, 3), number, "not lent")
         assert _write(pair, _blocks(2, 4), other).ok
@@ -97,12 +109,16 @@ def a_grant_revoked_after_a_write_admits_no_more(source: TransportPairSource) ->
         _canary_stays(pair)
 
 
-def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(source: TransportPairSource) -> None:
+def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(
+    source: TransportPairSource,
+) -> None:
     with source.pair() as pair:
         pair.connect()
         number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
         handle = pair.near.transport.write(pair.peer, _endless(), number)
-        for _ in range(2):  # the second time as a control: a canary in blocks that are still lent dies
+        for _ in range(
+            2
+        ):  # the second time as a control: a canary in blocks that are still lent dies
             pair.far.fill_with(CANARY)
             _until_bytes_land(pair)
         pair.far.revoke_writes(number)
@@ -113,7 +129,9 @@ def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(source: Transpor
         for _ in range(20):
             assert pair.tick() == []
         _canary_stays(pair)
-        assert _write(pair, _blocks(2, 3), pair.grant_writes([3])).ok, "a fence cost the writer its peer"
+        assert _write(pair, _blocks(2, 3), pair.grant_writes([3])).ok, (
+            "a fence cost the writer its peer"
+        )
 
 
 def revoking_a_grant_leaves_writes_under_other_grants_alone(source: TransportPairSource) -> None:
@@ -160,7 +178,9 @@ FENCE_CASES = (
 
 
 def _write(pair: TransportPair, part: Segments | list[Segments], number: int) -> Completion:
-    handle = pair.near.transport.write(pair.peer, [part] if isinstance(part, Segments) else part, number)
+    handle = pair.near.transport.write(
+        pair.peer, [part] if isinstance(part, Segments) else part, number
+    )
     return pair.wait(handle)[handle]
 
 
@@ -179,7 +199,9 @@ def _far_is(pair: TransportPair, *written: Segments) -> None:
 
 
 def _canary_stays(pair: TransportPair) -> None:
-    assert pair.far.digest() == digest(np.full(MEMORY_BYTES, CANARY, np.uint8)), "bytes landed after a number had been taken back"
+    assert pair.far.digest() == digest(np.full(MEMORY_BYTES, CANARY, np.uint8)), (
+        "bytes landed after a number had been taken back"
+    )
 
 
 def _until_bytes_land(pair: TransportPair) -> None:
@@ -189,10 +211,16 @@ def _until_bytes_land(pair: TransportPair) -> None:
         assert time.monotonic() < deadline, "no byte has landed"
 
 
-def _apply(pair: TransportPair, part: Segments, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
+def _apply(
+    pair: TransportPair, part: Segments, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> None:
+    for local, remote in zip(
+        part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True
+    ):
         at, origin = pair.place(part.remote_region, remote), pair.place(part.local_region, local)
-        memory[at : at + part.segment_bytes] = pair.near.memory[origin : origin + part.segment_bytes]
+        memory[at : at + part.segment_bytes] = pair.near.memory[
+            origin : origin + part.segment_bytes
+        ]
 
 
 def _blocks(region: int, *blocks: int) -> Segments:

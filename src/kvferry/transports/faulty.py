@@ -1,6 +1,7 @@
 """A data transport that does wrong on purpose, over any other: for tests and negative controls.
 
-Owned by the thread of the transport it wraps. A comparison that a corrupted transfer does not fail proves nothing.
+Owned by the thread of the transport it wraps. A comparison that a corrupted transfer does not fail
+proves nothing.
 """
 
 import ctypes
@@ -17,7 +18,11 @@ from kvferry.types import MemoryKind, PeerId, Region
 
 __all__ = ["Faults", "FaultyTransport", "parse_faults"]
 
-KNOWN = {("corrupt", "every"): "corrupt_every", ("fail", "every"): "fail_every", ("delay", "polls"): "delay_polls"}
+KNOWN = {
+    ("corrupt", "every"): "corrupt_every",
+    ("fail", "every"): "fail_every",
+    ("delay", "polls"): "delay_polls",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,9 @@ class Faults:
     """What goes wrong. 0: never."""
 
     corrupt_every: int = 0
-    """Every n-th read arrives with its first block of each region wrong; what peers wrote into granted blocks, with the first of those."""
+    """Every n-th read arrives with its first block of each region wrong; what peers wrote into
+    granted blocks, with the first of those.
+    """
     fail_every: int = 0
     """Every n-th transfer fails after it has moved."""
     delay_polls: int = 0
@@ -33,20 +40,27 @@ class Faults:
 
 
 def parse_faults(text: str) -> Faults:
-    """`corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. Empty: none. ConfigError for anything else."""
+    """`corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. Empty: none.
+    ConfigError for anything else.
+    """
     faults = Faults()
     for part in filter(None, (each.strip() for each in text.split(";"))):
         kind, _, setting = part.partition(":")
         key, _, number = setting.partition("=")
         if (kind, key) not in KNOWN or not number.isdecimal() or int(number) < 1:
             known = ", ".join(f"{each}:{name}=N" for each, name in KNOWN)
-            raise ConfigError(f"fault {part!r} is not known; use one or more of {known}, joined by ';', with N of at least 1")
+            raise ConfigError(
+                f"fault {part!r} is not known; use one or more of {known}, joined by ';', with N "
+                "of at least 1"
+            )
         faults = replace(faults, **{KNOWN[kind, key]: int(number)})
     return faults
 
 
 class FaultyTransport:
-    """Implements `ports.data.DataTransport`: all calls go to `inner`, completions come back worse."""
+    """Implements `ports.data.DataTransport`: all calls go to `inner`, completions come back
+    worse.
+    """
 
     def __init__(self, inner: DataTransport, faults: Faults) -> None:
         self._inner = inner
@@ -100,7 +114,10 @@ class FaultyTransport:
 
     def poll(self) -> list[Completion]:
         self._polls += 1
-        self._late += [(self._polls + self._faults.delay_polls, self._with_fault(completion)) for completion in self._inner.poll()]
+        self._late += [
+            (self._polls + self._faults.delay_polls, self._with_fault(completion))
+            for completion in self._inner.poll()
+        ]
         due = [completion for at, completion in self._late if at <= self._polls]
         self._late = [(at, completion) for at, completion in self._late if at > self._polls]
         return due
@@ -143,7 +160,9 @@ class FaultyTransport:
         if blocks and self._is_corruption_due():
             for index, region in enumerate(self._regions):
                 if region.group < len(blocks) and blocks[region.group]:
-                    self._corrupt(index, blocks[region.group][0] * region.stride_bytes, region.block_bytes)
+                    self._corrupt(
+                        index, blocks[region.group][0] * region.stride_bytes, region.block_bytes
+                    )
 
     def _is_corruption_due(self) -> bool:
         self._ended_reads += 1
@@ -154,15 +173,22 @@ class FaultyTransport:
         return every > 0 and (before + 1) % every == 0
 
     def _corrupt(self, region: int, offset: int, size_bytes: int) -> None:
-        """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with.
+        """The right bytes in the wrong places: wrong for certain, and still numbers that a model
+        can compute with.
 
-        Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
+        Not moved by whole tokens: attention does not see in which order the tokens of one head lie.
+        """
         address = self._regions[region].address + offset
         if self._regions[region].memory is MemoryKind.DRAM:
             segment = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
             segment[:] = _corrupted(segment)
         else:
-            cuda_driver.write_memory(address, _corrupted(np.frombuffer(cuda_driver.read_memory(address, size_bytes), np.uint8)).tobytes())
+            cuda_driver.write_memory(
+                address,
+                _corrupted(
+                    np.frombuffer(cuda_driver.read_memory(address, size_bytes), np.uint8)
+                ).tobytes(),
+            )
 
 
 def _corrupted(segment: Bytes) -> Bytes:

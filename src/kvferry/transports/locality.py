@@ -16,30 +16,55 @@ __all__ = ["ProcessIncarnation", "has_rdma", "host_identity", "nixl_locality", "
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
 SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
-HOST_TRANSPORTS = SHARED_MEMORY_TRANSPORTS - {"all"} | {"tcp", "self", "posix", "sysv", "mm", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
+HOST_TRANSPORTS = SHARED_MEMORY_TRANSPORTS - {"all"} | {
+    "tcp",
+    "self",
+    "posix",
+    "sysv",
+    "mm",
+    "cuda",
+    "cuda_copy",
+    "cuda_ipc",
+    "gdr_copy",
+}
 RDMA_TRANSPORTS = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"})
-"""Whoever forbids one of these wants to do without: what is left may be slower than TCP, or nothing."""
+"""Whoever forbids one of these wants to do without: what is left may be slower than TCP, or
+nothing.
+"""
 
 
-def has_rdma(backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES) -> bool:
-    """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is believed: somebody has named them."""
+def has_rdma(
+    backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES
+) -> bool:
+    """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is
+    believed: somebody has named them.
+    """
     if any(backend != "UCX" for backend in backends):
         return True
     allowed = _allowed(environ)
-    forbidden = {name.removeprefix("^") for name in allowed} if any(name.startswith("^") for name in allowed) else set()
+    forbidden = (
+        {name.removeprefix("^") for name in allowed}
+        if any(name.startswith("^") for name in allowed)
+        else set()
+    )
     if allowed <= HOST_TRANSPORTS or forbidden & RDMA_TRANSPORTS or not devices.is_dir():
         return False
     present = {device.name for device in devices.iterdir()}
-    named = {name.strip().partition(":")[0] for name in environ.get("UCX_NET_DEVICES", "all").split(",")}
+    named = {
+        name.strip().partition(":")[0] for name in environ.get("UCX_NET_DEVICES", "all").split(",")
+    }
     return bool(present if "all" in named else present & named)
 
 
 def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What NIXL says of itself as `TransportOffer.near`: everywhere with a fabric, else in this host and network, by shared memory; without
-    that nowhere, which no other process is."""
+    """What NIXL says of itself as `TransportOffer.near`: everywhere with a fabric, else in this
+    host and network, by shared memory; without that nowhere, which no other process is.
+    """
     if has_rdma(backends, environ):
         return ""
-    if not any(name in SHARED_MEMORY_TRANSPORTS or name.startswith("^") for name in _allowed(environ)):
+    if not any(
+        name in SHARED_MEMORY_TRANSPORTS or name.startswith("^") for name in _allowed(environ)
+    ):
         return uuid4().hex
     return f"{host_identity()} {os.readlink('/proc/self/ns/net')}"
 
@@ -50,9 +75,15 @@ def _allowed(environ: Mapping[str, str]) -> set[str]:
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for two processes exactly when one can open the other's files in /proc: same boot, process namespace and user."""
+    """Equal for two processes exactly when one can open the other's files in /proc: same boot,
+    process namespace and user.
+    """
     with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
-        facts = (boot.read().strip(), os.readlink("/proc/self/ns/pid").encode(), str(os.getuid()).encode())
+        facts = (
+            boot.read().strip(),
+            os.readlink("/proc/self/ns/pid").encode(),
+            str(os.getuid()).encode(),
+        )
     return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
 
 
@@ -67,7 +98,9 @@ PROC_STATE, PROC_START_TICKS = 0, 19
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is no such process, or only its corpse."""
+    """When a process started, in clock ticks since boot; None when there is no such process, or
+    only its corpse.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()
@@ -89,7 +122,9 @@ class ProcessIncarnation:
     def watch(cls, pid: int, ticks: int) -> "ProcessIncarnation | None":
         """None when that life of the process is over."""
         pidfd: int | None = None
-        with contextlib.suppress(OSError):  # kernels before 5.3, or the process is gone, which the next line finds
+        with contextlib.suppress(
+            OSError
+        ):  # kernels before 5.3, or the process is gone, which the next line finds
             pidfd = os.pidfd_open(pid)
         incarnation = cls(pid, ticks, pidfd)
         if start_ticks(pid) == ticks:

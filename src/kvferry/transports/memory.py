@@ -1,7 +1,8 @@
-"""The `memory` transports: peers in one process, joined by a network object. For tests and the simulator.
+"""The `memory` transports: peers in one process, joined by a network object. For tests and the
+simulator.
 
-Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each transport belongs to one thread; those of one
-network may belong to different ones.
+Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each transport
+belongs to one thread; those of one network may belong to different ones.
 """
 
 import threading
@@ -45,7 +46,9 @@ MAX_QUEUED_FRAMES = 1000
 
 @dataclass(slots=True)
 class MemoryNetwork:
-    """What joins memory transports. A transport that closes is gone for all others, as a process that died would be."""
+    """What joins memory transports. A transport that closes is gone for all others, as a process
+    that died would be.
+    """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     control: dict[str, "MemoryControlTransport"] = field(default_factory=dict)
@@ -59,8 +62,9 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Implements `ports.data.DataTransport` for regions of this process. With `supports_write_grants` peers copy into them only what was
-    lent, a slice at a time under this side's lock: between two slices a number can be taken back, by whichever thread.
+    """Implements `ports.data.DataTransport` for regions of this process. With
+    `supports_write_grants` peers copy into them only what was lent, a slice at a time under this
+    side's lock: between two slices a number can be taken back, by whichever thread.
     """
 
     def __init__(self, network: MemoryNetwork, supports_write_grants: bool = False) -> None:
@@ -107,7 +111,9 @@ class MemoryTransport:
         number = int(offer.blob) if offer.blob.isdigit() else 0
         other = self._network.data.get(number)
         if other is None or offer.reach != self.offer().reach or other.regions != tuple(regions):
-            raise TransportError(f"peer {peer} is not on this memory network, or not with these regions")
+            raise TransportError(
+                f"peer {peer} is not on this memory network, or not with these regions"
+            )
         self.disconnect(peer)
         self._peers[peer] = other
 
@@ -139,7 +145,9 @@ class MemoryTransport:
             self._granted.remove(number)
         return self._queue.end_at_once()
 
-    def admit(self, number: int, addresses: Int64Array, sizes: Int64Array, slices: Slices) -> Slices:
+    def admit(
+        self, number: int, addresses: Int64Array, sizes: Int64Array, slices: Slices
+    ) -> Slices:
         """What a peer copies here, as long as it may. Called by the peer's thread."""
         checked: GrantedBlocks | None = None
         while len(addresses):
@@ -177,7 +185,9 @@ class MemoryTransport:
         self._views = []
         self._regions = ()
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection, number: int = 0) -> Handle:
+    def _start(
+        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection, number: int = 0
+    ) -> Handle:
         other = self._peers.get(peer)
         if other is None or not self._is_alive(peer):
             raise TransportError(f"peer {peer} is not connected over memory")
@@ -186,9 +196,29 @@ class MemoryTransport:
         if direction is CopyDirection.READ or not other.supports_write_grants:
             return self._queue.start(peer, segments, self._views, views, direction)
         empty = np.empty(0, np.int64)
-        addresses = np.concatenate([empty, *(remote[part.remote_region].address + part.remote_offsets for part in segments)])
-        sizes = np.concatenate([empty, *(np.full(len(part.remote_offsets), part.segment_bytes, np.int64) for part in segments)])
-        return self._queue.start(peer, segments, self._views, views, direction, partial(other.admit, number, addresses, sizes))
+        addresses = np.concatenate(
+            [
+                empty,
+                *(remote[part.remote_region].address + part.remote_offsets for part in segments),
+            ]
+        )
+        sizes = np.concatenate(
+            [
+                empty,
+                *(
+                    np.full(len(part.remote_offsets), part.segment_bytes, np.int64)
+                    for part in segments
+                ),
+            ]
+        )
+        return self._queue.start(
+            peer,
+            segments,
+            self._views,
+            views,
+            direction,
+            partial(other.admit, number, addresses, sizes),
+        )
 
     def _is_alive(self, peer: PeerId) -> bool:
         if self._peers[peer].is_on_network:
@@ -200,7 +230,9 @@ class MemoryTransport:
 
 @dataclass(slots=True, eq=False)
 class _MemoryConnection:
-    """From the side that dialled to the side that is dialled. Frames wait in `unsent` while nobody listens there."""
+    """From the side that dialled to the side that is dialled. Frames wait in `unsent` while nobody
+    listens there.
+    """
 
     dialler: "MemoryControlTransport"
     address: str
@@ -238,9 +270,15 @@ class MemoryControlTransport:
             if self._is_closed or not self._is_short(frame):
                 return
             connection = self._dialled.get(address) or self._dial(address)
-            waiting = len(connection.unsent) if connection.listener is None else connection.listener.queued()
+            waiting = (
+                len(connection.unsent)
+                if connection.listener is None
+                else connection.listener.queued()
+            )
             if waiting >= MAX_QUEUED_FRAMES:
-                raise TransportError(f"{address} takes no more frames: {waiting} are waiting for it")
+                raise TransportError(
+                    f"{address} takes no more frames: {waiting} are waiting for it"
+                )
             connection.unsent.append(frame)
             _deliver(connection)
 
@@ -252,12 +290,18 @@ class MemoryControlTransport:
             return
         with self._changed:
             connection = self._accepted.get(route.identity)
-            if connection is not None and self._is_short(frame) and connection.dialler.queued() < MAX_QUEUED_FRAMES:
+            if (
+                connection is not None
+                and self._is_short(frame)
+                and connection.dialler.queued() < MAX_QUEUED_FRAMES
+            ):
                 connection.dialler.receive(Received(Route(b"", connection.address), frame))
 
     def poll(self, timeout_s: float | None) -> list[ControlEvent]:
         with self._changed:
-            self._changed.wait_for(lambda: self._events or self._is_woken or self._is_closed, timeout_s)
+            self._changed.wait_for(
+                lambda: self._events or self._is_woken or self._is_closed, timeout_s
+            )
             self._is_woken = False
             arrived, self._events = list(self._events), deque()
             return arrived
@@ -287,7 +331,7 @@ class MemoryControlTransport:
             self._events.clear()
             self._changed.notify_all()
 
-    # -- what transports of one network do to each other; the network's lock is held ----------------------------------------
+    # -- what transports of one network do to each other; the network's lock is held --
 
     def accept(self, connection: _MemoryConnection) -> None:
         connection.listener = self
@@ -310,7 +354,7 @@ class MemoryControlTransport:
     def connections(self) -> list[_MemoryConnection]:
         return list(self._dialled.values())
 
-    # -- our own ------------------------------------------------------------------------------------------------------------
+    # -- our own --
 
     def _listen(self) -> None:
         with self._changed:
@@ -341,4 +385,6 @@ def _deliver(connection: _MemoryConnection, newcomer: MemoryControlTransport | N
     if newcomer is not None:
         newcomer.accept(connection)
     while connection.listener is not None and connection.unsent:
-        connection.listener.receive(Received(Route(connection.identity), connection.unsent.popleft()))
+        connection.listener.receive(
+            Received(Route(connection.identity), connection.unsent.popleft())
+        )

@@ -1,6 +1,8 @@
-"""The makers of transports that an engine is started with: the one place that chooses which there are.
+"""The makers of transports that an engine is started with: the one place that chooses which there
+are.
 
-A `ConfiguredTransportKit` is plain data and travels to spawned worker processes; what it makes belongs to whoever asked.
+A `ConfiguredTransportKit` is plain data and travels to spawned worker processes; what it makes
+belongs to whoever asked.
 """
 
 import logging
@@ -19,7 +21,14 @@ from kvferry.config import (
     is_loopback,
 )
 from kvferry.errors import ConfigError
-from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.base import (
+    BlockStore,
+    CacheMemory,
+    ControlTransport,
+    DataTransport,
+    EngineStream,
+    HostStream,
+)
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
@@ -34,11 +43,14 @@ from kvferry.types import MemoryKind, Region
 __all__ = ["ConfiguredTransportKit", "nixl_settings"]
 
 TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
-"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
+"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then
+`tcp` is before it.
+"""
 
 
 NIXL_OVER_TCP = (
-    "transports names nixl alone, and UCX has only TCP to reach other hosts from here: a peer that dies while it reads can end this "
+    "transports names nixl alone, and UCX has only TCP to reach other hosts from here: a peer "
+    "that dies while it reads can end this "
     "process "
     "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
 )
@@ -74,7 +86,8 @@ class ConfiguredTransportKit:
         for transport in nixl.transports:
             if transport not in TRANSPORTS:
                 raise ConfigError(
-                    f"kv_connector_extra_config.transports names {transport}, which is not supported yet; use {', '.join(TRANSPORTS)}"
+                    f"kv_connector_extra_config.transports names {transport}, which is not "
+                    f"supported yet; use {', '.join(TRANSPORTS)}"
                 )
         faults = fault_spec_from_environment(environ)
         if faults:
@@ -99,9 +112,23 @@ class ConfiguredTransportKit:
         made: list[DataTransport] = []
         for name in self.transports:
             if name == "nixl":
-                reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
-                made.append(BounceNixlTransport(NixlTransport(self.backends, self.num_threads, reach), self.bounce, self.secret))
-                if reach is NetworkReach.ANYWHERE and "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
+                reach = (
+                    NetworkReach.THIS_HOST
+                    if is_loopback(self.advertised_host)
+                    else NetworkReach.ANYWHERE
+                )
+                made.append(
+                    BounceNixlTransport(
+                        NixlTransport(self.backends, self.num_threads, reach),
+                        self.bounce,
+                        self.secret,
+                    )
+                )
+                if (
+                    reach is NetworkReach.ANYWHERE
+                    and "tcp" not in self.transports
+                    and not has_rdma(self.backends, os.environ)
+                ):
                     _log.warning(NIXL_OVER_TCP)
             elif name == "tcp":
                 made.append(TcpTransport(self.bind_host, self.advertised_host))
@@ -114,13 +141,17 @@ class ConfiguredTransportKit:
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
 
-    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(
+        self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
+    ) -> BlockStore:
         if all(region.memory is MemoryKind.DRAM for region in engine):
             return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
         # Imported only where there is a device: it takes torch with CUDA.
         from kvferry.transports.host_buffer.cuda import CudaHostBuffer
 
-        return HostBlockStore(host_buffer, CudaHostBuffer(engine, host_buffer, (memory.address, memory.size_bytes)))
+        return HostBlockStore(
+            host_buffer, CudaHostBuffer(engine, host_buffer, (memory.address, memory.size_bytes))
+        )
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}
@@ -137,15 +168,22 @@ class ConfiguredTransportKit:
         return self._listening_on(self.port)
 
     def _listening_on(self, port: int) -> ControlTransport:
-        return ZmqTransport(self.bind_host, self.advertised_host, port, CurveKeys.from_secret(self.secret))
+        return ZmqTransport(
+            self.bind_host, self.advertised_host, port, CurveKeys.from_secret(self.secret)
+        )
 
 
 def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
-    """Those of the connector, or of the first of a MultiConnector that has some; else the defaults."""
+    """Those of the connector, or of the first of a MultiConnector that has some; else the
+    defaults.
+    """
     if transfer is None:
         return NixlExtraConfig()
     if isinstance(transfer.extra, MultiExtraConfig):
-        return next((c.extra for c in transfer.extra.connectors if isinstance(c.extra, NixlExtraConfig)), NixlExtraConfig())
+        return next(
+            (c.extra for c in transfer.extra.connectors if isinstance(c.extra, NixlExtraConfig)),
+            NixlExtraConfig(),
+        )
     return transfer.extra if isinstance(transfer.extra, NixlExtraConfig) else NixlExtraConfig()
 
 

@@ -1,7 +1,8 @@
-"""A KV cache that other processes of this host and user can map: an anonymous, sealed, named-by-nobody file in memory.
+"""A KV cache that other processes of this host and user can map: an anonymous, sealed,
+named-by-nobody file in memory.
 
-Whoever allocates it owns it. It has no path, so nothing is left behind whatever kills its owner; peers reach it through the owner's
-entry in /proc while the owner lives.
+Whoever allocates it owns it. It has no path, so nothing is left behind whatever kills its owner;
+peers reach it through the owner's entry in /proc while the owner lives.
 """
 
 import contextlib
@@ -27,14 +28,23 @@ from kvferry.transports.locality import ProcessIncarnation, host_identity, start
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["SEALS", "SharedMemory", "SharedMemoryAllocator", "ShmTransport", "available_bytes", "check_fits"]
+__all__ = [
+    "SEALS",
+    "SharedMemory",
+    "SharedMemoryAllocator",
+    "ShmTransport",
+    "available_bytes",
+    "check_fits",
+]
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
 
 MADV_POPULATE_WRITE = 23
-"""Not in Python's mmap yet. Without it the first write to every page costs a fault, and the first read into a block several times more."""
+"""Not in Python's mmap yet. Without it the first write to every page costs a fault, and the first
+read into a block several times more.
+"""
 MAX_SHARE = 0.9
 """Of the available memory, for one cache."""
 CGROUP_FILES = (
@@ -45,7 +55,9 @@ CGROUP_FILES = (
 
 
 class SharedMemory:
-    """Implements `ports.memory.CacheMemory`. All its pages are taken at once, so that an engine cannot run out of them later."""
+    """Implements `ports.memory.CacheMemory`. All its pages are taken at once, so that an engine
+    cannot run out of them later.
+    """
 
     def __init__(self, fd: int, pages: mmap.mmap) -> None:
         self._fd = fd
@@ -58,7 +70,9 @@ class SharedMemory:
     def allocate(cls, size_bytes: int) -> "SharedMemory":
         """ConfigError when this host has not that much memory to give."""
         if size_bytes <= 0:
-            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block")
+            raise ConfigError(
+                f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block"
+            )
         check_fits(size_bytes, available_bytes())
         fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -66,12 +80,17 @@ class SharedMemory:
             os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             pages = mmap.mmap(fd, size_bytes)
-            with contextlib.suppress(OSError):  # kernels before 5.14: pages are mapped when they are first written
+            with contextlib.suppress(
+                OSError
+            ):  # kernels before 5.14: pages are mapped when they are first written
                 pages.madvise(MADV_POPULATE_WRITE)
             return cls(fd, pages)
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be had ({error}); make the cache smaller") from error
+            raise ConfigError(
+                f"a shared cache of {size_bytes} bytes cannot be had ({error}); make the cache "
+                "smaller"
+            ) from error
 
     @property
     def address(self) -> int:
@@ -90,22 +109,29 @@ class SharedMemory:
         return self._fd
 
     def close(self) -> None:
-        """The file is closed at once; its pages go when the last view of them has gone, here and in peers."""
+        """The file is closed at once; its pages go when the last view of them has gone, here and in
+        peers.
+        """
         if self._pages is None:
             return
         pages, self._pages = self._pages, None
         os.close(self._fd)
-        with contextlib.suppress(BufferError):  # a tensor still refers to them: unmapping under it would crash the process
+        with contextlib.suppress(
+            BufferError
+        ):  # a tensor still refers to them: unmapping under it would crash the process
             self._view.release()
             pages.close()
         self._view = memoryview(b"")
 
 
 def check_fits(size_bytes: int, available: int) -> None:
-    """ConfigError when a cache leaves the host too little. Else the kernel would kill processes, anybody's, to make room."""
+    """ConfigError when a cache leaves the host too little. Else the kernel would kill processes,
+    anybody's, to make room.
+    """
     if size_bytes > available * MAX_SHARE:
         raise ConfigError(
-            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes that this host or container has to give; "
+            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes that "
+            "this host or container has to give; "
             "make the cache smaller"
         )
 
@@ -116,7 +142,9 @@ def available_bytes(root: Path = Path("/")) -> int:
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     for limit, usage in CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-            available = min(available, int((root / limit).read_text()) - int((root / usage).read_text()))
+            available = min(
+                available, int((root / limit).read_text()) - int((root / usage).read_text())
+            )
     return max(0, available)
 
 
@@ -128,21 +156,26 @@ class SharedMemoryAllocator:
         return SharedMemory.allocate(size_bytes)
 
 
-# -------------------- shm --------------------
-# The `shm` data transport: a peer on this host maps our cache, and we map its, and each copies what it wants by itself.
+# -------------------- shm -------------------- The `shm` data transport: a peer on this host maps
+# our cache, and we map its, and each copies what it wants by itself.
 #
-# Owned by one thread. A peer's file is opened through /proc/PID/fd and used only after it has proved to be the one offered: same life of the
-# same process, same file, sealed against shrinking. It is mapped for reading; for writing only when something is written.
+# Owned by one thread. A peer's file is opened through /proc/PID/fd and used only after it has
+# proved to be the one offered: same life of the same process, same file, sealed against shrinking.
+# It is mapped for reading; for writing only when something is written.
 
 
 MAX_INT = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1
 DEATH_CHECK_S = 2.0
-"""How often peers that nothing is read from are looked at; a dead one's mapping would hold its whole cache in memory."""
+"""How often peers that nothing is read from are looked at; a dead one's mapping would hold its
+whole cache in memory.
+"""
 
 
 class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one SharedMemory. `address` is where its owner has mapped it: regions are named by that."""
+    """How to reach one SharedMemory. `address` is where its owner has mapped it: regions are named
+    by that.
+    """
 
     pid: int
     start_ticks: int
@@ -170,7 +203,10 @@ class ShmTransport:
 
     def register(self, regions: Sequence[Region]) -> bool:
         first, last = self._memory.address, self._memory.address + self._memory.size_bytes
-        if not all(r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last for r in regions):
+        if not all(
+            r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last
+            for r in regions
+        ):
             return False
         whole = np.frombuffer(self._memory.buffer, np.uint8)
         self._regions = tuple(regions)
@@ -180,9 +216,20 @@ class ShmTransport:
     def offer(self) -> TransportOffer:
         ticks, file = start_ticks(os.getpid()), os.fstat(self._memory.fd)
         if ticks is None:
-            raise LocalProtocolError("/proc does not show this process, so its cache cannot be offered over shm; mount /proc")
+            raise LocalProtocolError(
+                "/proc does not show this process, so its cache cannot be offered over shm; mount "
+                "/proc"
+            )
         memory = self._memory
-        offer = _ShmOffer(os.getpid(), ticks, memory.fd, file.st_dev, file.st_ino, memory.address, memory.size_bytes)
+        offer = _ShmOffer(
+            os.getpid(),
+            ticks,
+            memory.fd,
+            file.st_dev,
+            file.st_ino,
+            memory.address,
+            memory.size_bytes,
+        )
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(offer))
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
@@ -237,7 +284,9 @@ class ShmTransport:
         self._views = []
         self._regions = ()
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection) -> Handle:
+    def _start(
+        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection
+    ) -> Handle:
         mapping = self._peers.get(peer)
         if mapping is None:
             raise TransportError(f"peer {peer} is not connected over shm")
@@ -262,8 +311,14 @@ class _Mapping:
 
     def __init__(self, peer: PeerId, offer: _ShmOffer, regions: tuple[Region, ...]) -> None:
         for region in regions:
-            if region.address < offer.address or region.address + region.size_bytes > offer.address + offer.size_bytes:
-                raise TransportError(f"region {region.name!r} of {peer} is not in the memory it offers over shm; drop this peer")
+            if (
+                region.address < offer.address
+                or region.address + region.size_bytes > offer.address + offer.size_bytes
+            ):
+                raise TransportError(
+                    f"region {region.name!r} of {peer} is not in the memory it offers over shm; "
+                    "drop this peer"
+                )
         self.regions = regions
         self._peer = peer
         self._offer = offer
@@ -280,19 +335,25 @@ class _Mapping:
             raise
 
     def views(self, direction: CopyDirection) -> list[Bytes]:
-        """The peer's regions, writable only for writes. TransportError when they cannot be mapped."""
+        """The peer's regions, writable only for writes. TransportError when they cannot be
+        mapped.
+        """
         if direction not in self._maps:
             self._maps[direction] = pages = self._map(direction)
             whole = np.frombuffer(pages, np.uint8)
             starts = [region.address - self._offer.address for region in self.regions]
-            self._views[direction] = [whole[at : at + r.size_bytes] for at, r in zip(starts, self.regions, strict=True)]
+            self._views[direction] = [
+                whole[at : at + r.size_bytes] for at, r in zip(starts, self.regions, strict=True)
+            ]
         return self._views[direction]
 
     def has_ended(self) -> bool:
         return self._incarnation.has_ended()
 
     def close(self) -> None:
-        """Every transfer with this peer has been dropped before, so no view of the pages is left but ours."""
+        """Every transfer with this peer has been dropped before, so no view of the pages is left
+        but ours.
+        """
         self._views.clear()
         while self._maps:
             self._maps.popitem()[1].close()
@@ -303,32 +364,62 @@ class _Mapping:
         if direction is CopyDirection.WRITE:
             flags, protection = os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE
         try:
-            fd = os.open(f"/proc/{self._offer.pid}/fd/{self._offer.fd}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(
+                f"/proc/{self._offer.pid}/fd/{self._offer.fd}", flags | os.O_CLOEXEC | os.O_NONBLOCK
+            )
         except OSError as error:
-            raise TransportError(f"the shared cache of {self._peer} cannot be opened ({error}); is it the same user's?") from error
+            raise TransportError(
+                f"the shared cache of {self._peer} cannot be opened ({error}); is it the same "
+                "user's?"
+            ) from error
         try:
             self._prove(fd)
             return mmap.mmap(fd, self._offer.size_bytes, prot=protection)
         except (OSError, ValueError) as error:
-            raise TransportError(f"the shared cache of {self._peer} cannot be mapped ({error}); is there memory left?") from error
+            raise TransportError(
+                f"the shared cache of {self._peer} cannot be mapped ({error}); is there memory "
+                "left?"
+            ) from error
         finally:
             os.close(fd)
 
     def _prove(self, fd: int) -> None:
         file, offer = os.fstat(fd), self._offer
-        is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (offer.device, offer.inode, offer.size_bytes)
-        if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or self._incarnation.has_ended():
-            raise TransportError(f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} offered; it was restarted")
+        is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (
+            offer.device,
+            offer.inode,
+            offer.size_bytes,
+        )
+        if (
+            not is_it
+            or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            or self._incarnation.has_ended()
+        ):
+            raise TransportError(
+                f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} "
+                "offered; it was restarted"
+            )
 
 
 def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
     try:
         decoded = msgspec.msgpack.decode(offer.blob, type=_ShmOffer)
     except msgspec.MsgspecError as error:
-        raise TransportError(f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+        raise TransportError(
+            f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same "
+            "kvferry?"
+        ) from error
     numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
-    if offer.reach != host_identity() or min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
-        raise TransportError(f"the shm offer of {peer} is from another host, user or container; use another transport")
+    if (
+        offer.reach != host_identity()
+        or min(numbers) < 0
+        or max(decoded.pid, decoded.fd) > MAX_INT
+        or max(numbers) > MAX_ADDRESS
+    ):
+        raise TransportError(
+            f"the shm offer of {peer} is from another host, user or container; use another "
+            "transport"
+        )
     return decoded
 
 

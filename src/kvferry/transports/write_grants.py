@@ -30,7 +30,10 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def write_grants_unsupported(transport: str) -> LocalProtocolError:
-    return LocalProtocolError(f"blocks were to be lent on {transport}, which does not fence writes; this is a bug in whoever asked for it")
+    return LocalProtocolError(
+        f"blocks were to be lent on {transport}, which does not fence writes; this is a bug in "
+        "whoever asked for it"
+    )
 
 
 def grant_not_active(grant_id: int) -> str:
@@ -48,14 +51,18 @@ def check_grant_id(grant_id: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GrantedBlocks:
-    """Some blocks of some regions. Their ranges are computed when a write is first compared with them: many never are."""
+    """Some blocks of some regions. Their ranges are computed when a write is first compared with
+    them: many never are.
+    """
 
     regions: tuple[Region, ...]
     blocks: tuple[tuple[int, ...], ...]
     """By group."""
 
     def covers(self, addresses: Int64Array, sizes: Int64Array) -> bool:
-        """Whether all runs lie in the blocks. Each has a size of at least 1, and its end is a number of 64 bits."""
+        """Whether all runs lie in the blocks. Each has a size of at least 1, and its end is a
+        number of 64 bits.
+        """
         starts, ends = self._ranges
         at = np.searchsorted(starts, addresses, side="right") - 1
         return bool(len(starts)) and bool(np.all((at >= 0) & (addresses + sizes <= ends[at])))
@@ -64,13 +71,19 @@ class GrantedBlocks:
     def _ranges(self) -> tuple[Int64Array, Int64Array]:
         """Starts and ends, ascending; neighbours and overlapping ones as one."""
         by_group = [np.array(ids, np.int64) for ids in self.blocks]
-        owned = [(region, by_group[region.group]) for region in self.regions if region.group < len(by_group)]
+        owned = [
+            (region, by_group[region.group])
+            for region in self.regions
+            if region.group < len(by_group)
+        ]
         first = [region.address + ids * region.stride_bytes for region, ids in owned]
         sizes = [np.full(len(ids), region.block_bytes, np.int64) for region, ids in owned]
         starts = np.concatenate([np.empty(0, np.int64), *first])
         order = np.argsort(starts, kind="stable")
         starts = starts[order]
-        ends = np.maximum.accumulate(starts + np.concatenate([np.empty(0, np.int64), *sizes])[order])
+        ends = np.maximum.accumulate(
+            starts + np.concatenate([np.empty(0, np.int64), *sizes])[order]
+        )
         is_first = np.concatenate(([True], starts[1:] > ends[:-1]))[: len(starts)]
         is_last = np.concatenate((is_first[1:], [True]))[: len(starts)]
         return starts[is_first], ends[is_last]
@@ -85,17 +98,25 @@ class WriteGrantTable:
 
     def __post_init__(self) -> None:
         for region in self.regions:
-            self._num_blocks[region.group] = min(region.num_blocks, self._num_blocks.get(region.group, region.num_blocks))
+            self._num_blocks[region.group] = min(
+                region.num_blocks, self._num_blocks.get(region.group, region.num_blocks)
+            )
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         check_grant_id(grant_id)
         if not grant_id or grant_id in self._granted:
-            raise LocalProtocolError(f"number {grant_id} cannot be lent: {'it means none' if not grant_id else 'it is lent already'}")
+            raise LocalProtocolError(
+                f"number {grant_id} cannot be lent: "
+                f"{'it means none' if not grant_id else 'it is lent already'}"
+            )
         ids = tuple(tuple(group) for group in blocks)
         for group, num_blocks in self._num_blocks.items():
             asked = ids[group] if group < len(ids) else ()
             if asked and not 0 <= min(asked) <= max(asked) < num_blocks:
-                raise LocalProtocolError(f"blocks {min(asked)} to {max(asked)} of group {group} were to be lent; it has {num_blocks}")
+                raise LocalProtocolError(
+                    f"blocks {min(asked)} to {max(asked)} of group {group} were to be lent; it "
+                    f"has {num_blocks}"
+                )
         self._granted[grant_id] = GrantedBlocks(self.regions, ids)
 
     def get(self, grant_id: int) -> GrantedBlocks | None:

@@ -1,8 +1,10 @@
-"""The control transport over ZeroMQ: one listening socket, one socket per dialled address, CURVE on all of them. Sole importer of zmq.
+"""The control transport over ZeroMQ: one listening socket, one socket per dialled address, CURVE on
+all of them. Sole importer of zmq.
 
-Owned by one thread; only `wake` may be called from others. Everything happens in `poll`, the check of a newcomer's key included, so there
-is no thread here but libzmq's own. Both sides prove that they hold the cluster's secret: a client cannot begin a handshake without the
-server's key, which never travels, and the server accepts one client key, which is derived from the secret too.
+Owned by one thread; only `wake` may be called from others. Everything happens in `poll`, the check
+of a newcomer's key included, so there is no thread here but libzmq's own. Both sides prove that
+they hold the cluster's secret: a client cannot begin a handshake without the server's key, which
+never travels, and the server accepts one client key, which is derived from the secret too.
 """
 
 import contextlib
@@ -32,16 +34,22 @@ Socket = zmq.Socket[bytes]
 KEY_SALT = b"kvferry control plane keys, version 1"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 MAX_QUEUED_FRAMES = 32_768
-"""More requests than an engine queues for one peer: they all attach when its handshake ends, while the connection is still coming up."""
+"""More requests than an engine queues for one peer: they all attach when its handshake ends, while
+the connection is still coming up.
+"""
 MAX_EVENTS_PER_SOCKET = 256
 """Taken from one socket in one `poll`, so that a talkative peer cannot hold up the others."""
 FRAME_ROOM_BYTES = 64 * 1024
-"""Above the limit, for CURVE's own bytes, and so that a frame little too long is dropped and counted instead of ending its connection."""
+"""Above the limit, for CURVE's own bytes, and so that a frame little too long is dropped and
+counted instead of ending its connection.
+"""
 BIND_TIMEOUT_S = 5.0
 """A restarted engine waits this long for its dying predecessor to let go of the port."""
 BIND_RETRY_S = 0.1
 SILENCE_S = 6.0
-"""A peer that is silent this long, heartbeats three times as often included, is gone: a pulled cable shows no other way."""
+"""A peer that is silent this long, heartbeats three times as often included, is gone: a pulled
+cable shows no other way.
+"""
 HANDSHAKE_MS = 5000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
 CLOSE_LINGER_MS = 200
@@ -72,13 +80,17 @@ class CurveKeys:
     def from_secret(cls, secret: bytes) -> "CurveKeys":
         """HKDF with SHA-256: knowing one key says nothing of the other or of the secret."""
         if not secret:
-            raise ConfigError("the cluster secret is empty; set KVFERRY_SECRET_FILE to a file that holds one")
+            raise ConfigError(
+                "the cluster secret is empty; set KVFERRY_SECRET_FILE to a file that holds one"
+            )
         server, client = (_derived(secret, purpose) for purpose in (b"server", b"client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
 class ZmqTransport:
-    """Implements `ports.control.ControlTransport`. Binds when it is made: port 0 is any free one; a port in use is waited for a little."""
+    """Implements `ports.control.ControlTransport`. Binds when it is made: port 0 is any free one; a
+    port in use is waited for a little.
+    """
 
     def __init__(
         self,
@@ -91,7 +103,10 @@ class ZmqTransport:
         silence_s: float = SILENCE_S,
     ) -> None:
         if advertised_host in WILDCARDS:
-            raise ConfigError(f"{advertised_host!r} cannot be advertised, peers could not dial it; name this host's own address")
+            raise ConfigError(
+                f"{advertised_host!r} cannot be advertised, peers could not dial it; name this "
+                "host's own address"
+            )
         self._keys = keys
         self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -129,7 +144,9 @@ class ZmqTransport:
         try:
             dialled.socket.send(frame, zmq.DONTWAIT)
         except zmq.Again as error:
-            raise TransportError(f"{address} takes no more frames: {MAX_QUEUED_FRAMES} are waiting for it") from error
+            raise TransportError(
+                f"{address} takes no more frames: {MAX_QUEUED_FRAMES} are waiting for it"
+            ) from error
 
     def reply(self, route: Route, frame: bytes) -> None:
         if self._is_closed:
@@ -138,7 +155,8 @@ class ZmqTransport:
             if route.dialled in self._dialled:
                 self.send(route.dialled, frame)
         elif self._is_short(frame):
-            # The router drops by itself what is for a connection that has gone, or that takes no more.
+            # The router drops by itself what is for a connection that has gone, or that takes no
+            # more.
             with contextlib.suppress(zmq.ZMQError):
                 self._router.send_multipart([route.identity, frame], zmq.DONTWAIT)
 
@@ -223,26 +241,42 @@ class ZmqTransport:
         socket.zap_domain = b"kvferry"
         if kind == zmq.ROUTER:
             socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = self._keys.server_public, self._keys.server_secret
+            socket.curve_publickey, socket.curve_secretkey = (
+                self._keys.server_public,
+                self._keys.server_secret,
+            )
         else:
             socket.curve_serverkey = self._keys.server_public
-            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+            socket.curve_publickey, socket.curve_secretkey = (
+                self._keys.client_public,
+                self._keys.client_secret,
+            )
         return socket
 
     def _listen_for_zap(self) -> Socket:
-        """Where libzmq asks whether a newcomer may come in (ZeroMQ RFC 27). A router, so that answers need no order."""
+        """Where libzmq asks whether a newcomer may come in (ZeroMQ RFC 27). A router, so that
+        answers need no order.
+        """
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.bind(ZAP_ENDPOINT)
         return socket
 
     def _answer_zap(self, parts: list[bytes]) -> None:
-        asker, empty, version, request_id, _domain, _host, _identity, mechanism, *credentials = parts
+        asker, empty, version, request_id, _domain, _host, _identity, mechanism, *credentials = (
+            parts
+        )
         expected = z85.decode(self._keys.client_public)
-        is_member = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], expected)
+        is_member = (
+            mechanism == b"CURVE"
+            and len(credentials) == 1
+            and hmac.compare_digest(credentials[0], expected)
+        )
         verdict = [b"200", b"OK"] if is_member else [b"400", b"not a member of this cluster"]
         with contextlib.suppress(zmq.ZMQError):
-            self._zap.send_multipart([asker, empty, version, request_id, *verdict, b"", b""], zmq.DONTWAIT)
+            self._zap.send_multipart(
+                [asker, empty, version, request_id, *verdict, b"", b""], zmq.DONTWAIT
+            )
 
 
 class _DealerConnection:
@@ -255,7 +289,9 @@ class _DealerConnection:
         self._was_connected = False
 
     def has_gone(self) -> bool:
-        """Whether the connection broke after it had stood, or was refused by the other side's keys. One that never stood is retried."""
+        """Whether the connection broke after it had stood, or was refused by the other side's keys.
+        One that never stood is retried.
+        """
         is_gone = False
         while not is_gone:
             try:
@@ -270,7 +306,9 @@ class _DealerConnection:
 
 
 class _Waker:
-    """Ends a `poll` from another thread. The lock keeps a late `wake` from writing into a number that is another file's by then."""
+    """Ends a `poll` from another thread. The lock keeps a late `wake` from writing into a number
+    that is another file's by then.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -317,8 +355,14 @@ def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:
             if is_in_use and time.monotonic() < deadline:
                 time.sleep(BIND_RETRY_S)
                 continue
-            fix = f"port {port} is in use, by another engine perhaps; choose another" if is_in_use else "is that an address of this host?"
-            raise ConfigError(f"the side channel cannot listen on {endpoint} ({error}): {fix}") from error
+            fix = (
+                f"port {port} is in use, by another engine perhaps; choose another"
+                if is_in_use
+                else "is that an address of this host?"
+            )
+            raise ConfigError(
+                f"the side channel cannot listen on {endpoint} ({error}): {fix}"
+            ) from error
 
 
 def _drain(socket: Socket, take: Callable[[list[bytes]], None]) -> None:

@@ -1,11 +1,19 @@
-"""kvferry inside real vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only importer of vllm.
+"""kvferry inside real vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only importer of
+vllm.
 
-The connectors are loaded when they are asked for: the plugin entry point runs in every vLLM process, whatever connector it uses.
+The connectors are loaded when they are asked for: the plugin entry point runs in every vLLM
+process, whatever connector it uses.
 """
 
 from typing import Any
 
-__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"]
+__all__ = [
+    "KVFerryConnector",
+    "KVFerryPushConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+]
 
 
 def __getattr__(name: str) -> Any:

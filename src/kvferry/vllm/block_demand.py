@@ -1,8 +1,10 @@
-"""Who in vLLM lacks how many blocks, so that turns of conversations are let go for them. Runs on the scheduler's thread.
+"""Who in vLLM lacks how many blocks, so that turns of conversations are let go for them. Runs on
+the scheduler's thread.
 
-vLLM does not say that it had no blocks for a waiting request. But it asks a connector for each one that it is about to give blocks to, in
-the order of its queue, tells it of each one that got some, and stops at the first that got none. One whose load has ended it does not ask
-for again: that one is told by its state.
+vLLM does not say that it had no blocks for a waiting request. But it asks a connector for each one
+that it is about to give blocks to, in the order of its queue, tells it of each one that got some,
+and stops at the first that got none. One whose load has ended it does not ask for again: that one
+is told by its state.
 """
 
 from dataclasses import dataclass, field
@@ -63,24 +65,40 @@ class BlockDemand:
         self._largest = max(scheduler_output.num_scheduled_tokens.values(), default=1)
 
     def missing_to_run(self, num_free: int) -> int:
-        """How many blocks a running request lacks, of which nothing is known but that it got none: at least one."""
+        """How many blocks a running request lacks, of which nothing is known but that it got none:
+        at least one.
+        """
         return max(1, self._blocks(self._largest) - num_free)
 
     def missing_to_start(self, num_free: int) -> int:
-        """How many blocks were lacking for the request at which this plan stopped; 0: it stopped at none, or for another reason."""
+        """How many blocks were lacking for the request at which this plan stopped; 0: it stopped at
+        none, or for another reason.
+        """
         stopped_at, self._candidate = self._stopped_at(), None
         if stopped_at is None:
             return 0
         request = stopped_at.request
         # vLLM lets no load take what prefills under way are going to need.
-        others = [other for other in self._admitted.values() if other is not request] if stopped_at.will_load else []
+        others = (
+            [other for other in self._admitted.values() if other is not request]
+            if stopped_at.will_load
+            else []
+        )
         need = self._blocks(request.num_tokens) + self.watermark
         reserved = sum(self._left(other) for other in others if other.num_computed_tokens > 0)
-        # At most: what it has in the cache may lie in free blocks, those admitted in this very step may still want all of theirs, and
-        # speculated tokens take a block or two.
-        new = sum(self._left(other) for other in others if other.status == RequestStatus.RUNNING and other.num_computed_tokens == 0)
+        # At most: what it has in the cache may lie in free blocks, those admitted in this very step
+        # may still want all of theirs, and speculated tokens take a block or two.
+        new = sum(
+            self._left(other)
+            for other in others
+            if other.status == RequestStatus.RUNNING and other.num_computed_tokens == 0
+        )
         upper_bound = need + reserved + new + self.num_groups * (1 + len(others))
-        return 0 if num_free >= upper_bound else max(1, need + reserved - self._blocks(stopped_at.num_tokens) - num_free)
+        return (
+            0
+            if num_free >= upper_bound
+            else max(1, need + reserved - self._blocks(stopped_at.num_tokens) - num_free)
+        )
 
     def _stopped_at(self) -> "_Candidate | None":
         for request in self._loading.values():

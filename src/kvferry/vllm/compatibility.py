@@ -1,7 +1,9 @@
-"""What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's configuration, changes nothing.
+"""What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's
+configuration, changes nothing.
 
-Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache must hold a request's tokens, or the last
-of them, in blocks of one size (full attention, MLA, windows, chunks), and a token's KV must depend on earlier tokens alone.
+Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache
+must hold a request's tokens, or the last of them, in blocks of one size (full attention, MLA,
+windows, chunks), and a token's KV must depend on earlier tokens alone.
 """
 
 import logging
@@ -24,13 +26,22 @@ __all__ = ["TESTED", "check_supported", "layer_specs", "release", "warn_if_untes
 
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""With others, engines keep scales in the cache that they write at moments of their own choosing."""
-SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""With others, engines keep scales in the cache that they write at moments of their own
+choosing.
+"""
+SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
 """Their subclasses drop blocks, add some or hold something else: only these themselves."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError for models and parallel settings whose KV the pull connector does not hand over yet."""
+    """ConfigError for models and parallel settings whose KV the pull connector does not hand over
+    yet.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
@@ -41,9 +52,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         if size > 1:
             raise ConfigError(f"kvferry does not hand over KV with {name} {size} yet; set it to 1")
     if model.enable_sleep_mode:
-        raise ConfigError("kvferry registers the cache's memory once, and sleep mode moves it; start vLLM without --enable-sleep-mode")
+        raise ConfigError(
+            "kvferry registers the cache's memory once, and sleep mode moves it; start vLLM "
+            "without --enable-sleep-mode"
+        )
     if model.is_encoder_decoder:
-        raise ConfigError(f"kvferry does not hand over the KV of encoder-decoder models such as {model.model}")
+        raise ConfigError(
+            f"kvferry does not hand over the KV of encoder-decoder models such as {model.model}"
+        )
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
 
 
@@ -52,25 +68,49 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
     if not specs:
         raise ConfigError(f"{model} keeps no KV: there is nothing to hand over")
     if any(group.host_resident or not group.enable_kv_transfer for group in groups):
-        raise ConfigError(f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that over yet")
+        raise ConfigError(
+            f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that "
+            "over yet"
+        )
     others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})
     if others:
-        raise ConfigError(f"{model} keeps its KV as {', '.join(others)}; kvferry serves full attention, MLA, windows and chunks")
+        raise ConfigError(
+            f"{model} keeps its KV as {', '.join(others)}; kvferry serves full attention, MLA, "
+            "windows and chunks"
+        )
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:
-        raise ConfigError(f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size")
-    modes = sorted({spec.kv_quant_mode.name for spec in specs if spec.kv_quant_mode not in SUPPORTED_QUANT_MODES})
+        raise ConfigError(
+            f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size"
+        )
+    modes = sorted(
+        {
+            spec.kv_quant_mode.name
+            for spec in specs
+            if spec.kv_quant_mode not in SUPPORTED_QUANT_MODES
+        }
+    )
     if modes:
-        raise ConfigError(f"kvferry does not hand over KV quantised as {', '.join(modes)}; use --kv-cache-dtype auto or fp8")
+        raise ConfigError(
+            f"kvferry does not hand over KV quantised as {', '.join(modes)}; use --kv-cache-dtype "
+            "auto or fp8"
+        )
     if any(spec.tokens_per_state != 1 for spec in specs):
-        raise ConfigError(f"{model} keeps one state for several tokens; kvferry does not hand that over yet")
+        raise ConfigError(
+            f"{model} keeps one state for several tokens; kvferry does not hand that over yet"
+        )
     if any(getattr(spec, "non_causal", False) for spec in specs):
-        raise ConfigError(f"{model} attends to later tokens of a prompt, so no part of its KV can be used for another prompt")
+        raise ConfigError(
+            f"{model} attends to later tokens of a prompt, so no part of its KV can be used for "
+            "another prompt"
+        )
 
 
 def layer_specs(spec: Any) -> list[Any]:
     """A group's layers may differ in size; then its specification is a wrapping of theirs."""
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
 
 
 # -------------------- versions --------------------
@@ -86,7 +126,11 @@ def warn_if_untested() -> None:
     """Once per process, because a connector is made once per process and role."""
     version = str(vllm.__version__).split("+")[0]
     if version not in TESTED:
-        _log.warning("kvferry was tested with vLLM %s, this is %s: its connector interface may have changed", ", ".join(TESTED), version)
+        _log.warning(
+            "kvferry was tested with vLLM %s, this is %s: its connector interface may have changed",
+            ", ".join(TESTED),
+            version,
+        )
 
 
 def release() -> str:

@@ -28,7 +28,14 @@ from kvferry.vllm.compatibility import check_supported, warn_if_untested
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
-from kvferry.vllm.translate import BlocksView, VllmRequestView, cache_config, connector_config, null_blocks_as_holes, strip_transfer_params
+from kvferry.vllm.translate import (
+    BlocksView,
+    VllmRequestView,
+    cache_config,
+    connector_config,
+    null_blocks_as_holes,
+    strip_transfer_params,
+)
 
 __all__ = [
     "KVFerryConnector",
@@ -53,12 +60,13 @@ def log_with_vllm() -> None:
     ours.propagate = False
 
 
-# -------------------- optional loads --------------------
-# Loads that only save computing: when one fails, the request is computed, also where vLLM's policy is `fail`.
+# -------------------- optional loads -------------------- Loads that only save computing: when one
+# fails, the request is computed, also where vLLM's policy is `fail`.
 #
-# vLLM knows one policy for all loads. So a worker does not report such a failure as one: it says that the load has ended, and the failure
-# goes to the scheduler's connector beside it. That gives the request's blocks back before vLLM looks at it again, as vLLM itself does under
-# the policy `recompute`.
+# vLLM knows one policy for all loads. So a worker does not report such a failure as one: it says
+# that the load has ended, and the failure goes to the scheduler's connector beside it. That gives
+# the request's blocks back before vLLM looks at it again, as vLLM itself does under the policy
+# `recompute`.
 
 
 @dataclass(slots=True)
@@ -87,8 +95,13 @@ class OptionalLoads:
         self._failed.update(self._loading.keys() & set(request_ids))
 
     def end(self, finished: Collection[str], manager: Any) -> set[str]:
-        """Those have ended on every rank: which failed. Each of them is as if it had never been loaded."""
-        ended = {request_id: self._loading.pop(request_id) for request_id in self._loading.keys() & set(finished)}
+        """Those have ended on every rank: which failed. Each of them is as if it had never been
+        loaded.
+        """
+        ended = {
+            request_id: self._loading.pop(request_id)
+            for request_id in self._loading.keys() & set(finished)
+        }
         failed = self._failed & ended.keys()
         self._failed -= failed
         for request in (ended[request_id] for request_id in failed):
@@ -121,15 +134,17 @@ class OptionalLoadFailures:
         return failed
 
 
-# -------------------- connector --------------------
-# kvferry's connectors as vLLM wants them: its base class outside, ours inside. Forwards and translates, decides nothing.
+# -------------------- connector -------------------- kvferry's connectors as vLLM wants them: its
+# base class outside, ours inside. Forwards and translates, decides nothing.
 #
-# One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the transfer worker's thread.
+# One instance per role, as in vLLM. In a worker everything but exchanging commands and events
+# happens on the transfer worker's thread.
 
 
 _log = logging.getLogger(__name__)
 
-# vLLM's MultiConnector looks a child up by its registered name, also where plugins are restricted and the module path brought us here.
+# vLLM's MultiConnector looks a child up by its registered name, also where plugins are restricted
+# and the module path brought us here.
 register()
 
 
@@ -152,7 +167,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata)
-        inner = self.inner.aggregate(other.inner) if self.inner is not None and other.inner is not None else self.inner or other.inner
+        inner = (
+            self.inner.aggregate(other.inner)
+            if self.inner is not None and other.inner is not None
+            else self.inner or other.inner
+        )
         return WorkerMetadata(inner, self.failed_loads | other.failed_loads)
 
 
@@ -162,7 +181,9 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a child up again by its class's name."""
+    """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a
+    child up again by its class's name.
+    """
 
     inner_name = "NixlConnector"
     transfer_mode = "pull"
@@ -175,9 +196,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
         rank = get_tensor_model_parallel_rank() if is_worker else 0
-        formats = ",".join(sorted({b.get_name() for b in get_current_attn_backends(vllm_config)})) if is_worker else ""
+        formats = (
+            ",".join(sorted({b.get_name() for b in get_current_attn_backends(vllm_config)}))
+            if is_worker
+            else ""
+        )
         config = connector_config(vllm_config, self.inner_name, rank, formats)
-        our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
+        our_role = (
+            contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
+        )
         self._generation = 0
         cache = cache_config(vllm_config, kv_cache_config, formats)
         self._needs = BlockDemand(cache.block_size, len(cache.groups))
@@ -189,7 +216,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.get_from_extra_config("enable_cross_layers_blocks", False):
+        if transfer is not None and transfer.get_from_extra_config(
+            "enable_cross_layers_blocks", False
+        ):
             return "BLHNC"
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
@@ -205,7 +234,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFerryPromMetrics:
-        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode)
+        return KVFerryPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode
+        )
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         self._has_unreported_stats = False
@@ -215,17 +246,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         self._inner.shutdown()
 
-    # -- scheduler -------------------------------------------------------------------------------------------------
+    # -- scheduler --
 
     def _view(self, request: Any) -> VllmRequestView:
         return VllmRequestView(request, self._generation)
 
     def reset_cache(self) -> bool | None:
-        """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is then handed over only to, and taken
-        only from, engines that were told so equally often."""
+        """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is
+        then handed over only to, and taken only from, engines that were told so equally often.
+        """
         self._generation += 1
         self._inner.reclaim_blocks(self._kv_cache_config.num_blocks)
-        _log.warning("caches were reset generation=%d: KV is exchanged with engines of the same generation", self._generation)
+        _log.warning(
+            "caches were reset generation=%d: KV is exchanged with engines of the same generation",
+            self._generation,
+        )
         return None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -236,8 +271,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.on_new_request(self._view(request))
         strip_transfer_params(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count, is_async = self._inner.get_num_new_matched_tokens(self._view(request), num_computed_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        count, is_async = self._inner.get_num_new_matched_tokens(
+            self._view(request), num_computed_tokens
+        )
         if count is None:
             self._needs.note_skipped()
         else:
@@ -246,7 +285,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._needs.note_admitted(request, num_external_tokens)
-        self._inner.update_state_after_alloc(self._view(request), BlocksView(blocks), num_external_tokens)
+        self._inner.update_state_after_alloc(
+            self._view(request), BlocksView(blocks), num_external_tokens
+        )
         if num_external_tokens and self._inner.is_load_optional(str(request.request_id)):
             self._loads.begin(request)
 
@@ -287,28 +328,45 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._inner.update_connector_output(ours)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._needs.end(request.request_id)
         return self._inner.request_finished(self._view(request), null_blocks_as_holes(block_ids))
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
         self._needs.end(request.request_id)
-        return self._inner.request_finished_all_groups(self._view(request), tuple(map(null_blocks_as_holes, block_ids)))
+        return self._inner.request_finished_all_groups(
+            self._view(request), tuple(map(null_blocks_as_holes, block_ids))
+        )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):
-            raise ConfigError("vLLM's MultiConnector passes on the first child's handshake data only: list KVFerryConnector first")
-        self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
-        # Routers find our side channel on `/metrics`, and before its first step vLLM's front-end hears nothing of us.
+            raise ConfigError(
+                "vLLM's MultiConnector passes on the first child's handshake data only: list "
+                "KVFerryConnector first"
+            )
+        self._inner.set_xfer_handshake_metadata(
+            {rank: part.inner for rank, part in metadata.items()}
+        )
+        # Routers find our side channel on `/metrics`, and before its first step vLLM's front-end
+        # hears nothing of us.
         self._has_unreported_stats = True
 
-    # -- worker ----------------------------------------------------------------------------------------------------
+    # -- worker --
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        # A layer that shares another's cache is in no group, and what it would hold moves with the other.
-        layers = {layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names}
-        self._inner.register_kv_caches({layer: tensor for layer, tensor in kv_caches.items() if layer in layers})
+        # A layer that shares another's cache is in no group, and what it would hold moves with the
+        # other.
+        layers = {
+            layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
+        }
+        self._inner.register_kv_caches(
+            {layer: tensor for layer, tensor in kv_caches.items() if layer in layers}
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         inner = self._inner.get_handshake_metadata()
@@ -318,7 +376,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._excused.add_optional(connector_metadata.optional_loads)
         self._inner.bind_connector_metadata(connector_metadata.inner)
-        # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole step of ours.
+        # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole
+        # step of ours.
         self._inner.start_load_kv(None)
 
     def clear_connector_metadata(self) -> None:
@@ -331,7 +390,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._inner.wait_for_layer_load(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         self._inner.save_kv_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
@@ -340,11 +401,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._inner.get_transfer_results(finished_req_ids)
         failed = self._excused.remove_optional(results.finished_recving, results.failed_recving)
-        return KVConnectorTransferResults(results.finished_sending, results.finished_recving, failed)
+        return KVConnectorTransferResults(
+            results.finished_sending, results.finished_recving, failed
+        )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        worker_metadata = WorkerMetadata(self._inner.build_connector_worker_meta(), self._excused.take_failed())
-        return worker_metadata if worker_metadata.inner is not None or worker_metadata.failed_loads else None
+        worker_metadata = WorkerMetadata(
+            self._inner.build_connector_worker_meta(), self._excused.take_failed()
+        )
+        return (
+            worker_metadata
+            if worker_metadata.inner is not None or worker_metadata.failed_loads
+            else None
+        )
 
 
 class KVFerryPushConnector(KVFerryConnector):
@@ -359,17 +428,25 @@ class KVFerryPushConnector(KVFerryConnector):
 
     def on_new_request(self, request: Any) -> None:
         is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
-        self._inner.on_new_request(VllmRequestView(request, self._generation, self._prefills.add(request) if is_for_peer else None))
+        self._inner.on_new_request(
+            VllmRequestView(
+                request, self._generation, self._prefills.add(request) if is_for_peer else None
+            )
+        )
         strip_transfer_params(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._prefills.end(str(request.request_id))
         return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._prefills.end(str(request.request_id))
         return super().request_finished_all_groups(request, block_ids)
 

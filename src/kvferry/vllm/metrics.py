@@ -1,13 +1,18 @@
-"""What the connector counts, in vLLM's own plumbing: statistics that cross its processes, and Prometheus metrics in its front-end.
+"""What the connector counts, in vLLM's own plumbing: statistics that cross its processes, and
+Prometheus metrics in its front-end.
 
-vLLM's names (`vllm:nixl_*`) for dashboards that exist, `kvferry:*` for what vLLM's connector does not count.
+vLLM's names (`vllm:nixl_*`) for dashboards that exist, `kvferry:*` for what vLLM's connector does
+not count.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvferry.connectors.stats import (
     COUNTERS,
@@ -29,10 +34,15 @@ _TRANSPORT_COUNTERS = {
     "bytes": ("kvferry:transfer_bytes", "Bytes moved by data transport."),
     "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data transport."),
     "segments": ("kvferry:transfer_segments", "Descriptors or copies used by data transport."),
-    "planned": ("kvferry:transfer_planned_segments", "Segments asked for by data transport, before neighbours were joined."),
+    "planned": (
+        "kvferry:transfer_planned_segments",
+        "Segments asked for by data transport, before neighbours were joined.",
+    ),
 }
 _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
-"""vLLM's connector has failures that ours cannot have: there are no notifications, and a read after expiry is never used."""
+"""vLLM's connector has failures that ours cannot have: there are no notifications, and a read after
+expiry is never used.
+"""
 
 
 class KVFerryStats(KVConnectorStats):
@@ -65,21 +75,37 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         make_counter = self._maker(metric_types[Counter], labelnames)
-        self._counters = {name: make_counter(f"kvferry:{name}", text) for name, text in COUNTERS.items() if name != "transfers"}
-        self._nixl_counters = {name: make_counter(f"vllm:nixl_{name}", "As in vLLM.") for name in (*NIXL_COUNTERS, *_NIXL_ALWAYS_ZERO)}
+        self._counters = {
+            name: make_counter(f"kvferry:{name}", text)
+            for name, text in COUNTERS.items()
+            if name != "transfers"
+        }
+        self._nixl_counters = {
+            name: make_counter(f"vllm:nixl_{name}", "As in vLLM.")
+            for name in (*NIXL_COUNTERS, *_NIXL_ALWAYS_ZERO)
+        }
         make_gauge = self._maker(metric_types[Gauge], labelnames, multiprocess_mode="mostrecent")
         self._gauges = {name: make_gauge(f"kvferry:{name}", text) for name, text in LEVELS.items()}
         self._levels: dict[tuple[int, str], dict[str, int]] = {}
         self._histograms = {
-            name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(f"vllm:nixl_{name}", "As in vLLM.")
+            name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(
+                f"vllm:nixl_{name}", "As in vLLM."
+            )
             for name, buckets in HISTOGRAMS.items()
         }
         make_by_transport = self._maker(metric_types[Counter], [*labelnames, "transport"])
-        self._by_transport = {field: make_by_transport(name, text) for field, (name, text) in _TRANSPORT_COUNTERS.items()}
-        mode = self._maker(metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent")(f"kvferry:{MODE_METRIC}", MODE_HELP)
+        self._by_transport = {
+            field: make_by_transport(name, text)
+            for field, (name, text) in _TRANSPORT_COUNTERS.items()
+        }
+        mode = self._maker(
+            metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent"
+        )(f"kvferry:{MODE_METRIC}", MODE_HELP)
         for labels in per_engine_labelvalues.values():
             mode.labels(*labels, transfer_mode).set(1)
-        make_by_address = self._maker(metric_types[Gauge], [*labelnames, "address"], multiprocess_mode="mostrecent")
+        make_by_address = self._maker(
+            metric_types[Gauge], [*labelnames, "address"], multiprocess_mode="mostrecent"
+        )
         self._side_channel = make_by_address(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP)
         # What has never happened shows as 0 instead of being absent.
         for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
@@ -107,8 +133,12 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
                 _add(family, [*labels, transport], row.get(field, 0))
 
     @staticmethod
-    def _maker(metric_class: Any, labelnames: list[str], **settings: Any) -> Callable[[str, str], Any]:
-        return lambda name, text: metric_class(name=name, documentation=text, labelnames=labelnames, **settings)
+    def _maker(
+        metric_class: Any, labelnames: list[str], **settings: Any
+    ) -> Callable[[str, str], Any]:
+        return lambda name, text: metric_class(
+            name=name, documentation=text, labelnames=labelnames, **settings
+        )
 
 
 def _add(counter: Any, labels: list[object], value: float) -> None:

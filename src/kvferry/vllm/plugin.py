@@ -1,7 +1,9 @@
-"""Called by vLLM in each of its processes (entry point group `vllm.general_plugins`), before its configuration is used.
+"""Called by vLLM in each of its processes (entry point group `vllm.general_plugins`), before its
+configuration is used.
 
-Registers our connectors, so that no module path is needed, and makes a word of the epoch that all processes of one engine incarnation
-share. Makes NIXL safe to exit from, also for vLLM's own NixlConnector, which may make its agent before ours (docs/decisions/042).
+Registers our connectors, so that no module path is needed, and makes a word of the epoch that all
+processes of one engine incarnation share. Makes NIXL safe to exit from, also for vLLM's own
+NixlConnector, which may make its agent before ours (docs/decisions/042).
 """
 
 import os

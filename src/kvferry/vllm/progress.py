@@ -1,9 +1,11 @@
-"""How far prefills have come whose KV is handed over while they are computed. Runs on the scheduler's thread.
+"""How far prefills have come whose KV is handed over while they are computed. Runs on the
+scheduler's thread.
 
-vLLM counts a token as computed when its step is planned. Here it counts when vLLM has taken that step's output: only then has every
-device written its KV. That goes for tokens from the prefix cache too: a step that is still under way may be the one that fills their
-blocks, but it is over once a later step of this request is. A preemption sets the count to 0 for as long, so that what was said of the
-blocks before is taken back, also where vLLM resumes a request at once.
+vLLM counts a token as computed when its step is planned. Here it counts when vLLM has taken that
+step's output: only then has every device written its KV. That goes for tokens from the prefix cache
+too: a step that is still under way may be the one that fills their blocks, but it is over once a
+later step of this request is. A preemption sets the count to 0 for as long, so that what was said
+of the blocks before is taken back, also where vLLM resumes a request at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +59,9 @@ class PrefillSlices:
 
 @dataclass(slots=True)
 class PrefillProgressTable:
-    """Those that hold blocks are looked at in every step, whether it computes them or not: the step before may just have ended."""
+    """Those that hold blocks are looked at in every step, whether it computes them or not: the step
+    before may just have ended.
+    """
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
     _running: dict[str, PrefillProgress] = field(default_factory=dict)
@@ -81,7 +85,12 @@ class PrefillProgressTable:
             if request_id in self._waiting:
                 progress = self._running[request_id] = self._waiting.pop(request_id)
                 progress.note_start(first)
-        return PrefillSlices(tuple(PrefillSlice(name, progress.num_computed_tokens, tables) for name, progress in self._running.items()))
+        return PrefillSlices(
+            tuple(
+                PrefillSlice(name, progress.num_computed_tokens, tables)
+                for name, progress in self._running.items()
+            )
+        )
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[str, int]]:

@@ -1,11 +1,13 @@
-"""Any vLLM connector with a stopwatch in every method the engine calls. For `kvferry bench vllm-steps`.
+"""Any vLLM connector with a stopwatch in every method the engine calls. For `kvferry bench
+vllm-steps`.
 
     "kv_connector_module_path": "kvferry.vllm.stopwatch"      the connector's name stays what it is: vLLM looks at it
     KVFERRY_STOPWATCH_WRAPS=package.module:ClassName          the class to time
     KVFERRY_STOPWATCH_DIRECTORY=/some/where                   totals, as one JSON file for each role of each process
 
-The timed class is a subclass, so class methods, interfaces and statistics are the connector's own. Counted are calls on the thread that
-made the connector, which is the engine's, and of nested calls only the outermost. A thread writes the totals every half second.
+The timed class is a subclass, so class methods, interfaces and statistics are the connector's own.
+Counted are calls on the thread that made the connector, which is the engine's, and of nested calls
+only the outermost. A thread writes the totals every half second.
 """
 
 import functools
@@ -30,7 +32,9 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class MethodTotals:
-    """Of one method. `cpu_s` leaves out what the thread waited, for a lock or for its turn on the core."""
+    """Of one method. `cpu_s` leaves out what the thread waited, for a lock or for its turn on the
+    core.
+    """
 
     calls: int = 0
     total_s: float = 0.0
@@ -95,7 +99,9 @@ class Stopwatch:
 
 
 def timed_class(base: Any) -> Any:
-    """A subclass whose public methods are timed, to be made like `base`, with `role` as the second argument."""
+    """A subclass whose public methods are timed, to be made like `base`, with `role` as the second
+    argument.
+    """
 
     def __init__(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         base.__init__(self, vllm_config, role, kv_cache_config)
@@ -107,9 +113,18 @@ def timed_class(base: Any) -> Any:
         self.stopwatch.close()
         return base.shutdown(self)
 
-    names = [name for name in dir(base) if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(base, name))]
+    names = [
+        name
+        for name in dir(base)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(base, name))
+    ]
     body: dict[str, Any] = {name: _timed(name, getattr(base, name)) for name in names}
-    body |= {"__init__": __init__, "shutdown": shutdown, "__doc__": f"{base.__name__} with a stopwatch.", "__module__": __name__}
+    body |= {
+        "__init__": __init__,
+        "shutdown": shutdown,
+        "__doc__": f"{base.__name__} with a stopwatch.",
+        "__module__": __name__,
+    }
     return type(base)(base.__name__, (base,), body)
 
 

@@ -14,7 +14,14 @@ from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVCacheGroup,
+    ModelIdentity,
+    ParallelConfig,
+    RequestStatus,
+)
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.transports.registry import ConfiguredTransportKit
@@ -34,7 +41,14 @@ __all__ = [
 ]
 
 NULL_BLOCK = 0
-LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
+LAYOUTS = {
+    "LBHNC": "HND",
+    "HND": "HND",
+    "LBNHC": "NHD",
+    "NHD": "NHD",
+    "BLHNC": "HND",
+    "BLNHC": "NHD",
+}
 TOKEN_ROWS = frozenset(
     {
         "FLASH_ATTN",
@@ -48,8 +62,9 @@ TOKEN_ROWS = frozenset(
         "TRITON_MLA",
     }
 )
-"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with
-its keys: their blocks are cut by heads only."""
+"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a
+block together, as the CPU's does with its keys: their blocks are cut by heads only.
+"""
 _TRANSFERABLE_STATUSES = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -72,7 +87,8 @@ class VllmRequestView:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        # Not the field of that name: it is None, or holds placeholders, where the prompt came as embeddings.
+        # Not the field of that name: it is None, or holds placeholders, where the prompt came as
+        # embeddings.
         return list(self.request.all_token_ids[: self.num_prompt_tokens])
 
     @property
@@ -88,7 +104,9 @@ class VllmRequestView:
         if self.progress is not None:
             return self.progress.num_computed_tokens
         # vLLM counts tokens of steps that still run; their KV is not there yet.
-        return max(0, int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens))
+        return max(
+            0, int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens)
+        )
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -111,23 +129,32 @@ class VllmRequestView:
         request = self.request
         parts: list[object] = [str(feature.identifier) for feature in request.mm_features]
         if request.lora_request:
-            parts += [request.lora_request.lora_name, sample_adapter(request.lora_request.lora_path)]
+            parts += [
+                request.lora_request.lora_name,
+                sample_adapter(request.lora_request.lora_path),
+            ]
         if request.prompt_embeds is not None:
-            parts.append(hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest())
+            parts.append(
+                hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest()
+            )
         if not parts and not request.cache_salt and not self.generation:
             return ""
         return json.dumps([request.cache_salt, self.generation, bool(request.lora_request), *parts])
 
     @property
     def family(self) -> str | None:
-        """vLLM makes n requests of one with n choices, named `0_ID`, `1_ID`, …; the answer carries the parameters of one of them."""
+        """vLLM makes n requests of one with n choices, named `0_ID`, `1_ID`, …; the answer carries
+        the parameters of one of them.
+        """
         index, _, parent = str(self.request.request_id).partition("_")
         return parent if index.isdecimal() and parent else None
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksView:
-    """A request's block table. What vLLM fills with its null block, because no attention looks there, is a hole."""
+    """A request's block table. What vLLM fills with its null block, because no attention looks
+    there, is a hole.
+    """
 
     blocks: Any
 
@@ -140,19 +167,25 @@ def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
 
 
 def strip_transfer_params(request: Any) -> None:
-    """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to its workers with every new request.
+    """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to
+    its workers with every new request.
 
-    They are of no use there, may be large, and the engine dies when it pickles ones that are nested a few hundred levels deep.
+    They are of no use there, may be large, and the engine dies when it pickles ones that are nested
+    a few hundred levels deep.
     """
     if request.sampling_params is None or request.sampling_params.extra_args is None:
         return
     # A copy: the n requests of one with n choices may share them.
     request.sampling_params = copy(request.sampling_params)
     extra = request.sampling_params.extra_args
-    request.sampling_params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
+    request.sampling_params.extra_args = {
+        name: value for name, value in extra.items() if name != "kv_transfer_params"
+    }
 
 
-def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str = "") -> KVCacheConfig:
+def cache_config(
+    vllm_config: Any, kv_cache_config: Any, attention_backends: str = ""
+) -> KVCacheConfig:
     """`attention_backends`: their names; known in workers only."""
     model = vllm_config.model_config
     spec = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
@@ -175,7 +208,9 @@ def has_token_rows(attention_backends: str) -> bool:
     return current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(","))
 
 
-def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_backends: str) -> ConnectorConfig:
+def connector_config(
+    vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
+) -> ConnectorConfig:
     """`attention_backends`: their names; known in workers only."""
     theirs = vllm_config.kv_transfer_config
     assert theirs is not None
@@ -209,23 +244,38 @@ def _group(group: Any) -> KVCacheGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
     return KVCacheGroup(
         tuple(group.layer_names),
-        sliding_window=spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else None,
-        attention_chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
+        sliding_window=spec.sliding_window + spec.extra_retained_tokens
+        if isinstance(spec, SlidingWindowSpec)
+        else None,
+        attention_chunk=spec.attention_chunk_size
+        if isinstance(spec, ChunkedLocalAttentionSpec)
+        else None,
     )
 
 
 def _side_channel(vllm_config: Any) -> SideChannelConfig:
-    """Each data-parallel rank is an engine of its own and listens on a port of its own, counted from the one that was set."""
+    """Each data-parallel rank is an engine of its own and listens on a port of its own, counted
+    from the one that was set.
+    """
     config = SideChannelConfig.from_environment(os.environ)
-    return replace(config, port=config.port + vllm_config.parallel_config.data_parallel_index) if config.port else config
+    return (
+        replace(config, port=config.port + vllm_config.parallel_config.data_parallel_index)
+        if config.port
+        else config
+    )
 
 
 def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
     model = vllm_config.model_config
-    facts = {"config": _without_paths(model.hf_config.to_dict()), "quantization": model.quantization}
+    facts = {
+        "config": _without_paths(model.hf_config.to_dict()),
+        "quantization": model.quantization,
+    }
     # Only what a worker says of the model is compared.
     facts |= {"weights": _weights(vllm_config)} if attention_backends else {}
-    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
+    ).hexdigest()
     return ModelIdentity(
         architecture=",".join(model.hf_config.architectures or []),
         fingerprint=digest,
@@ -247,27 +297,46 @@ def _weights(vllm_config: Any) -> str:
 def _without_paths(config: Any) -> Any:
     """The same model has another path on every host, at any depth of its configuration."""
     if isinstance(config, dict):
-        return {str(name): _without_paths(value) for name, value in config.items() if name != "_name_or_path"}
-    return [_without_paths(value) for value in config] if isinstance(config, list | tuple) else config
+        return {
+            str(name): _without_paths(value)
+            for name, value in config.items()
+            if name != "_name_or_path"
+        }
+    return (
+        [_without_paths(value) for value in config] if isinstance(config, list | tuple) else config
+    )
 
 
 def _cache_dtype(vllm_config: Any) -> str:
     """The same word whether it was asked for by name or by `auto`."""
     requested = str(vllm_config.cache_config.cache_dtype)
-    return str(vllm_config.model_config.dtype).removeprefix("torch.") if requested == "auto" else requested
+    return (
+        str(vllm_config.model_config.dtype).removeprefix("torch.")
+        if requested == "auto"
+        else requested
+    )
 
 
 def _layout(kv_cache_config: Any) -> str:
     resolved = kv_cache_config.kv_cache_layout or "LBHNC"
     if resolved not in LAYOUTS:
-        raise ConfigError(f"kvferry does not read KV laid out as {resolved} yet; set VLLM_KV_CACHE_LAYOUT to {' or '.join(LAYOUTS)}")
+        raise ConfigError(
+            f"kvferry does not read KV laid out as {resolved} yet; set VLLM_KV_CACHE_LAYOUT to "
+            f"{' or '.join(LAYOUTS)}"
+        )
     return LAYOUTS[resolved]
 
 
 def _epoch(vllm_config: Any) -> str:
     """Equal in all processes of one engine incarnation, another in the next.
 
-    vLLM makes a new id for each configuration it builds, and hands the configuration to all processes that one life has. The variable
-    alone would not do: whoever sets it to one word for good would have tickets of a dead life taken for this one's."""
-    words = (os.environ.get(EPOCH_VARIABLE, ""), vllm_config.instance_id, vllm_config.kv_transfer_config.engine_id)
+    vLLM makes a new id for each configuration it builds, and hands the configuration to all
+    processes that one life has. The variable alone would not do: whoever sets it to one word for
+    good would have tickets of a dead life taken for this one's.
+    """
+    words = (
+        os.environ.get(EPOCH_VARIABLE, ""),
+        vllm_config.instance_id,
+        vllm_config.kv_transfer_config.engine_id,
+    )
     return "-".join(word for word in words if word)

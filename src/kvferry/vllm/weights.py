@@ -1,8 +1,10 @@
-"""A cheap fingerprint of weights: two fine-tunes of one architecture have equal configurations and different KV.
+"""A cheap fingerprint of weights: two fine-tunes of one architecture have equal configurations and
+different KV.
 
-Reads evenly spaced samples of the weight files, not the whole (what differs between two sets of weights differs in most of their bytes),
-and whole those small tensors that may be all that differs: norms, biases and the scales of a quantised KV cache. Weights that are no local
-files, because a loader streams them, are told apart by their address or by hub name and revision.
+Reads evenly spaced samples of the weight files, not the whole (what differs between two sets of
+weights differs in most of their bytes), and whole those small tensors that may be all that differs:
+norms, biases and the scales of a quantised KV cache. Weights that are no local files, because a
+loader streams them, are told apart by their address or by hub name and revision.
 """
 
 import hashlib
@@ -31,16 +33,26 @@ def sample_weights(model: str, revision: str | None, download_dir: str | None = 
     """A digest of the weight files, or the model's global name where there are none to read."""
     folder = _folder(model, revision, download_dir)
     if folder is None:
-        _log.warning("weights cannot be sampled, compared by name instead model=%s revision=%s", model, revision)
+        _log.warning(
+            "weights cannot be sampled, compared by name instead model=%s revision=%s",
+            model,
+            revision,
+        )
         return f"{model}@{revision}"
     return _digest(folder)
 
 
 def sample_adapter(path: str) -> str:
-    """The same of a LoRA adapter; its path where it is not a local folder. Read again when a file of it has changed."""
+    """The same of a LoRA adapter; its path where it is not a local folder. Read again when a file
+    of it has changed.
+    """
     folder = Path(path)
     try:
-        stamp = tuple((file.name, file.stat().st_mtime_ns) for file in _weight_files(folder)) if folder.is_dir() else ()
+        stamp = (
+            tuple((file.name, file.stat().st_mtime_ns) for file in _weight_files(folder))
+            if folder.is_dir()
+            else ()
+        )
         return _digest_once(folder, stamp) if stamp else path
     except (OSError, ConfigError):
         return path
@@ -52,7 +64,9 @@ def _digest_once(folder: Path, stamp: object) -> str:
 
 
 def _folder(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where the weights lie, or the one file they are; None when `model` is a name that means the same everywhere."""
+    """Where the weights lie, or the one file they are; None when `model` is a name that means the
+    same everywhere.
+    """
     if Path(model).exists():
         return Path(model)
     if "://" in model:
@@ -60,7 +74,13 @@ def _folder(model: str, revision: str | None, download_dir: str | None) -> Path 
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True, allow_patterns=list(PATTERNS))
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            allow_patterns=list(PATTERNS),
+        )
     except (OSError, ValueError):
         return None
     return Path(found)
@@ -71,7 +91,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder]
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return [
+            folder / name
+            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
     for pattern in PATTERNS:
         files = sorted(folder.glob(pattern))
         if files:
@@ -85,11 +108,16 @@ def _digest(folder: Path) -> str:
     try:
         files = _weight_files(folder)
         if not files:
-            raise ConfigError(f"{folder} holds no weights that can be compared with a peer's ({', '.join(PATTERNS)})")
+            raise ConfigError(
+                f"{folder} holds no weights that can be compared with a peer's "
+                f"({', '.join(PATTERNS)})"
+            )
         for path in files:
             _add_file(digest, path, max(MIN_SAMPLES_PER_FILE, NUM_SAMPLES // len(files)))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the weights in {folder} cannot be read, to compare them with a peer's: {error}") from error
+        raise ConfigError(
+            f"the weights in {folder} cannot be read, to compare them with a peer's: {error}"
+        ) from error
     return digest.hexdigest()
 
 

@@ -1,1 +1,3 @@
-"""What the engine's front-end and the router answer alike over HTTP: errors in OpenAI's shape, also for what is not HTTP."""
+"""What the engine's front-end and the router answer alike over HTTP: errors in OpenAI's shape, also
+for what is not HTTP.
+"""

@@ -15,7 +15,12 @@ from kvferry.errors import RequestRefused
 __all__ = ["ErrorBody", "ErrorDetail", "JsonErrorRunner", "error_body", "error_response"]
 
 
-_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -30,14 +35,24 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(refusal: RequestRefused) -> bytes:
-    detail = ErrorDetail(message=refusal.message, type=_type_name(refusal.status), param=refusal.param, code=refusal.status)
+    detail = ErrorDetail(
+        message=refusal.message,
+        type=_type_name(refusal.status),
+        param=refusal.param,
+        code=refusal.status,
+    )
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(refusal: RequestRefused, headers: Mapping[str, str] | None = None) -> web.Response:
+def error_response(
+    refusal: RequestRefused, headers: Mapping[str, str] | None = None
+) -> web.Response:
     shown = {} if refusal.retry_after_s is None else {"Retry-After": str(refusal.retry_after_s)}
     return web.Response(
-        status=refusal.status, body=error_body(refusal), content_type="application/json", headers={**shown, **(headers or {})}
+        status=refusal.status,
+        body=error_body(refusal),
+        content_type="application/json",
+        headers={**shown, **(headers or {})},
     )
 
 
@@ -51,10 +66,11 @@ def _type_name(status: int) -> str:
         return "BadRequestError" if status < 500 else "InternalServerError"
 
 
-# -------------------- malformed --------------------
-# What is refused before any handler is asked (bytes that are not HTTP, unknown `Expect`) as JSON, without the client's bytes in it.
+# -------------------- malformed -------------------- What is refused before any handler is asked
+# (bytes that are not HTTP, unknown `Expect`) as JSON, without the client's bytes in it.
 #
-# aiohttp answers these in plain text and quotes what it was sent. It has no setting for that; its connection class is the place.
+# aiohttp answers these in plain text and quotes what it was sent. It has no setting for that; its
+# connection class is the place.
 
 
 _MESSAGES: tuple[tuple[type[Exception], str], ...] = (
@@ -88,15 +104,23 @@ class _JsonErrorConnection(web.RequestHandler):
     __slots__ = ()
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
     ) -> web.StreamResponse:
         # Logs our own failures, and raises ConnectionError when an answer has begun already.
         super().handle_error(request, status, exc, message)
         return _closing_response(RequestRefused(_message_for(status, exc), status=status))
 
-    async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[web.StreamResponse, bool]:
+    async def finish_response(
+        self, request: web.BaseRequest, resp: Any, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):
-            resp = _closing_response(RequestRefused(_http_error_message(resp.status), status=resp.status))
+            resp = _closing_response(
+                RequestRefused(_http_error_message(resp.status), status=resp.status)
+            )
         return await super().finish_response(request, resp, start_time)
 
 
@@ -109,8 +133,14 @@ def _closing_response(refusal: RequestRefused) -> web.Response:
 def _message_for(status: int, exc: BaseException | None) -> str:
     if status >= 500:
         return "the server failed to serve this request; its log says why"
-    return next((text for kind, text in _MESSAGES if isinstance(exc, kind)), "the request is not valid HTTP")
+    return next(
+        (text for kind, text in _MESSAGES if isinstance(exc, kind)), "the request is not valid HTTP"
+    )
 
 
 def _http_error_message(status: int) -> str:
-    return "the Expect header is not understood; only 100-continue is" if status == 417 else "the request cannot be served"
+    return (
+        "the Expect header is not understood; only 100-continue is"
+        if status == 417
+        else "the request cannot be served"
+    )

@@ -1,6 +1,8 @@
-"""When a request's KV was attached, read and confirmed, as the engine that fetched it tells whoever shows it (`GET /kvferry/transfers`).
+"""When a request's KV was attached, read and confirmed, as the engine that fetched it tells whoever
+shows it (`GET /kvferry/transfers`).
 
-Durations since that engine got the request, in seconds. Clocks are nobody else's business, so no point in time crosses the wire.
+Durations since that engine got the request, in seconds. Clocks are nobody else's business, so no
+point in time crosses the wire.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ MAX_RECORDS = 1024
 
 
 class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request (one choice of it) whose KV came, or was to come, from a peer. What has not happened is None."""
+    """One request (one choice of it) whose KV came, or was to come, from a peer. What has not
+    happened is None.
+    """
 
     request_id: str
     """The engine's own, which begins with the one that its client sent."""

@@ -1,4 +1,6 @@
-"""What an engine tells its transfer worker: typed, picklable, in order. The scheduler writes them, a step carries them to every rank."""
+"""What an engine tells its transfer worker: typed, picklable, in order. The scheduler writes them,
+a step carries them to every rank.
+"""
 
 from dataclasses import dataclass
 
@@ -40,7 +42,9 @@ class PrepareLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptionalLoad:
-    """The same for a request that can do without: say whether the producer has what the ticket is for, before there are blocks."""
+    """The same for a request that can do without: say whether the producer has what the ticket is
+    for, before there are blocks.
+    """
 
     request: RequestId
     ticket: str
@@ -48,7 +52,9 @@ class PrepareOptionalLoad:
 
 @dataclass(frozen=True, slots=True)
 class RegisterForPush:
-    """A request with a genuine push ticket has arrived: shake hands, register, attach once there is something."""
+    """A request with a genuine push ticket has arrived: shake hands, register, attach once there is
+    something.
+    """
 
     request: RequestId
     push_ticket: str
@@ -60,8 +66,9 @@ class RegisterForPush:
 
 @dataclass(frozen=True, slots=True)
 class RegisterForPushByAddress:
-    """The same without a push ticket: a router that signs nothing has named a producer that we believe. Its life is asked for first, and
-    the two legs meet by their request id."""
+    """The same without a push ticket: a router that signs nothing has named a producer that we
+    believe. Its life is asked for first, and the two legs meet by their request id.
+    """
 
     request: RequestId
     engine: str
@@ -74,7 +81,9 @@ class RegisterForPushByAddress:
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Blocks are there: fill them with the KV of token positions `first_token` to `end_token` (exclusive)."""
+    """Blocks are there: fill them with the KV of token positions `first_token` to `end_token`
+    (exclusive).
+    """
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]
@@ -135,7 +144,9 @@ class EvictTurn:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """A request is being computed for a peer: what is published of it may be read by those with ticket `serial`."""
+    """A request is being computed for a peer: what is published of it may be read by those with
+    ticket `serial`.
+    """
 
     request: RequestId
     serial: int
@@ -143,7 +154,9 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """An open request has been computed; its blocks are kept for readers from now on, as if it had been granted."""
+    """An open request has been computed; its blocks are kept for readers from now on, as if it had
+    been granted.
+    """
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...] = ()
@@ -152,7 +165,9 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawStream:
-    """An open request has lost its blocks and is computed again. Sent before anything else is written into them."""
+    """An open request has lost its blocks and is computed again. Sent before anything else is
+    written into them.
+    """
 
     request: RequestId
     serial: int
@@ -160,7 +175,9 @@ class WithdrawStream:
 
 @dataclass(frozen=True, slots=True)
 class PublishTicket:
-    """A request that is granted or open is for whoever registers for it: offer this ticket, of which so many tokens are ready."""
+    """A request that is granted or open is for whoever registers for it: offer this ticket, of
+    which so many tokens are ready.
+    """
 
     request: RequestId
     match_id: str
@@ -168,12 +185,16 @@ class PublishTicket:
     ticket: str
     ready_tokens: int
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By group, where readers read a copy of them: those of an open request to be copied before it is offered."""
+    """By group, where readers read a copy of them: those of an open request to be copied before it
+    is offered.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FailPush:
-    """A request has ended without blocks to hand over: whoever has registered for it waits in vain."""
+    """A request has ended without blocks to hand over: whoever has registered for it waits in
+    vain.
+    """
 
     request: RequestId
     match_id: str
@@ -196,7 +217,14 @@ class ReleaseTicket:
 
 
 ConsumerCommand = (
-    PrepareLoad | PrepareOptionalLoad | RegisterForPush | RegisterForPushByAddress | StartLoad | SkipLoad | AbortLoad | RejectLoad
+    PrepareLoad
+    | PrepareOptionalLoad
+    | RegisterForPush
+    | RegisterForPushByAddress
+    | StartLoad
+    | SkipLoad
+    | AbortLoad
+    | RejectLoad
 )
 ProducerCommand = (
     GrantLease

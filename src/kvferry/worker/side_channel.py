@@ -1,7 +1,8 @@
-"""The side channel of a scheduler: tells consumers how to reach the workers, routers what was kept of a turn, and takes tickets back.
+"""The side channel of a scheduler: tells consumers how to reach the workers, routers what was kept
+of a turn, and takes tickets back.
 
-One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and, where there is someone to answer,
-answered.
+One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and,
+where there is someone to answer, answered.
 """
 
 import logging
@@ -15,7 +16,12 @@ from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import ServedEngine, answer
 from kvferry.protocol.leases import EndedTurns
-from kvferry.protocol.messages import HandshakeRequest, Release, RetainedTurnReply, RetainedTurnRequest
+from kvferry.protocol.messages import (
+    HandshakeRequest,
+    Release,
+    RetainedTurnReply,
+    RetainedTurnRequest,
+)
 from kvferry.protocol.tickets import TicketKey
 from kvferry.transports.base import ControlTransport, Received
 from kvferry.worker.commands import ReleaseTicket
@@ -41,7 +47,13 @@ class EndedTurn:
 
 
 class SideChannel:
-    def __init__(self, control: ControlTransport, served: ServedEngine, key: TicketKey, wake_engine: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        control: ControlTransport,
+        served: ServedEngine,
+        key: TicketKey,
+        wake_engine: Callable[[], None],
+    ) -> None:
         self._control = control
         self._served = served
         self._key = key
@@ -113,10 +125,14 @@ class SideChannel:
                 case Release(ticket):
                     self._release(ticket)
                 case RetainedTurnRequest(nonce, turn_id):
-                    reply = RetainedTurnReply(nonce, turn_id, self._turns.find(turn_id, time.monotonic()))
+                    reply = RetainedTurnReply(
+                        nonce, turn_id, self._turns.find(turn_id, time.monotonic())
+                    )
                     self._control.reply(received.route, codec.encode(reply))
                 case _:
-                    raise RemoteProtocolError(f"a {type(message).__name__} is not for a side channel")
+                    raise RemoteProtocolError(
+                        f"a {type(message).__name__} is not for a side channel"
+                    )
         except KVFerryError as error:
             self._num_dropped += 1
             _log.info("side channel dropped a message: %s", error)

@@ -1,4 +1,6 @@
-"""The thread that runs a transfer worker. The engine's thread hands it commands and takes events; nothing else is shared."""
+"""The thread that runs a transfer worker. The engine's thread hands it commands and takes events;
+nothing else is shared.
+"""
 
 import logging
 import threading
@@ -7,7 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError, LocalProtocolError
-from kvferry.events import BytesMoved, Event, HandshakeFailed, MessageDropped, PeerConnected, PrefillCompleted, RetainedBlocksFetched
+from kvferry.events import (
+    BytesMoved,
+    Event,
+    HandshakeFailed,
+    MessageDropped,
+    PeerConnected,
+    PrefillCompleted,
+    RetainedBlocksFetched,
+)
 from kvferry.transports.base import StreamEvent
 from kvferry.worker.commands import WorkerCommand
 from kvferry.worker.worker import TransferWorker, TransferWorkerSnapshot
@@ -17,11 +27,20 @@ __all__ = ["TransferWorkerThread"]
 MAX_QUEUED = 1_000_000
 CLOSE_TIMEOUT_S = 10.0
 MARK_INTERVAL_S = 0.001
-"""How often the engine's device is asked how far it is, while commands wait for it. Mostly it is there already."""
+"""How often the engine's device is asked how far it is, while commands wait for it. Mostly it is
+there already.
+"""
 
 _log = logging.getLogger(__name__)
 
-_STATS_ONLY_EVENTS = (BytesMoved, HandshakeFailed, RetainedBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted)
+_STATS_ONLY_EVENTS = (
+    BytesMoved,
+    HandshakeFailed,
+    RetainedBlocksFetched,
+    MessageDropped,
+    PeerConnected,
+    PrefillCompleted,
+)
 """Events that no request waits for."""
 
 
@@ -34,9 +53,16 @@ class _Batch:
 
 
 class TransferWorkerThread:
-    """Owns a transfer worker from `start` to `close`. `wake_worker` interrupts its sleep and may be called from any thread."""
+    """Owns a transfer worker from `start` to `close`. `wake_worker` interrupts its sleep and may be
+    called from any thread.
+    """
 
-    def __init__(self, transfer_worker: TransferWorker, wake_worker: Callable[[], None], name: str = "kvferry") -> None:
+    def __init__(
+        self,
+        transfer_worker: TransferWorker,
+        wake_worker: Callable[[], None],
+        name: str = "kvferry",
+    ) -> None:
         self._transfer_worker = transfer_worker
         self._wake_worker = wake_worker
         self._wake_engine: Callable[[], None] = _no_wakeup
@@ -54,12 +80,15 @@ class TransferWorkerThread:
         self._thread.start()
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from the transfer worker's thread, when there is news the engine waits for."""
+        """`wake` is called, from the transfer worker's thread, when there is news the engine waits
+        for.
+        """
         self._wake_engine = wake
 
     def submit(self, commands: Iterable[WorkerCommand], mark: StreamEvent | None = None) -> None:
-        """Hand over commands; never waits. They are obeyed in order, and not before the engine's device has passed the mark.
-        KVFerryError when the transfer worker has died."""
+        """Hand over commands; never waits. They are obeyed in order, and not before the engine's
+        device has passed the mark. KVFerryError when the transfer worker has died.
+        """
         if self._failure is not None:
             raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
         batch = _Batch(tuple(commands), mark)
@@ -68,7 +97,9 @@ class TransferWorkerThread:
         self._inbox.append(batch)
         self._num_submitted += len(batch.commands)
         if self._num_submitted - self._num_taken > MAX_QUEUED:
-            raise LocalProtocolError(f"more than {MAX_QUEUED} commands wait for the transfer worker")
+            raise LocalProtocolError(
+                f"more than {MAX_QUEUED} commands wait for the transfer worker"
+            )
         self._wake_worker()
 
     def take_events(self) -> list[Event]:
@@ -97,7 +128,8 @@ class TransferWorkerThread:
         try:
             while not self._is_closing:
                 self._tick()
-        except Exception as error:  # top of the thread: the engine must learn of it, or its requests would wait for ever
+        # top of the thread: the engine must learn of it, or its requests would wait for ever
+        except Exception as error:
             _log.exception("ferry stopped by an error of its own")
             self._failure = f"{type(error).__name__}: {error}"
             self._wake_engine()
@@ -107,7 +139,9 @@ class TransferWorkerThread:
     def _tick(self) -> None:
         commands = self._take_commands()
         wait_s = min(MARK_INTERVAL_S, self._transfer_worker.idle_s()) if self._inbox else None
-        events = self._transfer_worker.step(commands, wait_s=wait_s, late_commands=self._take_commands)
+        events = self._transfer_worker.step(
+            commands, wait_s=wait_s, late_commands=self._take_commands
+        )
         self._snapshot = self._transfer_worker.snapshot()
         if not events:
             return

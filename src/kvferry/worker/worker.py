@@ -1,6 +1,8 @@
-"""The transfer worker: feeds the pure producer and consumer with commands, messages and completions, and performs what they ask for.
+"""The transfer worker: feeds the pure producer and consumer with commands, messages and
+completions, and performs what they ask for.
 
-Owned by one thread (`TransferWorkerThread`), or stepped by a test. It has no opinion about the protocol.
+Owned by one thread (`TransferWorkerThread`), or stepped by a test. It has no opinion about the
+protocol.
 """
 
 from collections import deque
@@ -10,7 +12,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
-from kvferry.events import BytesMoved, Event, EvictionDeferred, LeaseEnded, MessageDropped, PeerConnected, TransferFailed
+from kvferry.events import (
+    BytesMoved,
+    Event,
+    EvictionDeferred,
+    LeaseEnded,
+    MessageDropped,
+    PeerConnected,
+    TransferFailed,
+)
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import (
     Action,
@@ -73,12 +83,19 @@ from kvferry.worker.commands import (
     WorkerCommand,
 )
 
-__all__ = ["PostponedCommands", "TransferWorker", "TransferWorkerSettings", "TransferWorkerSnapshot"]
+__all__ = [
+    "PostponedCommands",
+    "TransferWorker",
+    "TransferWorkerSettings",
+    "TransferWorkerSnapshot",
+]
 
 
 MAX_WAIT_S = 1.0
 CONTROL_RESOLUTION_S = 0.0005
-"""The control transport waits for whole milliseconds. A transport that watches its device wants less."""
+"""The control transport waits for whole milliseconds. A transport that watches its device wants
+less.
+"""
 EXPIRY_RESOLUTION_S = 0.05
 """A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
@@ -127,14 +144,25 @@ class TransferWorker:
         self._moves: dict[tuple[str, Handle], StartRead | StartWrite | RevokeWrites] = {}
         """By transport: what its handles are about."""
         self._stored: dict[StoreHandle, PlaceBlocks | CopyToHostBuffer] = {}
-        self._postponed = PostponedCommands(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
+        self._postponed = PostponedCommands(
+            settings.consumer.peers.geometry.block_size, self._producer.is_copying
+        )
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> TransferWorkerSnapshot:
-        producer, consumer, num_writes = self._producer, self._consumer, len(self._writers) + self._writers.num_posted
+        producer, consumer, num_writes = (
+            self._producer,
+            self._consumer,
+            len(self._writers) + self._writers.num_posted,
+        )
         num_moves, num_registrations = len(self._moves), producer.num_registrations
         return TransferWorkerSnapshot(
-            producer.num_leases, consumer.num_transfers, num_moves, consumer.num_peers, num_registrations, num_writes
+            producer.num_leases,
+            consumer.num_transfers,
+            num_moves,
+            consumer.num_peers,
+            num_registrations,
+            num_writes,
         )
 
     def step(
@@ -144,10 +172,13 @@ class TransferWorker:
         wait_s: float | None = None,
         late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
     ) -> list[Event]:
-        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened.
+        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act.
+        Returns what happened.
 
-        What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
-        blocks were good until now is answered by what the engine had said until then."""
+        What the engine says meanwhile (`late_commands`) is asked for after the news has come and
+        obeyed before it: whoever asks whether blocks were good until now is answered by what the
+        engine had said until then.
+        """
         timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
         if 0.0 < timeout < CONTROL_RESOLUTION_S:
             short_sleep(timeout)
@@ -156,7 +187,8 @@ class TransferWorker:
         now = self._clock()
         for command in (*commands, *late_commands()):
             self._execute(command, now)
-        # What was written before the engine said this is right only if the engine did not take its blocks back.
+        # What was written before the engine said this is right only if the engine did not take its
+        # blocks back.
         self._producer.confirm_writes(now)
         for control_event in received:
             self._receive(control_event, now)
@@ -184,12 +216,15 @@ class TransferWorker:
         producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
         waits = [] if consumer_at is None else [consumer_at - now]
         if producer_at is not None:
-            # Thousands of leases have thousands of deadlines; whatever is due within a moment is dealt with together.
+            # Thousands of leases have thousands of deadlines; whatever is due within a moment is
+            # dealt with together.
             waits.append(max(EXPIRY_RESOLUTION_S, producer_at - now))
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for transport in self._transports.values():
             intervals = [transport.poll_interval_s()]
-            if self._producer.num_readers(transport.name) or self._consumer.may_be_written(transport.name):
+            if self._producer.num_readers(transport.name) or self._consumer.may_be_written(
+                transport.name
+            ):
                 intervals.append(self._serving_interval_s(transport, now))
             waits += [interval for interval in intervals if interval is not None]
         return max(0.0, min([MAX_WAIT_S, *waits]))
@@ -198,14 +233,25 @@ class TransferWorker:
         interval = transport.serving_interval_s()
         if interval is None or not self._producer.is_reading_likely(now):
             return interval
-        return min(interval, READ_START_INTERVAL_S if self._producer.is_read_beginning(now) else READ_WATCH_INTERVAL_S)
+        return min(
+            interval,
+            READ_START_INTERVAL_S
+            if self._producer.is_read_beginning(now)
+            else READ_WATCH_INTERVAL_S,
+        )
 
     def close(self) -> None:
-        with ExitStack() as stack:  # what comes after one that cannot be closed is closed all the same
-            for close in (self._control.close, self._store.close, *(transport.close for transport in self._transports.values())):
+        with (
+            ExitStack() as stack
+        ):  # what comes after one that cannot be closed is closed all the same
+            for close in (
+                self._control.close,
+                self._store.close,
+                *(transport.close for transport in self._transports.values()),
+            ):
                 stack.callback(close)
 
-    # -- inputs ----------------------------------------------------------------------------------------------------
+    # -- inputs --
 
     def _receive(self, control_event: Received | Disconnected, now: float) -> None:
         if isinstance(control_event, Disconnected):
@@ -228,7 +274,14 @@ class TransferWorker:
 
     def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
         try:
-            self._consumer.offered(address, offer.reader, self._key.open(offer.ticket), offer.ticket, offer.ready_tokens, now)
+            self._consumer.offered(
+                address,
+                offer.reader,
+                self._key.open(offer.ticket),
+                offer.ticket,
+                offer.ready_tokens,
+                now,
+            )
         except InvalidTicket as error:
             self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
 
@@ -271,12 +324,28 @@ class TransferWorker:
             case RegisterForPush(request, text, tokens, own_address):
                 push_ticket = self._push_key.open(text)
                 push_info = PushInfo(push_ticket.match_id, tokens, own_address, text)
-                self._consumer.expect(request, push_ticket.incarnation, push_ticket.address, push_ticket.tp_size, push_info, now)
+                self._consumer.expect(
+                    request,
+                    push_ticket.incarnation,
+                    push_ticket.address,
+                    push_ticket.tp_size,
+                    push_info,
+                    now,
+                )
             case RegisterForPushByAddress(request, engine, address, tp_size, tokens, own_address):
                 incarnation = EngineIncarnation(EngineId(engine), UNKNOWN_EPOCH)
-                self._consumer.expect(request, incarnation, address, tp_size, PushInfo("", tokens, own_address, ""), now)
+                self._consumer.expect(
+                    request,
+                    incarnation,
+                    address,
+                    tp_size,
+                    PushInfo("", tokens, own_address, ""),
+                    now,
+                )
             case StartLoad(request, blocks, first_token, end_token, needed_from):
-                self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
+                self._consumer.start(
+                    request, blocks, range(first_token, end_token), now, needed_from
+                )
             case SkipLoad(request):
                 self._consumer.settle(request, now)
             case AbortLoad(request):
@@ -292,7 +361,18 @@ class TransferWorker:
         moved, used = completion.total_bytes, completion.segments
         planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
         request = move.request if isinstance(move, StartRead) else None
-        self._events.append(BytesMoved(transport, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
+        self._events.append(
+            BytesMoved(
+                transport,
+                moved,
+                used,
+                planned,
+                completion.post_s,
+                completion.transfer_s,
+                completion.ok,
+                request,
+            )
+        )
         if move is not None:
             self._report_end(move, completion.error, now)
 
@@ -302,21 +382,29 @@ class TransferWorker:
         else:
             self._writers.write_ended(move.write, error, now)
 
-    def _finish_store(self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float) -> None:
+    def _finish_store(
+        self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float
+    ) -> None:
         if isinstance(action, PlaceBlocks):
             self._consumer.placed(action.request, error, now)
         else:
             self._producer.copied_to_host_buffer(action.copy, error, now)
 
-    # -- effects ---------------------------------------------------------------------------------------------------
+    # -- effects --
 
     def _perform(self, now: float) -> None:
-        while actions := [*self._consumer.take_actions(), *self._producer.take_actions(), *self._writers.take_actions()]:
+        while actions := [
+            *self._consumer.take_actions(),
+            *self._producer.take_actions(),
+            *self._writers.take_actions(),
+        ]:
             for action in actions:
                 self._perform_one(action, now)
         for reply in self._producer.take_replies():
             self._control.reply(reply.route, codec.encode(reply.message))
-        self._events.extend(LeaseEnded(ended.request, ended.end) for ended in self._producer.take_ended())
+        self._events.extend(
+            LeaseEnded(ended.request, ended.end) for ended in self._producer.take_ended()
+        )
         self._events.extend(self._consumer.take_events())
 
     def _perform_one(self, action: Action, now: float) -> None:
@@ -334,7 +422,11 @@ class TransferWorker:
             case StartRead() | StartWrite():
                 self._start_move(action, now)
             case StopRead(request, peer):
-                self._cancel(lambda move: isinstance(move, StartRead) and (move.request, move.peer) == (request, peer))
+                self._cancel(
+                    lambda move: (
+                        isinstance(move, StartRead) and (move.request, move.peer) == (request, peer)
+                    )
+                )
             case StopWrite(write):
                 self._cancel(lambda move: isinstance(move, StartWrite) and move.write == write)
             case GrantWrites(transport, grant_id, blocks):
@@ -357,15 +449,20 @@ class TransferWorker:
             offer = next(o for o in action.offers if o.transport == choice.transport)
             try:
                 made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
-                self._transports[choice.transport].connect(action.peer, made, action.geometry.regions)
-            except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
+                self._transports[choice.transport].connect(
+                    action.peer, made, action.geometry.regions
+                )
+            # top of a peer: what it offers goes through libraries that raise whatever they like
+            except Exception as error:
                 problems.append(f"{choice.transport}: {_described(error)}")
                 continue
             reason = "; ".join([choice.reason, *problems])
             self._events.append(PeerConnected(action.peer.engine, choice.transport, reason))
             self._consumer.peer_opened(action.peer, choice.transport, now)
             return
-        self._consumer.peer_unreachable(action.peer, f"no transport reaches the producer ({'; '.join(problems)})", now)
+        self._consumer.peer_unreachable(
+            action.peer, f"no transport reaches the producer ({'; '.join(problems)})", now
+        )
 
     def _start_move(self, action: StartRead | StartWrite, now: float) -> None:
         if not action.segments:
@@ -407,7 +504,12 @@ class TransferWorker:
 def _writers(settings: TransferWorkerSettings, consumer: Consumer) -> PushWriter:
     producer = settings.producer
     max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
-    ours = WriterSettings(producer.engine, settings.consumer.read_timeout_s, max_lease_s, can_write=not producer.uses_host_buffer)
+    ours = WriterSettings(
+        producer.engine,
+        settings.consumer.read_timeout_s,
+        max_lease_s,
+        can_write=not producer.uses_host_buffer,
+    )
     writers = PushWriter(ours, consumer.peers)
     consumer.add_peer_user(writers)
     return writers
@@ -420,8 +522,9 @@ def _described(error: Exception) -> str:
 # -------------------- postponed --------------------
 # What an engine has said as a consumer since it gave us blocks that something is still copied to.
 #
-# A staged engine that preempts a prefill may give its blocks to a request that is loaded, at once, while they are being copied for readers.
-# The bytes that are loaded come to the same place, so the load begins when the copy has ended; whatever was said after it keeps its place.
+# A staged engine that preempts a prefill may give its blocks to a request that is loaded, at once,
+# while they are being copied for readers. The bytes that are loaded come to the same place, so the
+# load begins when the copy has ended; whatever was said after it keeps its place.
 
 
 class PostponedCommands:
@@ -444,5 +547,7 @@ class PostponedCommands:
     def _must_wait(self, command: ConsumerCommand) -> bool:
         if not isinstance(command, StartLoad):
             return False
-        filled = Destination(command.blocks, range(command.first_token, command.end_token)).filled_blocks(self._block_size)
+        filled = Destination(
+            command.blocks, range(command.first_token, command.end_token)
+        ).filled_blocks(self._block_size)
         return self._is_copying(set(chain.from_iterable(filled)))

@@ -1,4 +1,6 @@
-"""Clients of a router: single questions and conversations of several turns, streamed or whole; some leave early."""
+"""Clients of a router: single questions and conversations of several turns, streamed or whole; some
+leave early.
+"""
 
 import asyncio
 import random
@@ -41,12 +43,19 @@ class Clients:
     async def run(self, streams: int) -> None:
         """Every second client talks. Until `is_stopping`, and every request has ended."""
         async with self._session() as session:
-            await asyncio.gather(*((self._converse if number % 2 else self._ask)(session, number) for number in range(streams)))
+            await asyncio.gather(
+                *(
+                    (self._converse if number % 2 else self._ask)(session, number)
+                    for number in range(streams)
+                )
+            )
 
     async def ask_all(self, questions: Sequence[Question]) -> list[Verdict]:
         """At once, whole, and staying to the end."""
         async with self._session() as session:
-            return list(await asyncio.gather(*(self._once(session, question) for question in questions)))
+            return list(
+                await asyncio.gather(*(self._once(session, question) for question in questions))
+            )
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=self.bound_s)
@@ -62,16 +71,23 @@ class Clients:
         while not self.is_stopping:
             name = f"talk {next(self._names)}"
             for question in rng.choice(self.conversations):
-                # Whatever came of the last turn, the next one says all that was said: the answer must be right.
+                # Whatever came of the last turn, the next one says all that was said: the answer
+                # must be right.
                 await self._once(session, question, rng, name)
 
     async def _once(
-        self, session: aiohttp.ClientSession, question: Question, rng: random.Random | None = None, conversation: str | None = None
+        self,
+        session: aiohttp.ClientSession,
+        question: Question,
+        rng: random.Random | None = None,
+        conversation: str | None = None,
     ) -> Verdict:
         body = {**question.prompt.body(), "stream": rng is not None and rng.random() < STREAMED}
         if conversation is not None:
             body["conversation_id"] = conversation
-        stay_s = rng.random() * LONGEST_STAY_S if rng is not None and rng.random() < LEAVING else None
+        stay_s = (
+            rng.random() * LONGEST_STAY_S if rng is not None and rng.random() < LEAVING else None
+        )
         attempt, began = Attempt(), time.monotonic()
         asking = asyncio.create_task(exchange(session, self.url, body, attempt))
         if (await asyncio.wait([asking], timeout=stay_s))[1]:
@@ -86,17 +102,25 @@ class Clients:
             await asyncio.sleep(SHORT_SLEEP_S)
         return verdict
 
-    def _note(self, verdict: Verdict, attempt: Attempt, began: float, body: dict[str, object], question: Question) -> None:
+    def _note(
+        self,
+        verdict: Verdict,
+        attempt: Attempt,
+        began: float,
+        body: dict[str, object],
+        question: Question,
+    ) -> None:
         self.verdicts[verdict] += 1
         if verdict in FAULTS:
             took = time.monotonic() - began
             said = {name: body.get(name) for name in ("stream", "conversation_id")}
             self.faults.append(
-                f"{verdict}: {attempt} after {took:.1f} s, {said}, {len(question.prompt.token_ids)} tokens, {question.right}"
+                f"{verdict}: {attempt} after {took:.1f} s, {said}, "
+                f"{len(question.prompt.token_ids)} tokens, {question.right}"
             )
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- what is right --
 
 
 def _says(rng: random.Random, longest: int) -> tuple[int, ...]:
@@ -107,13 +131,20 @@ async def make_questions(engine: Engine, rng: random.Random, number: int) -> lis
     prompts = [Prompt(_says(rng, 200), max_tokens=rng.randrange(2, 24)) for _ in range(number)]
     async with new_session(300) as session:
         answers = await asyncio.gather(*(ask(session, engine, prompt) for prompt in prompts))
-    return [Question(prompt, answer.token_ids[0]) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        Question(prompt, answer.token_ids[0])
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
-async def make_conversations(engine: Engine, rng: random.Random, number: int, turns: int) -> list[Conversation]:
+async def make_conversations(
+    engine: Engine, rng: random.Random, number: int, turns: int
+) -> list[Conversation]:
     plans = [[(_says(rng, 60), rng.randrange(2, 20)) for _ in range(turns)] for _ in range(number)]
 
-    async def one(session: aiohttp.ClientSession, plan: list[tuple[tuple[int, ...], int]]) -> Conversation:
+    async def one(
+        session: aiohttp.ClientSession, plan: list[tuple[tuple[int, ...], int]]
+    ) -> Conversation:
         talk: list[Question] = []
         said: tuple[int, ...] = ()
         for words, max_tokens in plan:
@@ -127,8 +158,12 @@ async def make_conversations(engine: Engine, rng: random.Random, number: int, tu
         return list(await asyncio.gather(*(one(session, plan) for plan in plans)))
 
 
-async def make_right_answers(cluster: Cluster, seed: int, questions: int, conversations: int) -> tuple[list[Question], list[Conversation]]:
+async def make_right_answers(
+    cluster: Cluster, seed: int, questions: int, conversations: int
+) -> tuple[list[Question], list[Conversation]]:
     """By an engine that knows nothing of transfers."""
     rng = random.Random(f"router prompts {seed}")
     reference = cluster.serve("reference", is_plain=True).ready()
-    return await make_questions(reference, rng, questions), await make_conversations(reference, rng, conversations, 3)
+    return await make_questions(reference, rng, questions), await make_conversations(
+        reference, rng, conversations, 3
+    )

@@ -1,4 +1,6 @@
-"""Members of a router's fleet are killed, restarted, stopped, drained and added under load. Exit code 1 when a promise was broken."""
+"""Members of a router's fleet are killed, restarted, stopped, drained and added under load. Exit
+code 1 when a promise was broken.
+"""
 
 import argparse
 import json
@@ -20,14 +22,31 @@ __all__ = ["main"]
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos router", description=__doc__)
-    parser.add_argument("--seed", type=int, help="of the plan, the prompts and the clients (default: a new one, which is shown)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="of the plan, the prompts and the clients (default: a new one, which is shown)",
+    )
     parser.add_argument("--duration-s", type=float, default=Settings.duration_s)
-    parser.add_argument("--streams", type=int, default=Settings.streams, help="requests under way at any time")
+    parser.add_argument(
+        "--streams", type=int, default=Settings.streams, help="requests under way at any time"
+    )
     parser.add_argument("--size", type=int, default=Settings.size, help="engines of either role")
     parser.add_argument("--questions", type=int, default=Settings.questions)
     parser.add_argument("--talks", type=int, default=Settings.conversations)
-    parser.add_argument("--bound-s", type=float, default=Settings.bound_s, help="no request may take longer; raise it on a busy machine")
-    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Settings.mode, help="how KV is handed over (default: %(default)s)")
+    parser.add_argument(
+        "--bound-s",
+        type=float,
+        default=Settings.bound_s,
+        help="no request may take longer; raise it on a busy machine",
+    )
+    parser.add_argument(
+        "--mode",
+        type=Mode,
+        choices=list(Mode),
+        default=Settings.mode,
+        help="how KV is handed over (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")
     given = vars(parser.parse_args(words))
     path = given.pop("json")

@@ -21,7 +21,13 @@ class FaultKind(StrEnum):
     REPLACE = "engine drained, ended, and another added at another address"
 
 
-WEIGHTS = {FaultKind.KILL_PREFILL: 3, FaultKind.KILL_DECODE: 3, FaultKind.PAUSE: 4, FaultKind.DRAIN: 3, FaultKind.REPLACE: 1}
+WEIGHTS = {
+    FaultKind.KILL_PREFILL: 3,
+    FaultKind.KILL_DECODE: 3,
+    FaultKind.PAUSE: 4,
+    FaultKind.DRAIN: 3,
+    FaultKind.REPLACE: 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,16 @@ class PlannedFault:
     length_s: float = 0.0
 
 
-def make_plan(seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], leased: Sequence[str]) -> list[PlannedFault]:
-    """One of each deed first, then at random. `leased`: they registered themselves, and would again, so that nobody removes them."""
+def make_plan(
+    seed: int,
+    duration_s: float,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    leased: Sequence[str],
+) -> list[PlannedFault]:
+    """One of each deed first, then at random. `leased`: they registered themselves, and would
+    again, so that nobody removes them.
+    """
     rng = random.Random(f"router plan {seed}")
     anybody = [*prefill, *decode]
     added = [name for name in anybody if name not in leased]

@@ -23,7 +23,9 @@ from kvferry.errors import KVFerryError
 __all__ = ["Report", "Settings", "run"]
 
 PROBES = 6
-"""Asked at once after a kill: with three instances in a role, some would have gone to the dead one."""
+"""Asked at once after a kill: with three instances in a role, some would have gone to the dead
+one.
+"""
 SHOWN = ("retries", "fallbacks", "client_aborts", "releases", "turns")
 
 
@@ -49,7 +51,9 @@ class Report:
     undisturbed_s: float = 0.0
     """How long as many requests take under the same load when nothing has happened."""
     until_answered_elsewhere_s: list[float] = field(default_factory=list)
-    """From each kill until all of `PROBES` requests that were sent right then have been answered."""
+    """From each kill until all of `PROBES` requests that were sent right then have been
+    answered.
+    """
     until_serving_again_s: list[float] = field(default_factory=list)
     """From the moment when a restarted instance listens until it has answered a leg."""
     violations: list[str] = field(default_factory=list)
@@ -59,9 +63,18 @@ class Report:
         return not self.violations
 
     def as_json(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("router", "undisturbed_s", "violations", "is_clean")}
-        counts = {name: {str(key): number for key, number in getattr(self, name).items()} for name in ("done", "verdicts")}
-        times = {name: spread(getattr(self, name)) for name in ("until_answered_elsewhere_s", "until_serving_again_s")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("router", "undisturbed_s", "violations", "is_clean")
+        }
+        counts = {
+            name: {str(key): number for key, number in getattr(self, name).items()}
+            for name in ("done", "verdicts")
+        }
+        times = {
+            name: spread(getattr(self, name))
+            for name in ("until_answered_elsewhere_s", "until_serving_again_s")
+        }
         return {"settings": asdict(self.settings), **counts, **times, **plain}
 
     def line(self) -> str:
@@ -69,17 +82,25 @@ class Report:
         counts = ", ".join(f"{number} {name}" for name, number in self.verdicts.items())
         away, back = spread(self.until_answered_elsewhere_s), spread(self.until_serving_again_s)
         return (
-            f"router chaos, seed {self.settings.seed}, {self.settings.duration_s:g} s, {self.settings.streams} streams: "
-            f"{self.done.total()} faults; {counts}; after a kill {PROBES} new requests answered elsewhere in "
-            f"{away['median']:.2f} s (at most {away['max']:.2f} s; undisturbed {self.undisturbed_s:.2f} s); "
-            f"a restarted instance served again after {back['median']:.2f} s (at most {back['max']:.2f} s); "
+            f"router chaos, seed {self.settings.seed}, {self.settings.duration_s:g} s, "
+            f"{self.settings.streams} streams: "
+            f"{self.done.total()} faults; {counts}; after a kill {PROBES} new requests answered "
+            "elsewhere in "
+            f"{away['median']:.2f} s (at most {away['max']:.2f} s; undisturbed "
+            f"{self.undisturbed_s:.2f} s); "
+            f"a restarted instance served again after {back['median']:.2f} s (at most "
+            f"{back['max']:.2f} s); "
             f"{'clean' if self.is_clean else f'BROKEN: {len(self.violations)} violations'}"
         )
 
 
 def spread(values: list[float]) -> dict[str, float]:
     found = sorted(values) or [0.0]
-    return {"count": len(values), "median": round(statistics.median(found), 3), "max": round(found[-1], 3)}
+    return {
+        "count": len(values),
+        "median": round(statistics.median(found), 3),
+        "max": round(found[-1], 3),
+    }
 
 
 def run(settings: Settings, directory: Path, model: Path) -> Report:
@@ -88,11 +109,17 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
         (directory / name).mkdir()
     say(f"seed {settings.seed}: computing right answers")
     with Cluster(directory / "reference", model) as cluster:
-        questions, conversations = asyncio.run(make_right_answers(cluster, settings.seed, settings.questions, settings.conversations))
-    with RouterChaosCluster.opened(directory / "yard", model, settings.size, settings.mode) as chaos_cluster:
+        questions, conversations = asyncio.run(
+            make_right_answers(cluster, settings.seed, settings.questions, settings.conversations)
+        )
+    with RouterChaosCluster.opened(
+        directory / "yard", model, settings.size, settings.mode
+    ) as chaos_cluster:
         say(f"{settings.size} prefill and {settings.size} decode engines and the router are up")
         asyncio.run(_Run(settings, chaos_cluster, questions, conversations, report).whole())
-        family = family_of([chaos_cluster.router, *(member.live for member in chaos_cluster.members.values())])
+        family = family_of(
+            [chaos_cluster.router, *(member.live for member in chaos_cluster.members.values())]
+        )
     report.violations += left_behind(family)
     return report
 
@@ -111,7 +138,12 @@ class _Run:
         self._report = report
         self._probes = questions[:PROBES]
         self._clients = Clients(
-            chaos_cluster.router.url, questions[PROBES:], conversations, settings.seed, settings.bound_s, chaos_cluster.happened
+            chaos_cluster.router.url,
+            questions[PROBES:],
+            conversations,
+            settings.seed,
+            settings.bound_s,
+            chaos_cluster.happened,
         )
         self._began = time.monotonic()
 
@@ -119,13 +151,21 @@ class _Run:
         chaos_cluster, settings = self._chaos_cluster, self._settings
         await chaos_cluster.join()
         leased = [name for name, member in chaos_cluster.members.items() if member.is_leased]
-        plan = make_plan(settings.seed, settings.duration_s, chaos_cluster.names("prefill"), chaos_cluster.names("decode"), leased)
+        plan = make_plan(
+            settings.seed,
+            settings.duration_s,
+            chaos_cluster.names("prefill"),
+            chaos_cluster.names("decode"),
+            leased,
+        )
         self._began = time.monotonic()
         load = asyncio.create_task(self._clients.run(settings.streams))
         progress = asyncio.create_task(self._show_progress())
         try:
             self._report.undisturbed_s = await self._answered_after(time.monotonic())
-            await asyncio.gather(*(self._act(planned) for planned in plan), asyncio.sleep(settings.duration_s))
+            await asyncio.gather(
+                *(self._act(planned) for planned in plan), asyncio.sleep(settings.duration_s)
+            )
             self._clients.is_stopping = True
             await load
         finally:
@@ -134,7 +174,9 @@ class _Run:
             load.cancel()
             await asyncio.gather(load, progress, return_exceptions=True)
         await self._check_end()
-        self._report.verdicts.update({str(verdict): number for verdict, number in self._clients.verdicts.items()})
+        self._report.verdicts.update(
+            {str(verdict): number for verdict, number in self._clients.verdicts.items()}
+        )
         self._report.violations += self._clients.faults
 
     async def _act(self, planned: PlannedFault) -> None:
@@ -155,7 +197,9 @@ class _Run:
             case FaultKind.KILL_PREFILL | FaultKind.KILL_DECODE:
                 killed_at = time.monotonic()
                 family = chaos_cluster.kill(member)
-                self._report.until_answered_elsewhere_s.append(await self._answered_after(killed_at))
+                self._report.until_answered_elsewhere_s.append(
+                    await self._answered_after(killed_at)
+                )
                 await asyncio.to_thread(chaos_cluster.restart, member, family)
                 await self._serves_again(member)
             case FaultKind.PAUSE:
@@ -180,28 +224,39 @@ class _Run:
         self._report.until_serving_again_s.append(time.monotonic() - since)
 
     async def _check_end(self) -> None:
-        """All blocks come back, everybody is alive and in the fleet, the router has nothing under way, and a good request is served."""
+        """All blocks come back, everybody is alive and in the fleet, the router has nothing under
+        way, and a good request is served.
+        """
         say("load and faults are over; waiting until every block is free")
-        for name, engine in [("router", self._chaos_cluster.router), *((m.name, m.live) for m in self._chaos_cluster.members.values())]:
+        for name, engine in [
+            ("router", self._chaos_cluster.router),
+            *((m.name, m.live) for m in self._chaos_cluster.members.values()),
+        ]:
             try:
                 engine.process.check_alive()
             except KVFerryError as error:
                 self._report.violations.append(f"{error}, by itself: {engine.process.tail(40)}")
             if any("Traceback" in line for line in engine.process.tail(10_000)):
-                self._report.violations.append(f"{name} has a traceback in its log: {engine.process.tail(60)}")
+                self._report.violations.append(
+                    f"{name} has a traceback in its log: {engine.process.tail(60)}"
+                )
         await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
         if await self._clients.ask_all(self._probes) != [Verdict.RIGHT] * PROBES:
             self._report.violations.append("after all is over, good requests are not served")
         await self._expect("all blocks free once more", self._is_quiet)
         async with new_session() as session:
             found = await metrics(session, self._chaos_cluster.router)
-        self._report.router = {name: found.get(f"kvferry:router_{name}_total", 0.0) for name in SHOWN}
+        self._report.router = {
+            name: found.get(f"kvferry:router_{name}_total", 0.0) for name in SHOWN
+        }
 
     async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
         await expect(what, condition, self._state, self._report.violations)
 
     async def _state(self) -> dict[str, dict[str, float]]:
-        states = await busy({member.name: member.live for member in self._chaos_cluster.members.values()})
+        states = await busy(
+            {member.name: member.live for member in self._chaos_cluster.members.values()}
+        )
         async with new_session() as session:
             router = await metrics(session, self._chaos_cluster.router)
         names = ("kvferry:router_queued_requests", "kvferry:router_instance_legs")
@@ -215,7 +270,9 @@ class _Run:
             await asyncio.sleep(PROGRESS_S)
             counts = self._clients.verdicts
             say(
-                f"{time.monotonic() - self._began:5.0f} s  {counts.total()} requests: {counts[Verdict.RIGHT]} right, "
-                f"{counts[Verdict.BROKEN]} aborted, {counts[Verdict.LEFT]} left, {sum(counts[each] for each in FAULTS)} faults; "
+                f"{time.monotonic() - self._began:5.0f} s  {counts.total()} requests: "
+                f"{counts[Verdict.RIGHT]} right, "
+                f"{counts[Verdict.BROKEN]} aborted, {counts[Verdict.LEFT]} left, "
+                f"{sum(counts[each] for each in FAULTS)} faults; "
                 f"{self._report.done.total()} faults"
             )

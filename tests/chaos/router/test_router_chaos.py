@@ -1,4 +1,6 @@
-"""The router's chaos run is repeatable, sees what it must see, and a short one is clean. The long one is `make chaos-router`."""
+"""The router's chaos run is repeatable, sees what it must see, and a short one is clean. The long
+one is `make chaos-router`.
+"""
 
 import json
 import subprocess
@@ -13,10 +15,16 @@ from tests.chaos.router.run import Report, Settings
 from tests.chaos.router.verdict import FAULTS, Happened, Verdict, decide
 
 ROOT = Path(__file__).parents[3]
-NAMES = (["prefill-0", "prefill-1", "prefill-2"], ["decode-0", "decode-1", "decode-2"], ["prefill-2", "decode-2"])
+NAMES = (
+    ["prefill-0", "prefill-1", "prefill-2"],
+    ["decode-0", "decode-1", "decode-2"],
+    ["prefill-2", "decode-2"],
+)
 RIGHT = (4, 5, 6)
 D = "http://127.0.0.1:8200"
-CUT = f"decode instance {D} broke off its answer: it closed the connection in the middle of an answer"
+CUT = (
+    f"decode instance {D} broke off its answer: it closed the connection in the middle of an answer"
+)
 KILLED = Happened(kills=[(15.0, D)])
 
 
@@ -27,8 +35,14 @@ def test_the_same_seed_gives_the_same_plan_and_another_gives_another() -> None:
 def test_a_plan_has_every_deed_and_removes_nobody_who_registered_himself() -> None:
     plan = make_plan(3, 120, *NAMES)
     assert {planned.fault_kind for planned in plan} == set(FaultKind)
-    assert not any(planned.target in NAMES[2] for planned in plan if planned.fault_kind in (FaultKind.DRAIN, FaultKind.REPLACE))
-    assert {planned.target for planned in plan if planned.fault_kind is FaultKind.KILL_DECODE} <= set(NAMES[1])
+    assert not any(
+        planned.target in NAMES[2]
+        for planned in plan
+        if planned.fault_kind in (FaultKind.DRAIN, FaultKind.REPLACE)
+    )
+    assert {
+        planned.target for planned in plan if planned.fault_kind is FaultKind.KILL_DECODE
+    } <= set(NAMES[1])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +68,9 @@ def test_a_plan_has_every_deed_and_removes_nobody_who_registered_himself() -> No
         (Attempt(200, [4], has_left=True), Happened(), Verdict.LEFT),
     ],
 )
-def test_a_request_from_10_to_20_is_judged(attempt: Attempt, happened: Happened, verdict: Verdict) -> None:
+def test_a_request_from_10_to_20_is_judged(
+    attempt: Attempt, happened: Happened, verdict: Verdict
+) -> None:
     assert decide(attempt, RIGHT, 10.0, 20.0, happened) is verdict
 
 
@@ -64,10 +80,17 @@ def test_every_verdict_in_capitals_is_a_fault() -> None:
 
 def test_a_report_is_one_line_for_people_and_json_for_others() -> None:
     report = Report(
-        Settings(7), done=Counter({FaultKind.DRAIN: 2}), verdicts=Counter({Verdict.RIGHT: 3}), until_serving_again_s=[1.0, 3.0, 2.0]
+        Settings(7),
+        done=Counter({FaultKind.DRAIN: 2}),
+        verdicts=Counter({Verdict.RIGHT: 3}),
+        until_serving_again_s=[1.0, 3.0, 2.0],
     )
     read = json.loads(json.dumps(report.as_json()))
-    assert (read["done"], read["verdicts"], read["is_clean"]) == ({str(FaultKind.DRAIN): 2}, {str(Verdict.RIGHT): 3}, True)
+    assert (read["done"], read["verdicts"], read["is_clean"]) == (
+        {str(FaultKind.DRAIN): 2},
+        {str(Verdict.RIGHT): 3},
+        True,
+    )
     assert read["until_serving_again_s"] == {"count": 3, "median": 2.0, "max": 3.0}
     assert report.line().endswith("clean")
     report.violations.append("x")
@@ -77,8 +100,29 @@ def test_a_report_is_one_line_for_people_and_json_for_others() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_chaos_run_of_a_router_is_clean(tmp_path: Path) -> None:
-    words = ["--seed", "7", "--duration-s", "12", "--size", "2", "--streams", "20", "--questions", "30", "--talks", "12"]
-    command = [sys.executable, "-m", "tests.chaos", "router", *words, "--json", str(tmp_path / "report.json")]
+    words = [
+        "--seed",
+        "7",
+        "--duration-s",
+        "12",
+        "--size",
+        "2",
+        "--streams",
+        "20",
+        "--questions",
+        "30",
+        "--talks",
+        "12",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "router",
+        *words,
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     print(done.stderr)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -51,17 +51,27 @@ class Happened:
     """From when to when a role had nobody."""
 
 
-def decide(attempt: Attempt, right: Sequence[int], began: float, ended: float, happened: Happened) -> Verdict:
+def decide(
+    attempt: Attempt, right: Sequence[int], began: float, ended: float, happened: Happened
+) -> Verdict:
     plain = _PLAIN.get(judge(attempt, right))
     if plain is not None:
         return plain
-    if attempt.status == 200 and attempt.tokens and _was_killed(attempt.error, began, ended, happened):
+    if (
+        attempt.status == 200
+        and attempt.tokens
+        and _was_killed(attempt.error, began, ended, happened)
+    ):
         return Verdict.BROKEN
-    if attempt.status in (429, 503) and any(start < ended and began < end for start, end in happened.deserted):
+    if attempt.status in (429, 503) and any(
+        start < ended and began < end for start, end in happened.deserted
+    ):
         return Verdict.DESERTED
     return Verdict.LOST
 
 
 def _was_killed(error: str, began: float, ended: float, happened: Happened) -> bool:
     """The error names whoever broke off."""
-    return any(began - SLACK_S <= at <= ended and f"{url} " in f"{error} " for at, url in happened.kills)
+    return any(
+        began - SLACK_S <= at <= ended and f"{url} " in f"{error} " for at, url in happened.kills
+    )

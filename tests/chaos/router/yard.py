@@ -1,4 +1,6 @@
-"""A router, its fleet, and what is done to members. They are added by the admin API; the last of each role registers itself."""
+"""A router, its fleet, and what is done to members. They are added by the admin API; the last of
+each role registers itself.
+"""
 
 import asyncio
 import time
@@ -17,7 +19,11 @@ from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, 
 
 __all__ = ["Member", "RouterChaosCluster"]
 
-REUSE: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 10}
+REUSE: dict[str, Any] = {
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": 0,
+    "decoder_kv_blocks_ttl": 10,
+}
 DRAIN_S = 60.0
 BACK_S = 60.0
 BURIED_S = 20.0
@@ -55,22 +61,36 @@ class RouterChaosCluster:
         self.members = {member.name: member for member in members}
         self.happened = Happened()
         # Of each role one is always left alone.
-        self._out = {role: asyncio.Semaphore(len(self.names(role)) - 1) for role in ("prefill", "decode")}
+        self._out = {
+            role: asyncio.Semaphore(len(self.names(role)) - 1) for role in ("prefill", "decode")
+        }
 
     @classmethod
     @contextmanager
-    def opened(cls, directory: Path, model: Path, size: int, mode: Mode) -> Iterator["RouterChaosCluster"]:
+    def opened(
+        cls, directory: Path, model: Path, size: int, mode: Mode
+    ) -> Iterator["RouterChaosCluster"]:
         (directory / "router.toml").write_text('[routing]\nwithout_prefill = "recompute"\n')
         with Cluster(directory, model) as cluster:
             router = cluster.proxy([], [], "--config", str(directory / "router.toml")).ready()
-            connectors = {"prefill": mode.prefill_connectors(1)[0], "decode": mode.decode_connectors[0]}
+            connectors = {
+                "prefill": mode.prefill_connectors(1)[0],
+                "decode": mode.decode_connectors[0],
+            }
             members = [
-                Member(f"{role}-{index}", role, index, connectors[role], index == size - 1) for role in connectors for index in range(size)
+                Member(f"{role}-{index}", role, index, connectors[role], index == size - 1)
+                for role in connectors
+                for index in range(size)
             ]
             chaos_cluster = cls(cluster, router, members)
-            # A few at a time: all of them together would take longer than one may on a small machine.
-            for together in (members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)):
-                for member, process in [(member, chaos_cluster._serve(member)) for member in together]:
+            # A few at a time: all of them together would take longer than one may on a small
+            # machine.
+            for together in (
+                members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)
+            ):
+                for member, process in [
+                    (member, chaos_cluster._serve(member)) for member in together
+                ]:
                     member.engine = process.ready()
             yield chaos_cluster
 
@@ -84,11 +104,13 @@ class RouterChaosCluster:
                 await self.admin("POST", "/admin/instances", member.named)
 
         async def is_full() -> bool:
-            return len((await self.admin("GET", "/admin/instances"))["instances"]) == len(self.members)
+            return len((await self.admin("GET", "/admin/instances"))["instances"]) == len(
+                self.members
+            )
 
         await until("everybody is in the fleet", is_full)
 
-    # -- deeds ---------------------------------------------------------------------------------------------------------
+    # -- deeds --
 
     @asynccontextmanager
     async def taken(self, member: Member) -> AsyncIterator[None]:
@@ -137,17 +159,27 @@ class RouterChaosCluster:
         self.cluster.dismiss(member.live.process)
         member.engine = self._serve(member).ready()
 
-    # -- the router's word ---------------------------------------------------------------------------------------------
+    # -- the router's word --
 
     async def admin(self, method: str, path: str, body: object = None) -> Any:
-        async with new_session() as session, session.request(method, f"{self.router.url}{path}", json=body) as answer:
+        async with (
+            new_session() as session,
+            session.request(method, f"{self.router.url}{path}", json=body) as answer,
+        ):
             found = await answer.json()
             assert answer.status < 300, found
             return found
 
     async def view(self, member: Member) -> dict[str, Any] | None:
         instances = (await self.admin("GET", "/admin/instances"))["instances"]
-        return next((seen for seen in instances if (seen["role"], seen["url"]) == (member.role, member.live.url)), None)
+        return next(
+            (
+                seen
+                for seen in instances
+                if (seen["role"], seen["url"]) == (member.role, member.live.url)
+            ),
+            None,
+        )
 
     async def answered_legs(self, member: Member) -> float:
         async with new_session() as session:
@@ -165,16 +197,43 @@ class RouterChaosCluster:
     async def _answered_legs(self, session: aiohttp.ClientSession, member: Member) -> float:
         async with session.get(f"{self.router.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
-        words = ("kvferry:router_legs_total{", f'instance="{member.live.url}"', f'role="{member.role}"', 'outcome="answered"')
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(word in line for word in words))
+        words = (
+            "kvferry:router_legs_total{",
+            f'instance="{member.live.url}"',
+            f'role="{member.role}"',
+            'outcome="answered"',
+        )
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if all(word in line for word in words)
+        )
 
     def _serve(self, member: Member, port: int = 0) -> Starting:
         member.num_lives += 1
-        flags = CHUNKED if member.role == "prefill" else ("--no-enable-prefix-caching",) if member.index % 2 == 0 else ()
+        flags = (
+            CHUNKED
+            if member.role == "prefill"
+            else ("--no-enable-prefix-caching",)
+            if member.index % 2 == 0
+            else ()
+        )
         if member.is_leased:
             flags = (*flags, "--router", self.router.url, "--router-role", member.role)
-        extra = {**EXTRA, **REUSE, **({"transports": ["tcp"]} if member.role == "prefill" and member.index % 2 == 0 else {})}
+        extra = {
+            **EXTRA,
+            **REUSE,
+            **(
+                {"transports": ["tcp"]}
+                if member.role == "prefill" and member.index % 2 == 0
+                else {}
+            ),
+        }
         policy = "fail" if member.index % 2 == 0 else "recompute"
         return self.cluster.serve(
-            member.name, *flags, extra=extra, policy=policy, port=port, engine_id=member.name, connector=member.connector
+            member.name,
+            *flags,
+            extra=extra,
+            policy=policy,
+            port=port,
+            engine_id=member.name,
+            connector=member.connector,
         )

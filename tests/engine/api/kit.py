@@ -5,7 +5,14 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.base import (
+    BlockStore,
+    CacheMemory,
+    ControlTransport,
+    DataTransport,
+    EngineStream,
+    HostStream,
+)
 from kvferry.types import Region
 
 __all__ = ["PrivateMemoryKit"]
@@ -33,7 +40,9 @@ class PrivateMemoryKit:
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         raise NotImplementedError
 
-    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(
+        self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
+    ) -> BlockStore:
         raise NotImplementedError
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:

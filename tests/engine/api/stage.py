@@ -1,4 +1,6 @@
-"""A front-end on a loopback port over a scripted engine, for what a real core cannot be made to do on demand."""
+"""A front-end on a loopback port over a scripted engine, for what a real core cannot be made to do
+on demand.
+"""
 
 import asyncio
 import json
@@ -15,12 +17,30 @@ from kvferry.engine.api.app import build_app
 from kvferry.engine.api.context import ApiSettings, Engine
 from kvferry.engine.api.serve import make_runner
 from kvferry.engine.client import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining, RequestOutput, SampledToken
+from kvferry.engine.messages import (
+    AddRequest,
+    CoreReady,
+    CoreStatus,
+    Remaining,
+    RequestOutput,
+    SampledToken,
+)
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = ["DEADLINE_S", "MODEL_LEN", "VOCAB", "ScriptedEngine", "Stage", "events_of", "outputs_of", "serving", "stage", "until"]
+__all__ = [
+    "DEADLINE_S",
+    "MODEL_LEN",
+    "VOCAB",
+    "ScriptedEngine",
+    "Stage",
+    "events_of",
+    "outputs_of",
+    "serving",
+    "stage",
+    "until",
+]
 
 DEADLINE_S = 20.0
 MODEL_LEN = 200
@@ -29,12 +49,20 @@ VOCAB = 512
 Script = Callable[[AddRequest], Sequence[RequestOutput]]
 
 
-def outputs_of(request: AddRequest, tokens: Sequence[int], finish_reason: str | None = "length", **last: Any) -> list[RequestOutput]:
+def outputs_of(
+    request: AddRequest, tokens: Sequence[int], finish_reason: str | None = "length", **last: Any
+) -> list[RequestOutput]:
     """One output per token, the last with the finish reason."""
-    outputs = [RequestOutput(request.request_id, [SampledToken(token, -0.5, ((token, -0.5), (7, -1.5)))]) for token in tokens]
+    outputs = [
+        RequestOutput(request.request_id, [SampledToken(token, -0.5, ((token, -0.5), (7, -1.5)))])
+        for token in tokens
+    ]
     if finish_reason is None:
         return outputs
-    return [*outputs[:-1], RequestOutput(request.request_id, outputs[-1].tokens, finish_reason, **last)]
+    return [
+        *outputs[:-1],
+        RequestOutput(request.request_id, outputs[-1].tokens, finish_reason, **last),
+    ]
 
 
 def counts_up(request: AddRequest) -> Sequence[RequestOutput]:
@@ -43,7 +71,9 @@ def counts_up(request: AddRequest) -> Sequence[RequestOutput]:
 
 
 class ScriptedEngine:
-    """Replays what `script` says to each request; without finish reasons in it, the test goes on by `put`."""
+    """Replays what `script` says to each request; without finish reasons in it, the test goes on by
+    `put`.
+    """
 
     def __init__(self, script: Script = counts_up) -> None:
         self.script = script
@@ -59,7 +89,13 @@ class ScriptedEngine:
 
     @property
     def ready(self) -> CoreReady:
-        return CoreReady(max_model_len=MODEL_LEN, num_blocks=64, block_size=16, eos_token_ids=[508], vocab_size=VOCAB)
+        return CoreReady(
+            max_model_len=MODEL_LEN,
+            num_blocks=64,
+            block_size=16,
+            eos_token_ids=[508],
+            vocab_size=VOCAB,
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -104,7 +140,9 @@ class ScriptedEngine:
         if self.live.pop(stream.request_id, None) is not None:
             self.aborted.append(stream.request_id)
 
-    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
+    async def transfer_records(
+        self, name: str = "", timeout_s: float = 5.0
+    ) -> list[TransferRecord]:
         if not self.is_alive:
             raise KVFerryError("the engine core is dead")
         return [record for record in self.records if name in ("", record.request_id)]
@@ -159,14 +197,18 @@ def events_of(raw: bytes) -> list[Any]:
 
 
 @asynccontextmanager
-async def stage(engine: Engine, model: Path, settings: ApiSettings | None = None) -> AsyncIterator[Stage]:
+async def stage(
+    engine: Engine, model: Path, settings: ApiSettings | None = None
+) -> AsyncIterator[Stage]:
     """For one test: everything in it ends within the deadline."""
     async with asyncio.timeout(DEADLINE_S), serving(engine, model, settings) as s:
         yield s
 
 
 @asynccontextmanager
-async def serving(engine: Engine, model: Path, settings: ApiSettings | None = None) -> AsyncIterator[Stage]:
+async def serving(
+    engine: Engine, model: Path, settings: ApiSettings | None = None
+) -> AsyncIterator[Stage]:
     app = build_app(engine, EngineOptions(model, served_model_name="tiny"), settings)
     runner = make_runner(app)
     await runner.setup()

@@ -12,23 +12,37 @@ READY = CoreReady(max_model_len=100, num_blocks=8, block_size=16, eos_token_ids=
 NONCES = [f"{index:08x}" for index in range(64)]
 
 
-def admit(prompts: list[list[int]], default_max_tokens: int | None = 16, **body: Any) -> list[AddRequest]:
+def admit(
+    prompts: list[list[int]], default_max_tokens: int | None = 16, **body: Any
+) -> list[AddRequest]:
     request = msgspec.convert({"prompt": "", **body}, CompletionRequest)
-    return RequestAdmission(request, "cmpl-x", prompts, request.max_tokens, default_max_tokens, request.logprobs).add_requests(
-        READY, NONCES
-    )
+    return RequestAdmission(
+        request, "cmpl-x", prompts, request.max_tokens, default_max_tokens, request.logprobs
+    ).add_requests(READY, NONCES)
 
 
 def test_defaults_are_those_of_the_api() -> None:
     (request,) = admit([[1, 2, 3]])
     sampling = request.sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (16, 1.0, 1.0, 0)
-    assert (request.draw_seed, request.kv_transfer_params, request.cache_salt, sampling.logprobs) == (None, None, "", None)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (
+        16,
+        1.0,
+        1.0,
+        0,
+    )
+    assert (
+        request.draw_seed,
+        request.kv_transfer_params,
+        request.cache_salt,
+        sampling.logprobs,
+    ) == (None, None, "", None)
 
 
 def test_choices_have_one_prompt_other_ids_and_neighbouring_seeds() -> None:
     requests = admit([[1], [2]], n=2, seed=7)
-    assert [request.request_id for request in requests] == [f"cmpl-x-{index}-{index:08x}" for index in range(4)]
+    assert [request.request_id for request in requests] == [
+        f"cmpl-x-{index}-{index:08x}" for index in range(4)
+    ]
     assert [request.prompt_token_ids for request in requests] == [[1], [1], [2], [2]]
     assert [request.draw_seed for request in requests] == [7, 8, 7, 8]
 
@@ -60,7 +74,9 @@ def test_a_max_tokens_of_the_client_must_fit_and_a_default_is_clipped() -> None:
         ([[1]], {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(prompts: list[list[int]], body: dict[str, Any], param: str) -> None:
+def test_what_does_not_fit_the_model_is_refused(
+    prompts: list[list[int]], body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(RequestRefused) as refused:
         admit(prompts, **body)
     assert refused.value.param == param
@@ -81,4 +97,8 @@ def test_every_top_k_that_means_no_limit_is_zero() -> None:
 
 
 def test_seeds_stay_in_range() -> None:
-    assert all(0 <= (request.draw_seed or 0) < 2**63 for seed in (2**63 - 1, -(2**63), -1) for request in admit([[1]], n=2, seed=seed))
+    assert all(
+        0 <= (request.draw_seed or 0) < 2**63
+        for seed in (2**63 - 1, -(2**63), -1)
+        for request in admit([[1]], n=2, seed=seed)
+    )

@@ -16,17 +16,28 @@ def test_the_template_comes_from_the_tokenizer_config(model: Path) -> None:
 
 
 def test_variables_of_the_request_reach_the_template(model: Path) -> None:
-    assert not ChatTemplate.load(model).render(HELLO, None, {"add_generation_prompt": False}).endswith("assistant\n")
+    assert (
+        not ChatTemplate.load(model)
+        .render(HELLO, None, {"add_generation_prompt": False})
+        .endswith("assistant\n")
+    )
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config", "bos_token": {"content": "<s>"}}))
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file{% for m in messages %}{% break %}{% endfor %}")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "config", "bos_token": {"content": "<s>"}})
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}file{% for m in messages %}{% break %}{% endfor %}"
+    )
     assert ChatTemplate.load(tmp_path).render(HELLO, None, {}) == "<s>file"
 
 
 def test_a_named_template_is_used_for_tools(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | tojson }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate.load(tmp_path)
     assert template.render(HELLO, None, {}) == "plain"
@@ -53,7 +64,9 @@ def test_what_a_template_does_not_take_is_a_refusal(source: str) -> None:
         ChatTemplate({"default": source}, {}).render(HELLO, None, {})
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 5}', '{"chat_template": "{% if %}"}'])
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"chat_template": 5}', '{"chat_template": "{% if %}"}']
+)
 def test_a_broken_config_is_the_operators_fault(tmp_path: Path, config: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(ConfigError):

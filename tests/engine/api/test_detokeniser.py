@@ -17,28 +17,49 @@ ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Llama 2's way: a mark for spaces, byte tokens for what the vocabulary lacks, one leading space dropped."""
+    """Llama 2's way: a mark for spaces, byte tokens for what the vocabulary lacks, one leading
+    space dropped.
+    """
     chunks = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁the", "▁a", "é"]
-    tokenizer = Tokenizer(BPE(vocab={chunk: index for index, chunk in enumerate(chunks)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = Tokenizer(
+        BPE(
+            vocab={chunk: index for index, chunk in enumerate(chunks)},
+            merges=[],
+            byte_fallback=True,
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     return tokenizer
 
 
 @given(ids)
 def test_byte_level_segments_concatenate_to_the_whole(token_ids: list[int]) -> None:
-    assert BYTE_LEVEL.decode(token_ids, SpecialTokens.WITH) == RAW.decode(token_ids, skip_special_tokens=False)
+    assert BYTE_LEVEL.decode(token_ids, SpecialTokens.WITH) == RAW.decode(
+        token_ids, skip_special_tokens=False
+    )
 
 
 @given(ids)
 def test_special_tokens_are_left_out_on_request(token_ids: list[int]) -> None:
-    assert BYTE_LEVEL.decode(token_ids, SpecialTokens.WITHOUT) == RAW.decode(token_ids, skip_special_tokens=True)
+    assert BYTE_LEVEL.decode(token_ids, SpecialTokens.WITHOUT) == RAW.decode(
+        token_ids, skip_special_tokens=True
+    )
 
 
 @given(st.text(max_size=60))
 def test_no_segment_holds_half_a_character(text: str) -> None:
     detokeniser = BYTE_LEVEL.detokeniser(SpecialTokens.WITHOUT)
-    chunks = [detokeniser.push(token_id) for token_id in BYTE_LEVEL.encode(text, SpecialTokens.WITHOUT)]
+    chunks = [
+        detokeniser.push(token_id) for token_id in BYTE_LEVEL.encode(text, SpecialTokens.WITHOUT)
+    ]
     assert "".join(chunks) == text
     assert "\ufffd" not in "".join(chunks) or "\ufffd" in text
     assert detokeniser.finish() == ""
@@ -71,8 +92,14 @@ def test_with_any_decoder_segments_concatenate_to_the_whole(chunks: list[str]) -
     raw = sentencepiece_like()
     vocabulary = raw.get_vocab()
     euro = [vocabulary[f"<0x{byte:02X}>"] for byte in "€".encode()]
-    token_ids = [token_id for chunk in chunks for token_id in (euro if chunk == "euro" else [vocabulary[chunk]])]
-    assert ModelTokenizer(raw).decode(token_ids, SpecialTokens.WITHOUT) == raw.decode(token_ids, skip_special_tokens=True)
+    token_ids = [
+        token_id
+        for chunk in chunks
+        for token_id in (euro if chunk == "euro" else [vocabulary[chunk]])
+    ]
+    assert ModelTokenizer(raw).decode(token_ids, SpecialTokens.WITHOUT) == raw.decode(
+        token_ids, skip_special_tokens=True
+    )
 
 
 @given(st.lists(st.integers(0, 262), max_size=60))

@@ -1,4 +1,6 @@
-"""Bad clients, failing engines, clients that leave: always an answer in the right shape, never a request left behind."""
+"""Bad clients, failing engines, clients that leave: always an answer in the right shape, never a
+request left behind.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(autouse=True)
 def _nothing_unhandled(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
-    assert [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
+    assert [
+        record.getMessage()
+        for record in caplog.get_records("call")
+        if record.levelno >= logging.ERROR
+    ] == []
 
 
 def silent(request: AddRequest) -> Sequence[RequestOutput]:
@@ -35,7 +41,10 @@ def silent(request: AddRequest) -> Sequence[RequestOutput]:
 
 
 def is_error(answer: Any, status: int) -> bool:
-    return set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["code"] == status
+    return (
+        set(answer["error"]) == {"message", "type", "param", "code"}
+        and answer["error"]["code"] == status
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,9 @@ def is_error(answer: Any, status: int) -> bool:
         ("/health", {}, 405),
     ],
 )
-def test_a_bad_request_gets_a_json_error_with_the_right_status(model: Path, path: str, body: Any, status: int) -> None:
+def test_a_bad_request_gets_a_json_error_with_the_right_status(
+    model: Path, path: str, body: Any, status: int
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine()
         async with stage(engine, model) as s:
@@ -96,8 +107,12 @@ def test_a_body_that_is_too_large_is_413_also_when_it_was_compressed(model: Path
 def test_a_body_that_does_not_arrive_is_408(model: Path) -> None:
     async def scene() -> None:
         async with stage(ScriptedEngine(), model, ApiSettings(body_timeout_s=0.05)) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1])
+            )
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+            )
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
             writer.close()
             await writer.wait_closed()
@@ -106,8 +121,15 @@ def test_a_body_that_does_not_arrive_is_408(model: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=True) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 KNOWN = sorted({*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__})
@@ -133,7 +155,9 @@ def test_no_json_body_makes_the_server_fail(model: Path) -> None:
                         events_of(await answer.read())
                     else:
                         shown = await answer.json()
-                        assert answer.status == 200 or (answer.status in (400, 404) and is_error(shown, answer.status)), shown
+                        assert answer.status == 200 or (
+                            answer.status in (400, 404) and is_error(shown, answer.status)
+                        ), shown
 
             runner.run(send())
 
@@ -144,7 +168,11 @@ def test_no_json_body_makes_the_server_fail(model: Path) -> None:
 def test_an_engine_error_before_the_first_token_is_a_status(model: Path) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(
-            lambda request: [RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=502)]
+            lambda request: [
+                RequestOutput(
+                    request.request_id, finish_reason="error", error="peer lost", error_status=502
+                )
+            ]
         )
         async with stage(engine, model) as s:
             for stream in (False, True):
@@ -157,7 +185,9 @@ def test_an_engine_error_before_the_first_token_is_a_status(model: Path) -> None
 
 def test_an_engine_error_after_the_first_token_is_an_event(model: Path) -> None:
     def fails_late(request: AddRequest) -> list[RequestOutput]:
-        last = RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=502)
+        last = RequestOutput(
+            request.request_id, finish_reason="error", error="peer lost", error_status=502
+        )
         return [RequestOutput(request.request_id, [SampledToken(40)]), last]
 
     async def scene() -> None:
@@ -175,7 +205,11 @@ def test_one_failing_sample_ends_them_all(model: Path) -> None:
     def one_fails(request: AddRequest) -> list[RequestOutput]:
         if "-1-" not in request.request_id:
             return []
-        return [RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=500)]
+        return [
+            RequestOutput(
+                request.request_id, finish_reason="error", error="peer lost", error_status=500
+            )
+        ]
 
     async def scene() -> None:
         engine = ScriptedEngine(one_fails)
@@ -189,11 +223,15 @@ def test_one_failing_sample_ends_them_all(model: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(model: Path, stream: bool) -> None:
+def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(
+    model: Path, stream: bool
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         async with stage(engine, model) as s:
-            asking = asyncio.ensure_future(s.post(COMPLETIONS, {"prompt": [5], "n": 3, "stream": stream}))
+            asking = asyncio.ensure_future(
+                s.post(COMPLETIONS, {"prompt": [5], "n": 3, "stream": stream})
+            )
             await until(lambda: len(engine.live) == 3)
             asking.cancel()
             await until(lambda: not engine.live)
@@ -204,10 +242,16 @@ def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(model: Path, 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("params", [{"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}])
+@pytest.mark.parametrize(
+    "params", [{"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}]
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_whose_ticket_reaches_nobody_is_given_up(model: Path, stream: bool, params: dict[str, Any]) -> None:
-    """Also when the engine has finished it: then its blocks wait for a peer that will never hear of them."""
+def test_a_request_whose_ticket_reaches_nobody_is_given_up(
+    model: Path, stream: bool, params: dict[str, Any]
+) -> None:
+    """Also when the engine has finished it: then its blocks wait for a peer that will never hear of
+    them.
+    """
     body = {"prompt": [5], "max_tokens": 1, "stream": stream, "kv_transfer_params": params}
 
     async def scene() -> None:
@@ -232,7 +276,9 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(model
     async def scene() -> None:
         engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))
         async with stage(engine, model) as s:
-            async with s.session.post(s.url + CHAT, json={"messages": HELLO, "stream": True}) as answer:
+            async with s.session.post(
+                s.url + CHAT, json={"messages": HELLO, "stream": True}
+            ) as answer:
                 await answer.content.readline()
                 assert engine.live
                 answer.close()
@@ -242,14 +288,31 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(model
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}])
-def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path, params: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "params", [None, {"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}]
+)
+def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(
+    model: Path, params: dict[str, Any] | None
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         async with stage(engine, model, ApiSettings(stall_timeout_s=0.2)) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1)
-            body = json.dumps({"prompt": [5], "stream": True, "return_token_ids": True, "kv_transfer_params": params}).encode()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1
+            )
+            body = json.dumps(
+                {
+                    "prompt": [5],
+                    "stream": True,
+                    "return_token_ids": True,
+                    "kv_transfer_params": params,
+                }
+            ).encode()
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+                + body
+            )
             await until(lambda: bool(engine.live))
             (request_id,) = engine.live
             huge = RequestOutput(request_id, [SampledToken(40)] * 20_000)
@@ -270,7 +333,9 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path
 
 
 @pytest.mark.parametrize(("sent", "status"), MALFORMED)
-def test_malformed_http_is_a_json_error_without_an_echo(model: Path, sent: bytes, status: int | None) -> None:
+def test_malformed_http_is_a_json_error_without_an_echo(
+    model: Path, sent: bytes, status: int | None
+) -> None:
     async def scene() -> None:
         async with stage(ScriptedEngine(), model) as s:
             await assert_refused_without_echo(s.url, sent, status)
@@ -294,14 +359,25 @@ def test_a_missing_field_is_named_with_its_place_and_an_empty_body_as_empty(mode
     asyncio.run(scene())
 
 
-def test_transfer_params_without_a_connector_are_served_and_noted_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transfer_params_without_a_connector_are_served_and_noted_once(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene() -> None:
         async with stage(ScriptedEngine(), model) as s:
-            for params in ({}, {"do_remote_prefill": False}, {"do_remote_prefill": True}, {"do_remote_decode": True}):
+            for params in (
+                {},
+                {"do_remote_prefill": False},
+                {"do_remote_prefill": True},
+                {"do_remote_decode": True},
+            ):
                 await s.complete(prompt=[5], kv_transfer_params=params)
 
     asyncio.run(scene())
-    (note,) = [record.getMessage() for record in caplog.records if "kv-transfer-config" in record.getMessage()]
+    (note,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "kv-transfer-config" in record.getMessage()
+    ]
     assert note.startswith("do_remote_prefill is ignored")
 
 

@@ -73,10 +73,18 @@ async def quiescent(client: EngineClient) -> CoreStatus:
 
 
 def greedy(**body: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, **body}
+    return {
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **body,
+    }
 
 
-def test_text_and_token_id_prompts_agree_and_another_prompt_differs(engine: Running, checkpoint: Path) -> None:
+def test_text_and_token_id_prompts_agree_and_another_prompt_differs(
+    engine: Running, checkpoint: Path
+) -> None:
     async def scene() -> None:
         tokenizer = ModelTokenizer.load(checkpoint)
         token_ids = tokenizer.encode("the people of the world", SpecialTokens.WITH)
@@ -86,20 +94,30 @@ def test_text_and_token_id_prompts_agree_and_another_prompt_differs(engine: Runn
         assert by_text["choices"][0] == by_ids["choices"][0]
         assert by_text["choices"][0]["prompt_token_ids"] == token_ids
         assert len(by_text["choices"][0]["token_ids"]) == 12
-        assert by_text["choices"][0]["text"] == tokenizer.decode(by_text["choices"][0]["token_ids"], SpecialTokens.WITHOUT)
+        assert by_text["choices"][0]["text"] == tokenizer.decode(
+            by_text["choices"][0]["token_ids"], SpecialTokens.WITHOUT
+        )
         assert other["choices"][0]["token_ids"] != by_text["choices"][0]["token_ids"]
 
     engine.run(scene())
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11, "n": 3, "logprobs": 2}])
-def test_a_stream_says_what_the_whole_answer_says(engine: Running, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11, "n": 3, "logprobs": 2}]
+)
+def test_a_stream_says_what_the_whole_answer_says(
+    engine: Running, sampling: dict[str, Any]
+) -> None:
     async def scene() -> None:
         body = greedy(prompt="time and time again") | sampling
         whole = await engine.stage.complete(**body)
         chunks = await engine.stage.stream(COMPLETIONS, **body)
         for choice in whole["choices"]:
-            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+            own = [
+                chunk["choices"][0]
+                for chunk in chunks
+                if chunk["choices"][0]["index"] == choice["index"]
+            ]
             assert "".join(part["text"] for part in own) == choice["text"]
             assert [token for part in own for token in part["token_ids"]] == choice["token_ids"]
             assert own[-1]["finish_reason"] == choice["finish_reason"] == "length"
@@ -112,7 +130,10 @@ def test_a_seed_fixes_the_tokens_and_samples_of_one_request_differ(engine: Runni
         body = greedy(prompt="many years", temperature=1.0, seed=3, n=2, max_tokens=20)
         first = [choice["token_ids"] for choice in (await engine.stage.complete(**body))["choices"]]
         again = [choice["token_ids"] for choice in (await engine.stage.complete(**body))["choices"]]
-        moved = [choice["token_ids"] for choice in (await engine.stage.complete(**body | {"seed": 4, "n": 1}))["choices"]]
+        moved = [
+            choice["token_ids"]
+            for choice in (await engine.stage.complete(**body | {"seed": 4, "n": 1}))["choices"]
+        ]
         assert first == again
         assert first[0] != first[1]
         assert moved[0] == first[1]
@@ -122,9 +143,13 @@ def test_a_seed_fixes_the_tokens_and_samples_of_one_request_differ(engine: Runni
 
 def test_a_stop_string_cuts_the_text_and_frees_the_request(engine: Running) -> None:
     async def scene() -> None:
-        full = (await engine.stage.complete(**greedy(prompt="what is life", max_tokens=40)))["choices"][0]["text"]
+        full = (await engine.stage.complete(**greedy(prompt="what is life", max_tokens=40)))[
+            "choices"
+        ][0]["text"]
         stop = full[10:13]
-        cut = (await engine.stage.complete(**greedy(prompt="what is life", max_tokens=400, stop=stop)))["choices"][0]
+        cut = (
+            await engine.stage.complete(**greedy(prompt="what is life", max_tokens=400, stop=stop))
+        )["choices"][0]
         assert cut["text"] == full[: full.index(stop)]
         assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
         assert len(cut["token_ids"]) < 40
@@ -134,8 +159,12 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request(engine: Running) -> N
 
 def test_a_stop_token_ends_the_sequence(engine: Running) -> None:
     async def scene() -> None:
-        full = (await engine.stage.complete(**greedy(prompt="what is life")))["choices"][0]["token_ids"]
-        cut = (await engine.stage.complete(**greedy(prompt="what is life", stop_token_ids=[full[3]])))["choices"][0]
+        full = (await engine.stage.complete(**greedy(prompt="what is life")))["choices"][0][
+            "token_ids"
+        ]
+        cut = (
+            await engine.stage.complete(**greedy(prompt="what is life", stop_token_ids=[full[3]]))
+        )["choices"][0]
         assert cut["token_ids"] == full[: full.index(full[3]) + 1]
         assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", full[3])
 
@@ -144,12 +173,17 @@ def test_a_stop_token_ends_the_sequence(engine: Running) -> None:
 
 def test_chat_works_both_ways(engine: Running) -> None:
     async def scene() -> None:
-        body = greedy(messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=3)
+        body = greedy(
+            messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=3
+        )
         status, whole = await engine.stage.post(CHAT, body)
         assert status == 200, whole
         (choice,) = whole["choices"]
         chunks = await engine.stage.stream(CHAT, **body)
-        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == choice["message"]["content"]
+        assert (
+            "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+            == choice["message"]["content"]
+        )
         for token in choice["logprobs"]["content"]:
             ranked = [top["logprob"] for top in token["top_logprobs"]]
             assert len(ranked) == 3
@@ -163,7 +197,10 @@ def test_a_prefix_computed_before_is_counted_as_cached(engine: Running) -> None:
     async def scene() -> None:
         prompt = [100 + step % 90 for step in range(64)]
         cached = [
-            (await engine.stage.complete(**greedy(prompt=prompt)))["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
+            (await engine.stage.complete(**greedy(prompt=prompt)))["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for _ in range(2)
         ]
         assert cached[0] == 0
         assert 32 <= cached[1] < 64
@@ -176,7 +213,12 @@ def test_a_prefix_computed_before_is_counted_as_cached(engine: Running) -> None:
 def test_clients_that_leave_free_everything(engine: Running) -> None:
     async def scene() -> None:
         body = {"prompt": "on and on", "max_tokens": 480, "ignore_eos": True}
-        asking = [asyncio.ensure_future(engine.stage.post(COMPLETIONS, {**body, "n": 2, "stream": stream})) for stream in (False, True) * 3]
+        asking = [
+            asyncio.ensure_future(
+                engine.stage.post(COMPLETIONS, {**body, "n": 2, "stream": stream})
+            )
+            for stream in (False, True) * 3
+        ]
         while (await engine.client.status()).num_running < 2:
             await asyncio.sleep(0.002)
         for task in asking:
@@ -188,9 +230,16 @@ def test_clients_that_leave_free_everything(engine: Running) -> None:
 
 def test_many_requests_at_once_get_the_tokens_they_get_alone(engine: Running) -> None:
     async def scene() -> None:
-        prompts = [[40 + (step * (7 + which)) % 400 for step in range(5 + 9 * which)] for which in range(8)]
-        alone = [(await engine.stage.complete(**greedy(prompt=prompt)))["choices"][0]["token_ids"] for prompt in prompts]
-        answers = await asyncio.gather(*(engine.stage.complete(**greedy(prompt=prompt)) for prompt in prompts))
+        prompts = [
+            [40 + (step * (7 + which)) % 400 for step in range(5 + 9 * which)] for which in range(8)
+        ]
+        alone = [
+            (await engine.stage.complete(**greedy(prompt=prompt)))["choices"][0]["token_ids"]
+            for prompt in prompts
+        ]
+        answers = await asyncio.gather(
+            *(engine.stage.complete(**greedy(prompt=prompt)) for prompt in prompts)
+        )
         assert [answer["choices"][0]["token_ids"] for answer in answers] == alone
         batched = await engine.stage.complete(**greedy(prompt=prompts))
         assert [choice["token_ids"] for choice in batched["choices"]] == alone
@@ -201,8 +250,15 @@ def test_many_requests_at_once_get_the_tokens_they_get_alone(engine: Running) ->
 
 def test_params_without_a_connector_are_never_fatal(engine: Running) -> None:
     async def scene() -> None:
-        for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, {"remote_block_ids": "x"}, {}):
-            status, answer = await engine.stage.post(COMPLETIONS, greedy(prompt=[50, 51], kv_transfer_params=params))
+        for params in (
+            {"do_remote_prefill": True},
+            {"do_remote_decode": True},
+            {"remote_block_ids": "x"},
+            {},
+        ):
+            status, answer = await engine.stage.post(
+                COMPLETIONS, greedy(prompt=[50, 51], kv_transfer_params=params)
+            )
             assert status == 200 or "error" in answer
         await engine.stage.complete(**greedy(prompt=[50, 51]))
 
@@ -213,10 +269,22 @@ def test_metrics_follow_the_engine(engine: Running) -> None:
     async def scene() -> None:
         await engine.stage.complete(**greedy(prompt=[60, 61, 62]))
         async with engine.stage.session.get(engine.stage.url + "/metrics") as answer:
-            lines = dict(line.rsplit(" ", 1) for line in (await answer.text()).splitlines() if not line.startswith("#"))
+            lines = dict(
+                line.rsplit(" ", 1)
+                for line in (await answer.text()).splitlines()
+                if not line.startswith("#")
+            )
         status = await engine.client.status()
-        assert float(lines['vllm:generation_tokens_total{model_name="tiny"}']) == status.generation_tokens_total > 0
-        assert float(lines['vllm:prompt_tokens_total{model_name="tiny"}']) == status.prompt_tokens_total > 0
+        assert (
+            float(lines['vllm:generation_tokens_total{model_name="tiny"}'])
+            == status.generation_tokens_total
+            > 0
+        )
+        assert (
+            float(lines['vllm:prompt_tokens_total{model_name="tiny"}'])
+            == status.prompt_tokens_total
+            > 0
+        )
 
     engine.run(scene())
 
@@ -226,7 +294,9 @@ def test_when_the_core_is_killed_every_client_hears_it(checkpoint: Path) -> None
         async with asyncio.timeout(60), served(checkpoint) as (client, stage):
             body = {"prompt": "on and on", "max_tokens": 480, "ignore_eos": True}
             whole = asyncio.ensure_future(stage.post(COMPLETIONS, body))
-            async with stage.session.post(stage.url + COMPLETIONS, json={**body, "stream": True}) as answer:
+            async with stage.session.post(
+                stage.url + COMPLETIONS, json={**body, "stream": True}
+            ) as answer:
                 assert answer.status == 200
                 assert client.pid is not None
                 os.kill(client.pid, signal.SIGKILL)

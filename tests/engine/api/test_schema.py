@@ -96,7 +96,13 @@ def test_known_fields_that_are_not_served_are_refused(name: str, value: Any) -> 
 
 def test_harmless_values_of_unserved_fields_pass() -> None:
     completion(
-        prompt="x", logit_bias={}, presence_penalty=0, repetition_penalty=1.0, response_format={"type": "text"}, best_of=1, suffix=""
+        prompt="x",
+        logit_bias={},
+        presence_penalty=0,
+        repetition_penalty=1.0,
+        response_format={"type": "text"},
+        best_of=1,
+        suffix="",
     )
     completion(prompt="x", n=3, best_of=3)
 
@@ -116,7 +122,10 @@ def test_harmless_values_of_unserved_fields_pass() -> None:
         b"5",
         b'"x"',
     ]
-    + [prefix + b"[" * 100_000 for prefix in (b"", b'{"prompt": ', b'{"zebra": ', b'{"kv_transfer_params": {"a": ')],
+    + [
+        prefix + b"[" * 100_000
+        for prefix in (b"", b'{"prompt": ', b'{"zebra": ', b'{"kv_transfer_params": {"a": ')
+    ],
 )
 def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused):
@@ -124,7 +133,12 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
 
 
 def test_kv_transfer_params_are_kept_as_they_came_but_not_deeper_than_the_core_can_walk() -> None:
-    params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": None, "x": {"y": 1.5}}
+    params = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1, 2]],
+        "remote_port": None,
+        "x": {"y": 1.5},
+    }
     assert completion(prompt="x", kv_transfer_params=params).kv_transfer_params == params
     deep: Any = 1
     for _ in range(40):
@@ -139,6 +153,11 @@ def test_a_prefill_for_a_peer_is_run_once_whatever_n_is() -> None:
 
 
 def test_a_chat_needs_messages() -> None:
-    for body in (b"{}", b'{"messages": []}', b'{"messages": [{"content": "x"}]}', b'{"messages": [5]}'):
+    for body in (
+        b"{}",
+        b'{"messages": []}',
+        b'{"messages": [{"content": "x"}]}',
+        b'{"messages": [5]}',
+    ):
         with pytest.raises(RequestRefused):
             decode_body(body, ChatRequest)

@@ -14,7 +14,14 @@ import aiohttp
 import pytest
 from tests.engine.api.stage import DEADLINE_S, ScriptedEngine, events_of, outputs_of, until
 
-from kvferry.engine.api.serve import StoppedBySignal, address_of, open_listeners, run_on_fast_loop, serve, stop_signals
+from kvferry.engine.api.serve import (
+    StoppedBySignal,
+    address_of,
+    open_listeners,
+    run_on_fast_loop,
+    serve,
+    stop_signals,
+)
 from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, KVFerryError
@@ -31,8 +38,12 @@ class Serving:
     def __init__(self, engine: ScriptedEngine, model: Path, grace_s: float = DEADLINE_S) -> None:
         """`grace_s`: after either signal."""
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        options = EngineOptions(model, served_model_name="tiny", shutdown_timeout_s=grace_s, drain_timeout_s=grace_s)
-        self.task = asyncio.ensure_future(serve(engine, options, "127.0.0.1", 0, on_listening=self._note))
+        options = EngineOptions(
+            model, served_model_name="tiny", shutdown_timeout_s=grace_s, drain_timeout_s=grace_s
+        )
+        self.task = asyncio.ensure_future(
+            serve(engine, options, "127.0.0.1", 0, on_listening=self._note)
+        )
 
     def _note(self, model_name: str, address: Address) -> None:
         self._listening.set_result(f"http://{address}")
@@ -42,14 +53,19 @@ class Serving:
 
 
 async def ask(session: aiohttp.ClientSession, url: str) -> int:
-    async with session.post(url + "/v1/completions", json={"prompt": [5], "max_tokens": 1}) as answer:
+    async with session.post(
+        url + "/v1/completions", json={"prompt": [5], "max_tokens": 1}
+    ) as answer:
         await answer.read()
         return answer.status
 
 
 async def health(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
     async with session.get(url + "/health") as answer:
-        return answer.status, await answer.json() if answer.content_type == "application/json" else None
+        return (
+            answer.status,
+            await answer.json() if answer.content_type == "application/json" else None,
+        )
 
 
 def test_ctrl_c_lets_running_requests_finish_and_takes_no_new_ones(model: Path) -> None:
@@ -90,8 +106,13 @@ def test_a_draining_server_says_so_until_nobody_needs_it(model: Path) -> None:
             await until(lambda: bool(engine.live))
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: engine.is_draining)
-            assert await health(session, url) == (503, {"status": "draining", "requests": 1, "leases": 2, "blocks": 6})
-            async with session.post(url + "/v1/completions", json={"prompt": [5], "stream": True}) as refused:
+            assert await health(session, url) == (
+                503,
+                {"status": "draining", "requests": 1, "leases": 2, "blocks": 6},
+            )
+            async with session.post(
+                url + "/v1/completions", json={"prompt": [5], "stream": True}
+            ) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
                 assert (await refused.json())["error"]["type"] == "ServiceUnavailableError"
             async with session.get(url + "/metrics") as metrics:
@@ -99,7 +120,10 @@ def test_a_draining_server_says_so_until_nobody_needs_it(model: Path) -> None:
             (request_id,) = engine.live
             engine.put(RequestOutput(request_id, [SampledToken(40)], "length"))
             assert await running == 200
-            assert await health(session, url) == (503, {"status": "draining", "requests": 0, "leases": 2, "blocks": 6})
+            assert await health(session, url) == (
+                503,
+                {"status": "draining", "requests": 0, "leases": 2, "blocks": 6},
+            )
             assert not serving.task.done()
             engine.held = 0
             await serving.task
@@ -139,8 +163,12 @@ def test_a_core_that_dies_while_it_drains_is_no_orderly_end(model: Path) -> None
     run_on_fast_loop(scene())
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
-def test_a_second_signal_does_not_wait_for_running_requests(model: Path, numbers: tuple[signal.Signals, signal.Signals]) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)]
+)
+def test_a_second_signal_does_not_wait_for_running_requests(
+    model: Path, numbers: tuple[signal.Signals, signal.Signals]
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         serving = Serving(engine, model)
@@ -157,7 +185,9 @@ def test_a_second_signal_does_not_wait_for_running_requests(model: Path, numbers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path, number: signal.Signals) -> None:
+def test_a_request_that_does_not_finish_in_time_is_aborted(
+    model: Path, number: signal.Signals
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         serving = Serving(engine, model, grace_s=0.05)
@@ -173,7 +203,9 @@ def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path, number: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(model: Path, number: signal.Signals) -> None:
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(
+    model: Path, number: signal.Signals
+) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))
         serving = Serving(engine, model, grace_s=0.05)
@@ -193,12 +225,18 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(model: Path, number: signal.Signals) -> None:
+def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(
+    model: Path, number: signal.Signals
+) -> None:
     async def scene() -> None:
         serving = Serving(ScriptedEngine(), model, grace_s=0.05)
         async with asyncio.timeout(DEADLINE_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int((await serving.url()).rsplit(":", 1)[1]))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int((await serving.url()).rsplit(":", 1)[1])
+            )
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n"
+            )
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
             os.kill(os.getpid(), number)
             head, _, said = (await reader.read()).partition(b"\r\n\r\n")
@@ -211,7 +249,9 @@ def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(model:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_before_there_is_anything_to_serve_ends_the_start_orderly(number: signal.Signals, code: int) -> None:
+def test_a_signal_before_there_is_anything_to_serve_ends_the_start_orderly(
+    number: signal.Signals, code: int
+) -> None:
     async def scene() -> None:
         ended: list[str] = []
 
@@ -292,7 +332,9 @@ def test_all_addresses_of_a_name_share_one_port() -> None:
 def test_one_line_says_where_it_listens(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def scene() -> None:
         engine = ScriptedEngine()
-        task = asyncio.ensure_future(serve(engine, EngineOptions(model, served_model_name="tiny"), "127.0.0.1", 0))
+        task = asyncio.ensure_future(
+            serve(engine, EngineOptions(model, served_model_name="tiny"), "127.0.0.1", 0)
+        )
         await asyncio.sleep(0)
         engine.die("done")
         with pytest.raises(KVFerryError):

@@ -16,7 +16,9 @@ def feed(stops: list[str], chunks: list[str]) -> tuple[str, str | None]:
 
 
 def expected(stops: list[str], text: str) -> tuple[str, str | None]:
-    """The plain meaning: look at ever longer beginnings of the text until one ends with a stop string."""
+    """The plain meaning: look at ever longer beginnings of the text until one ends with a stop
+    string.
+    """
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -46,6 +48,11 @@ def test_without_stop_strings_nothing_is_held() -> None:
 short = st.text(alphabet="ab", max_size=4)
 
 
-@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4), st.lists(short, max_size=12))
-def test_the_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], chunks: list[str]) -> None:
+@given(
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4),
+    st.lists(short, max_size=12),
+)
+def test_the_result_does_not_depend_on_how_the_text_is_cut(
+    stops: list[str], chunks: list[str]
+) -> None:
     assert feed(stops, chunks) == expected(stops, "".join(chunks))

@@ -1,4 +1,6 @@
-"""Real sockets on a real loop: a server with a handler, clients and instances that speak raw bytes."""
+"""Real sockets on a real loop: a server with a handler, clients and instances that speak raw
+bytes.
+"""
 
 import asyncio
 import socket
@@ -16,7 +18,9 @@ from kvferry.router.http.server import Admit, Handler, HttpServer, ResponseWrite
 from kvferry.types import Address
 
 DEADLINE_S = 20.0
-LIMITS = ServerLimits(head_timeout_s=10, body_idle_timeout_s=10, keepalive_s=10, stall_timeout_s=10, linger_s=5)
+LIMITS = ServerLimits(
+    head_timeout_s=10, body_idle_timeout_s=10, keepalive_s=10, stall_timeout_s=10, linger_s=5
+)
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -43,7 +47,9 @@ class Served:
         return RawClient(reader, writer)
 
     async def say(self, data: bytes) -> bytes:
-        """Everything that comes back for these bytes until the server closes; it must close by itself."""
+        """Everything that comes back for these bytes until the server closes; it must close by
+        itself.
+        """
         client = await self.connect()
         try:
             client.send(data)
@@ -85,11 +91,17 @@ class RawClient:
 
 @asynccontextmanager
 async def serving(
-    handler: Handler, *, admit: Admit | None = None, tls: ssl.SSLContext | None = None, **limits: float
+    handler: Handler,
+    *,
+    admit: Admit | None = None,
+    tls: ssl.SSLContext | None = None,
+    **limits: float,
 ) -> AsyncIterator[Served]:
     refusals: list[int] = []
     bounds: ServerLimits = replace(LIMITS, **limits)  # type: ignore[arg-type]
-    server = HttpServer(handler, bounds, admit=admit, on_malformed=lambda refusal: refusals.append(refusal.status))
+    server = HttpServer(
+        handler, bounds, admit=admit, on_malformed=lambda refusal: refusals.append(refusal.status)
+    )
     sock = socket.create_server(("127.0.0.1", 0))
     await server.start(sock, tls)
     try:
@@ -100,7 +112,11 @@ async def serving(
 
 async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
     """Says what it understood."""
-    reply.send(200, [("X-Method", request.method), ("X-Path", request.path), ("X-Query", request.query)], request.body)
+    reply.send(
+        200,
+        [("X-Method", request.method), ("X-Path", request.path), ("X-Query", request.query)],
+        request.body,
+    )
 
 
 @asynccontextmanager
@@ -150,15 +166,35 @@ async def upstreams(keepalive_s: float = 4.0) -> AsyncIterator[UpstreamPool]:
 
 
 async def ask(
-    made: UpstreamPool, target: Target, method: str = "POST", body: bytes = b"hello", head_timeout_s: float = 10
+    made: UpstreamPool,
+    target: Target,
+    method: str = "POST",
+    body: bytes = b"hello",
+    head_timeout_s: float = 10,
 ) -> UpstreamResponse:
-    return await made.send(target, method, "/v1/x", [("X-A", "1")], body, connect_timeout_s=5, head_timeout_s=head_timeout_s)
+    return await made.send(
+        target,
+        method,
+        "/v1/x",
+        [("X-A", "1")],
+        body,
+        connect_timeout_s=5,
+        head_timeout_s=head_timeout_s,
+    )
 
 
 def post(body: bytes, path: str = "/v1/x", *lines: bytes) -> bytes:
     head = b"".join(line + b"\r\n" for line in lines)
-    return b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n%b\r\n%b" % (path.encode(), len(body), head, body)
+    return b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n%b\r\n%b" % (
+        path.encode(),
+        len(body),
+        head,
+        body,
+    )
 
 
 def chunked(segments: list[bytes]) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(segment), segment) for segment in segments if segment) + b"0\r\n\r\n"
+    return (
+        b"".join(b"%x\r\n%b\r\n" % (len(segment), segment) for segment in segments if segment)
+        + b"0\r\n\r\n"
+    )

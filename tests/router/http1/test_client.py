@@ -9,7 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
-from kvferry.router.http.messages import ConnectFailed, InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.messages import (
+    ConnectFailed,
+    InvalidResponse,
+    UpstreamDisconnected,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from kvferry.router.http.pool import Target, UpstreamPool
 from kvferry.types import Address
 
@@ -23,7 +29,11 @@ async def assert_says(raw: bytes, body: bytes, *, is_kept: bool, method: str = "
             with await ask(made, target, method) as answer:
                 assert await answer.read(1000, 5) == body
                 assert await answer.read_some(5) == b""
-            assert made.num_connections == 1 if is_kept else await settles(lambda: made.num_connections == 0)
+            assert (
+                made.num_connections == 1
+                if is_kept
+                else await settles(lambda: made.num_connections == 0)
+            )
 
 
 async def settles(is_so: Callable[[], bool]) -> bool:
@@ -46,13 +56,18 @@ async def settles(is_so: Callable[[], bool]) -> bool:
         (CHUNKED + b"x", False),
     ],
 )
-def test_a_body_is_read_whole_and_its_connection_kept_only_when_it_ended_cleanly(raw: bytes, is_kept: bool) -> None:
+def test_a_body_is_read_whole_and_its_connection_kept_only_when_it_ended_cleanly(
+    raw: bytes, is_kept: bool
+) -> None:
     run(assert_says(raw, b"hello", is_kept=is_kept))
 
 
 def test_an_answer_until_close_is_read_to_the_end() -> None:
     async def story() -> None:
-        async with instance(answering(b"HTTP/1.1 200 OK\r\n\r\nhello")) as target, upstreams() as made:
+        async with (
+            instance(answering(b"HTTP/1.1 200 OK\r\n\r\nhello")) as target,
+            upstreams() as made,
+        ):
             with await ask(made, target) as answer:
                 assert await answer.read(1000, 5) == b"hello"
 
@@ -110,14 +125,39 @@ def test_the_request_is_framed_by_the_client_whatever_headers_it_is_given() -> N
                 ("Expect", "100-continue"),
                 ("X-A", "b"),
             ]
-            with await made.send(target, "POST", "/p?q", headers, [b"one", b"two"], connect_timeout_s=5, head_timeout_s=5) as answer:
+            with await made.send(
+                target,
+                "POST",
+                "/p?q",
+                headers,
+                [b"one", b"two"],
+                connect_timeout_s=5,
+                head_timeout_s=5,
+            ) as answer:
                 await answer.read(100, 5)
             assert heard == [
-                (b"POST /p?q HTTP/1.1\r\nHost: %b\r\nX-A: b\r\nContent-Length: 6\r\n\r\n" % str(target.address).encode(), b"onetwo")
+                (
+                    b"POST /p?q HTTP/1.1\r\nHost: %b\r\nX-A: b\r\nContent-Length: 6\r\n\r\n"
+                    % str(target.address).encode(),
+                    b"onetwo",
+                )
             ]
-            for path, value in (("/p HTTP/1.1\r\nX: y", ""), ("/p\r\n", ""), ("/", "a\r\nb"), ("/", "a\nb")):
+            for path, value in (
+                ("/p HTTP/1.1\r\nX: y", ""),
+                ("/p\r\n", ""),
+                ("/", "a\r\nb"),
+                ("/", "a\nb"),
+            ):
                 with pytest.raises(ValueError, match="cannot be sent"):
-                    await made.send(target, "GET", path, [("X-A", value)], b"", connect_timeout_s=5, head_timeout_s=5)
+                    await made.send(
+                        target,
+                        "GET",
+                        path,
+                        [("X-A", value)],
+                        b"",
+                        connect_timeout_s=5,
+                        head_timeout_s=5,
+                    )
 
     run(story())
 
@@ -234,7 +274,12 @@ def test_what_is_no_answer_is_said_to_be_none(raw: bytes) -> None:
 
 def test_a_body_that_is_not_chunked_as_it_says_is_not_http() -> None:
     async def story() -> None:
-        async with instance(answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")) as target, upstreams() as made:
+        async with (
+            instance(
+                answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")
+            ) as target,
+            upstreams() as made,
+        ):
             with await ask(made, target) as answer, pytest.raises(InvalidResponse):
                 await answer.read(100, 5)
 
@@ -244,7 +289,10 @@ def test_a_body_that_is_not_chunked_as_it_says_is_not_http() -> None:
 def test_a_body_longer_than_is_wanted_is_not_read() -> None:
     async def story() -> None:
         async with instance(answering(OK)) as target, upstreams() as made:
-            with await ask(made, target) as answer, pytest.raises(InvalidResponse, match="longer than 4 bytes"):
+            with (
+                await ask(made, target) as answer,
+                pytest.raises(InvalidResponse, match="longer than 4 bytes"),
+            ):
                 await answer.read(4, 5)
 
     run(story())
@@ -277,7 +325,9 @@ def test_an_instance_that_does_not_accept_is_not_reached_in_time() -> None:
                 filler.connect_ex(sock.getsockname())
             async with upstreams() as made:
                 with pytest.raises(ConnectFailed, match="within"):
-                    await made.send(target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=5)
+                    await made.send(
+                        target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=5
+                    )
             for filler in fillers:
                 filler.close()
 
@@ -372,7 +422,9 @@ def test_a_cancelled_request_closes_the_connection(is_answered: bool) -> None:
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -> None:
-    """A refusal of a large body: the instance answers, and closes what it has not read. The kernel makes that a reset."""
+    """A refusal of a large body: the instance answers, and closes what it has not read. The kernel
+    makes that a reset.
+    """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -394,7 +446,13 @@ def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -
     run(story())
 
 
-ANSWERS = [OK, CHUNKED, b"HTTP/1.1 200 OK\r\n\r\nhello", b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"HTTP/1.1 204 No Content\r\n\r\n"]
+ANSWERS = [
+    OK,
+    CHUNKED,
+    b"HTTP/1.1 200 OK\r\n\r\nhello",
+    b"HTTP/1.1 100 Continue\r\n\r\n" + OK,
+    b"HTTP/1.1 204 No Content\r\n\r\n",
+]
 
 
 @st.composite
@@ -413,7 +471,9 @@ def spoilt(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(spoilt(), min_size=1, max_size=15))
-def test_whatever_bytes_an_instance_sends_are_an_answer_or_an_error_of_the_instance(sent: list[bytes]) -> None:
+def test_whatever_bytes_an_instance_sends_are_an_answer_or_an_error_of_the_instance(
+    sent: list[bytes],
+) -> None:
     async def read(made: UpstreamPool, raw: bytes) -> None:
         async with instance(answering(raw)) as target:
             with suppress(UpstreamError), await ask(made, target) as answer:
@@ -463,7 +523,9 @@ def test_an_answer_that_comes_before_the_question_is_read() -> None:
 
                 def accept_and_refuse() -> None:
                     sock, _ = server.accept()
-                    sock.sendall(b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 4\r\n\r\nfull")
+                    sock.sendall(
+                        b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 4\r\n\r\nfull"
+                    )
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     sock.close()
 
@@ -477,4 +539,7 @@ def test_an_answer_that_comes_before_the_question_is_read() -> None:
 
 
 def test_errors_of_instances_have_one_parent() -> None:
-    assert all(issubclass(kind, UpstreamError) for kind in (ConnectFailed, UpstreamTimeout, UpstreamDisconnected, InvalidResponse))
+    assert all(
+        issubclass(kind, UpstreamError)
+        for kind in (ConnectFailed, UpstreamTimeout, UpstreamDisconnected, InvalidResponse)
+    )

@@ -20,13 +20,22 @@ def wire(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """A chunked body in any legal spelling, and what it says."""
     segments = draw(SEGMENTS)
     spellings = [b"%x", b"%X", b"00%x", b"%x;name=value", b'%x ; name="a b"']
-    body = b"".join(draw(st.sampled_from(spellings)) % len(segment) + b"\r\n" + segment + b"\r\n" for segment in segments)
-    end = draw(st.sampled_from([b"0\r\n\r\n", b"000\r\n\r\n", b"0;x\r\n\r\n", b"0\r\nTrailer: yes\r\nOther: \r\n\r\n"]))
+    body = b"".join(
+        draw(st.sampled_from(spellings)) % len(segment) + b"\r\n" + segment + b"\r\n"
+        for segment in segments
+    )
+    end = draw(
+        st.sampled_from(
+            [b"0\r\n\r\n", b"000\r\n\r\n", b"0;x\r\n\r\n", b"0\r\nTrailer: yes\r\nOther: \r\n\r\n"]
+        )
+    )
     return body + end, b"".join(segments)
 
 
 @given(wire(), st.lists(st.integers(0, 1000), max_size=30), st.binary(max_size=10))
-def test_a_chunked_body_cut_anywhere_is_the_same_and_ends_at_the_same_byte(sent: tuple[bytes, bytes], cuts: list[int], rest: bytes) -> None:
+def test_a_chunked_body_cut_anywhere_is_the_same_and_ends_at_the_same_byte(
+    sent: tuple[bytes, bytes], cuts: list[int], rest: bytes
+) -> None:
     raw, said = sent
     for is_decoded in (True, False):
         body = ChunkedBody()
@@ -48,14 +57,18 @@ def test_what_follows_the_end_is_not_the_bodys(sent: tuple[bytes, bytes], rest: 
 
 
 @given(wire(), st.data())
-def test_a_body_that_was_cut_off_has_not_ended(sent: tuple[bytes, bytes], data: st.DataObject) -> None:
+def test_a_body_that_was_cut_off_has_not_ended(
+    sent: tuple[bytes, bytes], data: st.DataObject
+) -> None:
     body = ChunkedBody()
     body.advance(sent[0][: data.draw(st.integers(0, len(sent[0]) - 1))], None)
     assert not body.is_ended
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 100), max_size=6))
-def test_any_bytes_are_chunks_or_an_error_and_nothing_else_however_they_are_cut(data: bytes, cuts: list[int]) -> None:
+def test_any_bytes_are_chunks_or_an_error_and_nothing_else_however_they_are_cut(
+    data: bytes, cuts: list[int]
+) -> None:
     assert outcome([data]) == outcome(cut(data, cuts))
 
 
@@ -103,7 +116,9 @@ def test_chunks_that_could_be_read_in_two_ways_are_refused(raw: bytes) -> None:
 
 
 @given(SEGMENTS, st.data())
-def test_whether_another_chunk_could_begin_is_known_at_every_byte(segments: list[bytes], data: st.DataObject) -> None:
+def test_whether_another_chunk_could_begin_is_known_at_every_byte(
+    segments: list[bytes], data: st.DataObject
+) -> None:
     raw = chunked(segments)
     at = data.draw(st.integers(0, len(raw)))
     body = ChunkedBody()

@@ -92,7 +92,11 @@ def test_a_drain_lets_streams_finish_and_takes_nothing_new() -> None:
     async def story() -> None:
         gate = Gate()
         async with serving(gate.handle) as served:
-            idle, busy, late = await served.connect(), await served.connect(), await served.connect()
+            idle, busy, late = (
+                await served.connect(),
+                await served.connect(),
+                await served.connect(),
+            )
             busy.send(post(b"x", "/stream"))
             await gate.entered.wait()
             late.send(b"POST /whole HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n")

@@ -7,17 +7,30 @@ from hypothesis import strategies as st
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import InvalidResponse
-from kvferry.router.http.parsing import BodyKind, check_partial_head, read_request_head, read_response_head
-
-NAMES = st.text(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~", min_size=1, max_size=20).filter(
-    lambda name: name.lower() not in ("host", "content-length", "transfer-encoding", "connection", "expect")
+from kvferry.router.http.parsing import (
+    BodyKind,
+    check_partial_head,
+    read_request_head,
+    read_response_head,
 )
-VALUES = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30).map(lambda value: value.strip(" \t"))
+
+NAMES = st.text(
+    string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~", min_size=1, max_size=20
+).filter(
+    lambda name: (
+        name.lower() not in ("host", "content-length", "transfer-encoding", "connection", "expect")
+    )
+)
+VALUES = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30).map(
+    lambda value: value.strip(" \t")
+)
 FIELDS = st.lists(st.tuples(NAMES, VALUES), max_size=20)
 
 
 def head_of(fields: list[tuple[str, str]], line: str = "POST /a?b HTTP/1.1") -> bytes:
-    return "".join([line, "\r\n", *(f"{name}: {value}\r\n" for name, value in fields), "\r\n"]).encode("latin-1")
+    return "".join(
+        [line, "\r\n", *(f"{name}: {value}\r\n" for name, value in fields), "\r\n"]
+    ).encode("latin-1")
 
 
 @given(FIELDS)
@@ -30,12 +43,19 @@ def test_fields_are_read_as_they_were_sent(fields: list[tuple[str, str]]) -> Non
 
 def test_names_are_compared_without_case_and_one_names_fields_are_joined() -> None:
     head = read_request_head(head_of([("hOST", "h"), ("X-a", "1"), ("x-A", "2")]), 100)
-    assert (head.headers.get("host"), head.headers.get("x-a"), head.headers.get("x-b")) == ("h", "1, 2", None)
+    assert (head.headers.get("host"), head.headers.get("x-a"), head.headers.get("x-b")) == (
+        "h",
+        "1, 2",
+        None,
+    )
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_head_or_an_error_and_nothing_else(data: bytes) -> None:
-    for read in (lambda: read_request_head(data + b"\r\n\r\n", 100), lambda: read_response_head(data + b"\r\n\r\n", "GET")):
+    for read in (
+        lambda: read_request_head(data + b"\r\n\r\n", 100),
+        lambda: read_response_head(data + b"\r\n\r\n", "GET"),
+    ):
         with suppress(RequestRefused, InvalidResponse):
             read()
 
@@ -43,9 +63,24 @@ def test_any_bytes_are_a_head_or_an_error_and_nothing_else(data: bytes) -> None:
 @given(
     FIELDS,
     st.integers(0, 500),
-    st.sampled_from([b"\r", b"\n", b"\0", b"\x7f", b"\n ", b"\r\n ", b"\r\n\t", b"\r\n: x", b"\r\nx : y", b"\x0b"]),
+    st.sampled_from(
+        [
+            b"\r",
+            b"\n",
+            b"\0",
+            b"\x7f",
+            b"\n ",
+            b"\r\n ",
+            b"\r\n\t",
+            b"\r\n: x",
+            b"\r\nx : y",
+            b"\x0b",
+        ]
+    ),
 )
-def test_a_head_with_anything_foreign_in_it_is_refused(fields: list[tuple[str, str]], at: int, foreign: bytes) -> None:
+def test_a_head_with_anything_foreign_in_it_is_refused(
+    fields: list[tuple[str, str]], at: int, foreign: bytes
+) -> None:
     head = head_of([("Host", "h"), *fields])
     at %= len(head) - 2
     spoilt = head[:at] + foreign + head[at:]
@@ -135,7 +170,12 @@ def test_a_body_whose_length_could_be_read_in_two_ways_is_refused(fields: bytes)
 def test_http_1_0_has_no_chunks() -> None:
     with pytest.raises(RequestRefused):
         read_request_head(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n", 100)
-    assert read_request_head(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: Chunked\r\n\r\n", 100).body is BodyKind.CHUNKED
+    assert (
+        read_request_head(
+            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: Chunked\r\n\r\n", 100
+        ).body
+        is BodyKind.CHUNKED
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +208,9 @@ def test_targets_are_split_and_kept_as_sent(target: str, path: str, query: str) 
 )
 def test_who_keeps_a_connection(version: str, connection: str | None, keeps_alive: bool) -> None:
     fields = [("Host", "h")] + ([("Connection", connection)] if connection is not None else [])
-    assert read_request_head(head_of(fields, f"GET / HTTP/{version}"), 100).keeps_alive is keeps_alive
+    assert (
+        read_request_head(head_of(fields, f"GET / HTTP/{version}"), 100).keeps_alive is keeps_alive
+    )
 
 
 def test_too_many_fields_and_unknown_expectations_have_statuses_of_their_own() -> None:
@@ -182,14 +224,26 @@ def test_too_many_fields_and_unknown_expectations_have_statuses_of_their_own() -
 
 
 @given(FIELDS, st.data())
-def test_the_beginning_of_a_head_is_never_refused(fields: list[tuple[str, str]], data: st.DataObject) -> None:
+def test_the_beginning_of_a_head_is_never_refused(
+    fields: list[tuple[str, str]], data: st.DataObject
+) -> None:
     head = head_of([("Host", "h"), *fields])
     cut = data.draw(st.integers(1, len(head)))
     check_partial_head(head[:cut])
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x16\x03\x01\x02\x00", b"\x00", b"GET /\x00", b"{", b"GET / HTTP/2", b"GET / FTP", b"SSH-2.0-x\r\n", b"\n"]
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"\x00",
+        b"GET /\x00",
+        b"{",
+        b"GET / HTTP/2",
+        b"GET / FTP",
+        b"SSH-2.0-x\r\n",
+        b"\n",
+    ],
 )
 def test_what_cannot_become_a_head_is_refused_at_its_first_bytes(garbage: bytes) -> None:
     with pytest.raises(RequestRefused):
@@ -213,7 +267,16 @@ def test_how_an_answers_end_is_told(method: str, head: bytes, kind: BodyKind) ->
 
 
 @pytest.mark.parametrize(
-    "line", [b"HTTP/2 200 OK", b"HTTP/1.1 20 OK", b"HTTP/1.1 2000", b"HTTP/1.1 099 x", b"ICY 200 OK", b"HTTP/1.1  200 OK", b"200 OK"]
+    "line",
+    [
+        b"HTTP/2 200 OK",
+        b"HTTP/1.1 20 OK",
+        b"HTTP/1.1 2000",
+        b"HTTP/1.1 099 x",
+        b"ICY 200 OK",
+        b"HTTP/1.1  200 OK",
+        b"200 OK",
+    ],
 )
 def test_a_status_line_that_is_not_exactly_http_is_refused(line: bytes) -> None:
     with pytest.raises(InvalidResponse):

@@ -1,4 +1,6 @@
-"""An instance is left before it has answered: it hears of it at once, and what it had sent by then is not lost."""
+"""An instance is left before it has answered: it hears of it at once, and what it had sent by then
+is not lost.
+"""
 
 import asyncio
 import contextlib
@@ -16,7 +18,11 @@ from kvferry.router.http import upstream_connection
 from kvferry.router.http import upstream_connection as parting
 from kvferry.router.http.messages import UpstreamDisconnected, UpstreamTimeout
 from kvferry.router.http.pool import Target, TargetPool, UpstreamPool, UpstreamResponse
-from kvferry.router.http.upstream_connection import AbandonedConnections, UpstreamConnection, parse_complete_response
+from kvferry.router.http.upstream_connection import (
+    AbandonedConnections,
+    UpstreamConnection,
+    parse_complete_response,
+)
 
 __all__ = ["cert"]
 
@@ -33,8 +39,23 @@ class Late:
         self.happened.set()
 
 
-async def ask(made: UpstreamPool, target: Target, late: Late, body: bytes = b"hello", head_timeout_s: float = 10) -> UpstreamResponse:
-    return await made.send(target, "POST", "/x", [], body, connect_timeout_s=5, head_timeout_s=head_timeout_s, on_late_response=late.hear)
+async def ask(
+    made: UpstreamPool,
+    target: Target,
+    late: Late,
+    body: bytes = b"hello",
+    head_timeout_s: float = 10,
+) -> UpstreamResponse:
+    return await made.send(
+        target,
+        "POST",
+        "/x",
+        [],
+        body,
+        connect_timeout_s=5,
+        head_timeout_s=head_timeout_s,
+        on_late_response=late.hear,
+    )
 
 
 async def ask_and_read(made: UpstreamPool, target: Target, late: Late) -> bytes:
@@ -58,7 +79,10 @@ def in_two(raw: bytes, cut: int, asked: asyncio.Event) -> Talk:
 
 async def left_after(raw: bytes, cut: int, tls: Path | None = None) -> Late:
     asked, late = asyncio.Event(), Late()
-    async with instance(in_two(raw, cut, asked), None if tls is None else server_side(tls)) as plain, upstreams() as made:
+    async with (
+        instance(in_two(raw, cut, asked), None if tls is None else server_side(tls)) as plain,
+        upstreams() as made,
+    ):
         target = plain if tls is None else Target(plain.address, client_side(tls))
         asking = asyncio.create_task(ask_and_read(made, target, late))
         await asked.wait()
@@ -69,7 +93,9 @@ async def left_after(raw: bytes, cut: int, tls: Path | None = None) -> Late:
     return late
 
 
-@pytest.mark.parametrize("raw", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"HTTP/1.1 200 OK\r\n\r\nhello"])
+@pytest.mark.parametrize(
+    "raw", [OK, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"HTTP/1.1 200 OK\r\n\r\nhello"]
+)
 def test_an_answer_that_comes_after_all_is_heard_of_wherever_it_was_cut(raw: bytes) -> None:
     async def story() -> None:
         for cut in [0, 5, raw.index(b"\r\n\r\n") + 4, len(raw) - 6, len(raw) - 1]:
@@ -79,7 +105,9 @@ def test_an_answer_that_comes_after_all_is_heard_of_wherever_it_was_cut(raw: byt
 
 
 def test_an_answer_by_tls_that_comes_after_all_is_heard_of(cert: Path) -> None:
-    """The other side takes the end of what it can read for the end of everything, so it has to have answered by then."""
+    """The other side takes the end of what it can read for the end of everything, so it has to have
+    answered by then.
+    """
 
     async def story() -> None:
         asked, late = asyncio.Event(), Late()
@@ -87,12 +115,15 @@ def test_an_answer_by_tls_that_comes_after_all_is_heard_of(cert: Path) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await read_request(reader)
             asked.set()
-            # The asker leaves now: that there is something to read is known only when this thread looks again.
+            # The asker leaves now: that there is something to read is known only when this thread
+            # looks again.
             writer.write(OK)
             await reader.read()
 
         async with instance(talk, server_side(cert)) as plain, upstreams() as made:
-            asking = asyncio.create_task(ask_and_read(made, Target(plain.address, client_side(cert)), late))
+            asking = asyncio.create_task(
+                ask_and_read(made, Target(plain.address, client_side(cert)), late)
+            )
             await asked.wait()
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -131,10 +162,17 @@ def test_an_instance_that_closes_with_its_answer_loses_nothing_either() -> None:
 
 def test_an_answer_that_was_read_is_not_heard_of_again() -> None:
     async def story() -> None:
-        for raw in (OK, CHUNKED, OK.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"), b"HTTP/1.1 200 OK\r\n\r\nhello"):
+        for raw in (
+            OK,
+            CHUNKED,
+            OK.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"),
+            b"HTTP/1.1 200 OK\r\n\r\nhello",
+        ):
             late = Late()
 
-            async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, raw: bytes = raw) -> None:
+            async def talk(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, raw: bytes = raw
+            ) -> None:
                 await read_request(reader)
                 writer.write(raw)
 
@@ -154,7 +192,10 @@ def test_one_that_took_too_long_is_heard_of_when_it_comes() -> None:
             await late.happened.wait()
             assert late.answers == [(200, b"hello")]
         late = Late()
-        async with instance(in_two(OK, len(OK) - 2, asyncio.Event())) as target, upstreams() as made:
+        async with (
+            instance(in_two(OK, len(OK) - 2, asyncio.Event())) as target,
+            upstreams() as made,
+        ):
             with await ask(made, target, late) as answer, pytest.raises(UpstreamTimeout):
                 await answer.read(1000, 0.1)
             await late.happened.wait()
@@ -177,7 +218,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("after_s", [0.2, 1000.0])
-def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(
+    after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upstream_connection, "ABANDON_TIMEOUT_S", after_s)
 
     async def story() -> None:
@@ -212,7 +255,9 @@ def test_no_more_are_waited_for_than_so_many_and_the_log_says_so(
         assert made.num_connections == 0
 
     run(story())
-    assert ["too many requests are being left" in record.message for record in caplog.records] == [True]
+    assert ["too many requests are being left" in record.message for record in caplog.records] == [
+        True
+    ]
 
 
 @pytest.mark.usefixtures("_soon")
@@ -244,8 +289,12 @@ def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
 
 async def connected(target: Target) -> UpstreamConnection:
     loop = asyncio.get_running_loop()
-    connection = UpstreamConnection(loop, TargetPool(target), lambda connection: None, AbandonedConnections())
-    await loop.create_connection(lambda: connection, target.address.host, target.address.port, ssl=target.tls)
+    connection = UpstreamConnection(
+        loop, TargetPool(target), lambda connection: None, AbandonedConnections()
+    )
+    await loop.create_connection(
+        lambda: connection, target.address.host, target.address.port, ssl=target.tls
+    )
     return connection
 
 
@@ -321,7 +370,10 @@ def test_a_request_that_was_not_sent_whole_never_will_be() -> None:
         (OK, (200, b"hello")),
         (OK + b"more", (200, b"hello")),
         (CHUNKED, (200, b"hello")),
-        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a", b"b"]), (503, b"ab")),
+        (
+            b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a", b"b"]),
+            (503, b"ab"),
+        ),
         (b"HTTP/1.1 204 None\r\n\r\n", (204, b"")),
         (b"HTTP/1.1 100 Continue\r\n\r\n" * 80_000, None),
         (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000 + b"\r\n\r\n", None),

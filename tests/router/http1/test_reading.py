@@ -56,7 +56,10 @@ def conversation(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, bytes]]]:
         elif kind == "chunked":
             size = draw(st.integers(1, 20))
             segments = [body[i : i + size] for i in range(0, len(body), size)]
-            raw += b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode() + chunked(segments)
+            raw += (
+                b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+                + chunked(segments)
+            )
         else:
             body = b""
             raw += b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % path.encode()
@@ -65,14 +68,18 @@ def conversation(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, bytes]]]:
 
 
 @given(conversation(), st.lists(st.integers(0, 2000), max_size=40))
-def test_requests_cut_anywhere_are_the_same_requests(sent: tuple[bytes, list[tuple[str, bytes]]], cuts: list[int]) -> None:
+def test_requests_cut_anywhere_are_the_same_requests(
+    sent: tuple[bytes, list[tuple[str, bytes]]], cuts: list[int]
+) -> None:
     raw, said = sent
     edges = [0, *sorted(position % (len(raw) + 1) for position in cuts), len(raw)]
     assert read_all([raw[start:end] for start, end in pairwise(edges) if end > start]) == said
 
 
 @given(conversation())
-def test_requests_byte_by_byte_are_the_same_requests(sent: tuple[bytes, list[tuple[str, bytes]]]) -> None:
+def test_requests_byte_by_byte_are_the_same_requests(
+    sent: tuple[bytes, list[tuple[str, bytes]]],
+) -> None:
     assert read_all([bytes([byte]) for byte in sent[0]]) == sent[1]
 
 
@@ -101,7 +108,8 @@ def test_a_body_of_the_greatest_length_is_read_and_a_longer_one_is_not(is_chunke
     for size in (100, 101):
         body = b"a" * size
         raw = (
-            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([body[:50], body[50:]])
+            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + chunked([body[:50], body[50:]])
             if is_chunked
             else post(body)
         )

@@ -7,10 +7,28 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.router.http1.kit import Served, Talk, answering, ask, chunked, instance, post, read_request, run, serving, upstreams
+from tests.router.http1.kit import (
+    Served,
+    Talk,
+    answering,
+    ask,
+    chunked,
+    instance,
+    post,
+    read_request,
+    run,
+    serving,
+    upstreams,
+)
 
 from kvferry.router.http.framing import ChunkedBody
-from kvferry.router.http.messages import InvalidResponse, ServerRequest, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.messages import (
+    InvalidResponse,
+    ServerRequest,
+    UpstreamDisconnected,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
 from kvferry.router.http.server import ResponseWriter
 
@@ -85,7 +103,11 @@ async def passed_on(talk: Talk, request: bytes = GET, **settings: object) -> tup
                     status, head, body = await client.answer()
                     received = head + body
                     client.send(GET.replace(b"/ ", b"/again "))
-                    assert await client.answer() == (status, head, body)  # both connections are good for another
+                    assert await client.answer() == (
+                        status,
+                        head,
+                        body,
+                    )  # both connections are good for another
                 except asyncio.IncompleteReadError as error:
                     received = b"\r\n\r\n" + error.partial
             client.close()
@@ -97,7 +119,11 @@ def test_chunks_pass_untouched() -> None:
 
     async def story() -> None:
         received, passing = await passed_on(answering(STREAM + raw, STREAM + raw))
-        assert received == b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" + raw
+        assert (
+            received
+            == b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + raw
+        )
         assert (passing.errors, passing.firsts) == ([], 2)
 
     run(story())
@@ -114,7 +140,10 @@ def test_an_answer_of_known_length_keeps_it(raw: bytes, body: bytes) -> None:
     async def story() -> None:
         received, passing = await passed_on(answering(raw, raw))
         status_line = raw.partition(b"\r\n")[0]
-        assert received == status_line + b"\r\nContent-Type: \r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        assert (
+            received
+            == status_line + b"\r\nContent-Type: \r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
         assert passing.errors == []
 
     run(story())
@@ -130,7 +159,9 @@ def test_an_answer_until_close_becomes_chunks() -> None:
     run(story())
 
 
-@pytest.mark.parametrize("raw", [STREAM + chunked(EVENTS), b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(EVENTS)])
+@pytest.mark.parametrize(
+    "raw", [STREAM + chunked(EVENTS), b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(EVENTS)]
+)
 def test_http_1_0_gets_no_chunks(raw: bytes) -> None:
     async def story() -> None:
         received, passing = await passed_on(answering(raw), b"GET / HTTP/1.0\r\n\r\n")
@@ -146,7 +177,11 @@ def test_http_1_0_gets_no_chunks(raw: bytes) -> None:
 def test_head_gets_the_head_alone(head: bytes) -> None:
     async def story() -> None:
         talk = answering(head, head, head)
-        async with instance(talk) as target, upstreams() as made, serving(Passing(made, target).handle) as served:
+        async with (
+            instance(talk) as target,
+            upstreams() as made,
+            serving(Passing(made, target).handle) as served,
+        ):
             client = await served.connect()
             client.send(b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n" * 2 + GET.replace(b"GET", b"BAD?"))
             received = await client.rest()
@@ -175,7 +210,9 @@ def test_a_filter_sees_decoded_segments_and_the_end() -> None:
     run(story())
 
 
-def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fails(segment: bytes) -> bytes:
         raise ZeroDivisionError
 
@@ -198,7 +235,12 @@ def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(capl
     kind=st.sampled_from(["chunked", "length", "close"]),
 )
 def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
-    segments: list[bytes], cuts: list[int], num_read: int, is_filtered: bool, version: bytes, kind: str
+    segments: list[bytes],
+    cuts: list[int],
+    num_read: int,
+    is_filtered: bool,
+    version: bytes,
+    kind: str,
 ) -> None:
     said = b"".join(segments)
     raw = {
@@ -220,7 +262,9 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
         async with instance(talk) as target, upstreams() as made:
             passing = Passing(made, target, num_read=num_read, filter=filter)
             async with serving(passing.handle) as served:
-                received = await served.say(b"GET / HTTP/%b\r\nHost: h\r\nConnection: close\r\n\r\n" % version)
+                received = await served.say(
+                    b"GET / HTTP/%b\r\nHost: h\r\nConnection: close\r\n\r\n" % version
+                )
         head, _, body = received.partition(b"\r\n\r\n")
         assert (decoded(body) if b"chunked" in head else body) == said
         assert passing.errors == []
@@ -228,8 +272,12 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
     run(story())
 
 
-def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_another_by_now() -> None:
-    """The connection went back to the pool with the last byte that was read; the next request's answer is on it."""
+def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_another_by_now() -> (
+    None
+):
+    """The connection went back to the pool with the last byte that was read; the next request's
+    answer is on it.
+    """
     half = asyncio.Event()
     seconds: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -253,7 +301,9 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
                         assert made.num_connections == 1
                         await first.relay(reply, [], idle_timeout_s=5, start=start)
                         half.set()
-                        seconds.put_nowait(b"".join([segment async for segment in segments(second)]))
+                        seconds.put_nowait(
+                            b"".join([segment async for segment in segments(second)])
+                        )
 
             async with serving(handler) as served:
                 client = await served.connect()
@@ -270,7 +320,7 @@ async def segments(answer: UpstreamResponse) -> AsyncIterator[bytes]:
         yield segment
 
 
-# -- instances that fail -----------------------------------------------------------------------------------------------
+# -- instances that fail --
 
 
 def breaking(raw: bytes, then: str = "close") -> Talk:
@@ -281,7 +331,9 @@ def breaking(raw: bytes, then: str = "close") -> Talk:
         if then == "hang":
             await reader.read()
         elif then == "reset":
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
 
     return talk
 
@@ -301,12 +353,14 @@ def breaking(raw: bytes, then: str = "close") -> Talk:
     ],
 )
 @pytest.mark.parametrize("then", ["close", "hang"])
-def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(sent: bytes, can_go_on: bool, then: str) -> None:
+def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(
+    sent: bytes, can_go_on: bool, then: str
+) -> None:
     async def story() -> None:
         received, passing = await passed_on(breaking(STREAM + sent, then), idle_timeout_s=0.1)
-        assert [type(error) for error in passing.errors] == [UpstreamTimeout if then == "hang" else UpstreamDisconnected] * (
-            2 if can_go_on else 1
-        )
+        assert [type(error) for error in passing.errors] == [
+            UpstreamTimeout if then == "hang" else UpstreamDisconnected
+        ] * (2 if can_go_on else 1)
         body = received.partition(b"\r\n\r\n")[2]
         if can_go_on:
             assert decoded(body) == (b"data: a\n\n" if sent else b"") + b"data: sorry\n\n"
@@ -318,7 +372,9 @@ def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(sent: byt
 
 def test_a_stream_that_is_decoded_can_be_continued_anywhere() -> None:
     async def story() -> None:
-        received, passing = await passed_on(breaking(STREAM + FIRST[:-5]), filter=lambda segment: segment)
+        received, passing = await passed_on(
+            breaking(STREAM + FIRST[:-5]), filter=lambda segment: segment
+        )
         assert decoded(received.partition(b"\r\n\r\n")[2]) == b"data: " + b"data: sorry\n\n"
         assert len(passing.errors) == 2
 
@@ -327,7 +383,9 @@ def test_a_stream_that_is_decoded_can_be_continued_anywhere() -> None:
 
 def test_a_body_of_known_length_that_breaks_off_cannot_be_continued() -> None:
     async def story() -> None:
-        received, passing = await passed_on(breaking(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"))
+        received, passing = await passed_on(
+            breaking(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
+        )
         assert received.endswith(b"abc")
         assert [type(error) for error in passing.errors] == [UpstreamDisconnected]
 
@@ -382,7 +440,7 @@ def test_an_answer_until_close_that_is_given_up_does_not_look_whole() -> None:
     run(story())
 
 
-# -- clients that fail -------------------------------------------------------------------------------------------------
+# -- clients that fail --
 
 _MEGABYTE = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
 
@@ -417,12 +475,16 @@ async def comes_to_rest(flood: Flood) -> int:
 
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_a_client_that_reads_slowly_slows_the_instance_down(is_filtered: bool) -> None:
-    """Between the two only the kernel's buffers and a few hundred kilobytes of ours fill up, whatever the instance could send."""
+    """Between the two only the kernel's buffers and a few hundred kilobytes of ours fill up,
+    whatever the instance could send.
+    """
 
     async def story() -> None:
         flood = Flood()
         async with instance(flood.talk) as target, upstreams() as made:
-            passing = Passing(made, target, filter=(lambda segment: segment) if is_filtered else None)
+            passing = Passing(
+                made, target, filter=(lambda segment: segment) if is_filtered else None
+            )
             async with serving(passing.handle) as served:
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1000)
                 writer.write(GET)

@@ -39,8 +39,12 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
     async def story() -> None:
         async with serving(handler) as served:
             client = await served.connect()
-            client.send(b"".join(post(b"x" * 300, f"/{number}") for number in range(1000)))  # far more than is kept for later
-            assert [(await client.answer())[2] for _ in range(1000)] == [b"/%d" % number for number in range(1000)]
+            client.send(
+                b"".join(post(b"x" * 300, f"/{number}") for number in range(1000))
+            )  # far more than is kept for later
+            assert [(await client.answer())[2] for _ in range(1000)] == [
+                b"/%d" % number for number in range(1000)
+            ]
             client.close()
 
     run(story())
@@ -76,7 +80,9 @@ def test_a_client_that_asks_and_asks_without_reading_is_answered_only_as_far_as_
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_client_that_reads_slowly_gets_its_last_answer_whole(is_refused: bool) -> None:
-    """What is written last is not cut off by the short time for which a refused client is listened to."""
+    """What is written last is not cut off by the short time for which a refused client is listened
+    to.
+    """
     size = 30_000_000
 
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
@@ -118,7 +124,9 @@ def test_a_client_that_asks_first_is_told_to_go_on() -> None:
     async def story() -> None:
         async with serving(echo) as served:
             client = await served.connect()
-            client.send(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+            client.send(
+                b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+            )
             assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             client.send(b"hello")
             assert (await client.answer())[2] == b"hello"
@@ -197,7 +205,9 @@ def test_admit_answers_before_the_body_is_read() -> None:
     async def story() -> None:
         async with serving(echo, admit=refuses) as served:
             client = await served.connect()
-            client.send(post(b"small", "/no"))  # its body is there already: the connection can be kept
+            client.send(
+                post(b"small", "/no")
+            )  # its body is there already: the connection can be kept
             assert (await client.answer())[0] == 401
             client.send(post(b"small", "/yes"))
             assert (await client.answer())[2] == b"small"
@@ -216,7 +226,9 @@ def test_admit_answers_before_the_body_is_read() -> None:
 def test_admit_refuses_a_client_that_asks_first_without_telling_it_to_go_on() -> None:
     async def story() -> None:
         async with serving(echo, admit=refuses) as served:
-            answer = await served.say(b"POST /no HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+            answer = await served.say(
+                b"POST /no HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+            )
             assert answer.startswith(b"HTTP/1.1 401 ")
 
     run(story())
@@ -233,7 +245,9 @@ def test_many_refused_requests_in_one_segment_are_all_answered() -> None:
     run(story())
 
 
-def test_a_handler_that_fails_is_a_500_with_the_reason_in_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_fails_is_a_500_with_the_reason_in_the_log_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         if request.path == "/silent":
             return
@@ -266,7 +280,9 @@ def test_an_admit_that_fails_is_a_500_too(caplog: pytest.LogCaptureFixture) -> N
     caplog.clear()
 
 
-def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.start(200, [])
         await reply.write(b"some")
@@ -285,7 +301,9 @@ def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_
 
 
 @pytest.mark.parametrize("value", ["a\r\nSet-Cookie: x", "a\nb", "a\rb"])
-def test_a_header_cannot_break_out_of_its_line(value: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_header_cannot_break_out_of_its_line(
+    value: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.send(200, [("X-A", value)], b"")
 
@@ -301,7 +319,16 @@ def test_a_header_cannot_break_out_of_its_line(value: str, caplog: pytest.LogCap
 
 def test_framing_is_the_servers_own_whatever_a_handler_says() -> None:
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
-        reply.send(200, [("Content-Length", "99"), ("Transfer-Encoding", "chunked"), ("connection", "x"), ("X-A", "1")], b"four")
+        reply.send(
+            200,
+            [
+                ("Content-Length", "99"),
+                ("Transfer-Encoding", "chunked"),
+                ("connection", "x"),
+                ("X-A", "1"),
+            ],
+            b"four",
+        )
 
     async def story() -> None:
         async with serving(handler) as served:

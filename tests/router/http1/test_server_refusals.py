@@ -1,4 +1,6 @@
-"""What is not a request: answered in JSON with a 4xx or dropped, never a traceback, and the server serves the next one."""
+"""What is not a request: answered in JSON with a 4xx or dropped, never a traceback, and the server
+serves the next one.
+"""
 
 import asyncio
 import json
@@ -32,20 +34,36 @@ async def assert_alive(served: Served) -> None:
 
 REFUSED = {
     "tls": (TLS_HELLO, 400),
-    "a length and chunks": (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-    "two lengths": (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+    "a length and chunks": (
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "two lengths": (
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        400,
+    ),
     "another coding": (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
-    "a bad chunk": (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n", 400),
+    "a bad chunk": (
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n",
+        400,
+    ),
     "a bare LF": (b"GET / HTTP/1.1\nHost: h\n\n", 400),
     "a long head": (b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * 40_000, 431),
     "a long path": (b"GET /" + b"a" * 40_000, 431),
     "many headers": (b"GET / HTTP/1.1\r\nHost: h\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 431),
     "a large body": (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 2000000\r\n\r\n", 413),
     "a large body in chunks": (
-        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + b"fffff\r\n" + b"a" * 0xFFFFF + b"\r\nff\r\n" + b"a" * 255,
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"fffff\r\n"
+        + b"a" * 0xFFFFF
+        + b"\r\nff\r\n"
+        + b"a" * 255,
         413,
     ),
-    "an unknown expectation": (b"POST / HTTP/1.1\r\nHost: h\r\nExpect: tea\r\nContent-Length: 1\r\n\r\n", 417),
+    "an unknown expectation": (
+        b"POST / HTTP/1.1\r\nHost: h\r\nExpect: tea\r\nContent-Length: 1\r\n\r\n",
+        417,
+    ),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
 }
 
@@ -62,7 +80,9 @@ def test_what_is_no_request_is_refused_in_json(data: bytes, status: int) -> None
 
 
 def test_a_refused_client_that_is_still_sending_gets_its_answer() -> None:
-    """Closing at once would reset the connection: the kernel then throws away what the client has not read."""
+    """Closing at once would reset the connection: the kernel then throws away what the client has
+    not read.
+    """
 
     def talk(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
@@ -83,7 +103,10 @@ def test_what_follows_a_refused_request_is_never_served() -> None:
     async def story() -> None:
         async with serving(echo, admit=lambda request: served_paths.append(request.path)) as served:
             smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"
-            head = b"POST /first HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(smuggled)
+            head = (
+                b"POST /first HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n"
+                % len(smuggled)
+            )
             answer = await served.say(head + smuggled)
             assert answer.count(b"HTTP/1.1 ") == 1
 
@@ -95,11 +118,19 @@ def test_what_follows_a_refused_request_is_never_served() -> None:
     ("data", "limits"),
     [
         (b"GET / HTT", {"head_timeout_s": 0.1}),
-        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nabc", {"body_idle_timeout_s": 0.1}),
-        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc", {"body_idle_timeout_s": 0.1}),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nabc",
+            {"body_idle_timeout_s": 0.1},
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
+            {"body_idle_timeout_s": 0.1},
+        ),
     ],
 )
-def test_a_client_that_stops_in_the_middle_is_told_that_it_was_too_slow(data: bytes, limits: dict[str, float]) -> None:
+def test_a_client_that_stops_in_the_middle_is_told_that_it_was_too_slow(
+    data: bytes, limits: dict[str, float]
+) -> None:
     async def story() -> None:
         async with serving(echo, **limits) as served:  # type: ignore[arg-type]
             await assert_refused(served, data, 408)
@@ -111,7 +142,10 @@ def test_a_client_that_stops_in_the_middle_is_told_that_it_was_too_slow(data: by
 def test_one_byte_now_and_then_does_not_hold_a_connection_for_ever() -> None:
     async def story() -> None:
         async with serving(echo, head_timeout_s=0.3, body_timeout_s=0.3) as served:
-            for begun in (b"GET / HTTP/1.1\r\nX: ", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 500000\r\n\r\n"):
+            for begun in (
+                b"GET / HTTP/1.1\r\nX: ",
+                b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 500000\r\n\r\n",
+            ):
                 client = await served.connect()
                 client.send(begun)
                 answer = asyncio.create_task(client.rest())
@@ -149,7 +183,9 @@ def test_clients_that_leave_at_any_byte_leave_nothing_behind() -> None:
                     client.send(request[:cut])
                     if is_reset:
                         sock = client.writer.get_extra_info("socket")
-                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        sock.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        )
                     client.close()
             await assert_alive(served)
             while served.server.num_connections:
@@ -185,7 +221,9 @@ def test_no_bytes_make_the_server_fail_or_fall_silent(sent: list[bytes]) -> None
     """Whatever comes back is 100, 200 or a 4xx, and the next client is served."""
 
     async def story() -> None:
-        async with serving(echo, head_timeout_s=0.1, body_idle_timeout_s=0.1, keepalive_s=0.1, linger_s=0.1) as served:
+        async with serving(
+            echo, head_timeout_s=0.1, body_idle_timeout_s=0.1, keepalive_s=0.1, linger_s=0.1
+        ) as served:
             answers = await asyncio.gather(*(served.say(data) for data in sent))
             for answer in answers:
                 for part in answer.split(b"HTTP/1.1 ")[1:]:

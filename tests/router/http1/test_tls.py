@@ -5,9 +5,24 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.router.http1.kit import answering, ask, chunked, echo, instance, post, run, serving, upstreams
+from tests.router.http1.kit import (
+    answering,
+    ask,
+    chunked,
+    echo,
+    instance,
+    post,
+    run,
+    serving,
+    upstreams,
+)
 
-from kvferry.router.http.messages import ConnectFailed, InvalidResponse, ServerRequest, UpstreamError
+from kvferry.router.http.messages import (
+    ConnectFailed,
+    InvalidResponse,
+    ServerRequest,
+    UpstreamError,
+)
 from kvferry.router.http.pool import Target
 from kvferry.router.http.server import ResponseWriter
 
@@ -19,8 +34,21 @@ def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate for 127.0.0.1 that signs itself, with its key."""
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     name = ["-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1"]
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(path)]
-    made = subprocess.run(["openssl", "req", "-x509", "-days", "2", *key, *name], capture_output=True, check=True, timeout=60)
+    key = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        str(path),
+    ]
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-days", "2", *key, *name],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
     path.write_bytes(path.read_bytes() + made.stdout)
     return path
 
@@ -37,7 +65,10 @@ def client_side(cert: Path) -> ssl.SSLContext:
 
 def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
     async def story() -> None:
-        async with instance(answering(STREAM, STREAM, STREAM), server_side(cert)) as plain, upstreams() as made:
+        async with (
+            instance(answering(STREAM, STREAM, STREAM), server_side(cert)) as plain,
+            upstreams() as made,
+        ):
             target = Target(plain.address, client_side(cert))
 
             async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
@@ -45,7 +76,9 @@ def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
                     await answer.relay(reply, [], idle_timeout_s=5)
 
             async with serving(handler, tls=server_side(cert)) as served:
-                reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=client_side(cert))
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", served.port, ssl=client_side(cert)
+                )
                 for _ in range(2):
                     writer.write(post(b"x" * 50_000))
                     assert await reader.readexactly(len(STREAM)) == STREAM
@@ -82,9 +115,16 @@ def test_plain_and_tls_do_not_meet(cert: Path) -> None:
 def test_what_is_no_tls_is_dropped_and_the_next_client_served(cert: Path) -> None:
     async def story() -> None:
         async with serving(echo, tls=server_side(cert), head_timeout_s=0.3) as served:
-            for garbage in (post(b"plain"), b"\x00" * 100, b"\x16\x03\x01\x02\x00" + b"\xff" * 600, b""):
+            for garbage in (
+                post(b"plain"),
+                b"\x00" * 100,
+                b"\x16\x03\x01\x02\x00" + b"\xff" * 600,
+                b"",
+            ):
                 assert b"200 OK" not in await served.say(garbage)
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=client_side(cert))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", served.port, ssl=client_side(cert)
+            )
             writer.write(b"BAD\r\n\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
             writer.close()
@@ -104,7 +144,9 @@ def test_a_client_that_leaves_by_tls_cancels_its_handler(cert: Path) -> None:
                 cancelled.set()
 
         async with serving(handler, tls=server_side(cert)) as served:
-            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=client_side(cert))
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", served.port, ssl=client_side(cert)
+            )
             writer.write(post(b"x"))
             await entered.wait()
             writer.close()
@@ -126,7 +168,9 @@ def test_a_client_that_reads_nothing_by_tls_is_given_up(cert: Path) -> None:
                 told.set()
 
         async with serving(handler, tls=server_side(cert), stall_timeout_s=0.3) as served:
-            with client_side(cert).wrap_socket(socket.socket(), server_hostname="127.0.0.1") as sock:
+            with client_side(cert).wrap_socket(
+                socket.socket(), server_hostname="127.0.0.1"
+            ) as sock:
                 await asyncio.to_thread(sock.connect, ("127.0.0.1", served.port))
                 sock.sendall(post(b""))
                 await told.wait()

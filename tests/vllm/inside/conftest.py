@@ -1,4 +1,6 @@
-"""These tests run where vLLM can be imported; elsewhere nothing here is collected. See tests/vllm/test_inside.py."""
+"""These tests run where vLLM can be imported; elsewhere nothing here is collected. See
+tests/vllm/test_inside.py.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_engine(model: Path) -> Iterator[StartEngine]:
-    """Starts engines; at the end nothing may be left in any of them, and no slot may ever have been wrong."""
+    """Starts engines; at the end nothing may be left in any of them, and no slot may ever have been
+    wrong.
+    """
     from tests.vllm.inside.engines import Engine
 
     engines: list[Engine] = []

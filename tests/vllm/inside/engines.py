@@ -1,8 +1,11 @@
-"""An engine made of vLLM's real scheduler, block pool and cache tensors and our connector in both roles; only the forward is made up.
+"""An engine made of vLLM's real scheduler, block pool and cache tensors and our connector in both
+roles; only the forward is made up.
 
-The made-up forward writes, for every token, a number that depends on all tokens up to it into that token's slot of every layer, as a
-model's KV would. Before that it reads all earlier slots of the request: whatever is not the number that belongs there is counted in
-`wrong_slots`, so a block that was not loaded, was loaded from elsewhere or was overwritten is seen the moment attention would use it.
+The made-up forward writes, for every token, a number that depends on all tokens up to it into that
+token's slot of every layer, as a model's KV would. Before that it reads all earlier slots of the
+request: whatever is not the number that belongs there is counted in `wrong_slots`, so a block that
+was not loaded, was loaded from elsewhere or was overwritten is seen the moment attention would use
+it.
 """
 
 import json
@@ -21,7 +24,10 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.parallel_state import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -47,7 +53,17 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.worker.worker import TransferWorkerSnapshot
 
-__all__ = ["BLOCK", "Answer", "Engine", "cache_config", "layer_specs", "next_token", "run_until", "start_parallel_state", "vllm_config"]
+__all__ = [
+    "BLOCK",
+    "Answer",
+    "Engine",
+    "cache_config",
+    "layer_specs",
+    "next_token",
+    "run_until",
+    "start_parallel_state",
+    "vllm_config",
+]
 
 BLOCK = 32
 DEADLINE_S = 30.0
@@ -57,7 +73,13 @@ _MODULUS = 16_777_213
 
 def slot_values(tokens: Sequence[int], seed: int) -> list[int]:
     """The number of every token's slot: it depends on `seed` and all tokens up to its own."""
-    return list(accumulate(tokens, lambda value, token: (value * 131 + token + 1) % _MODULUS, initial=seed % _MODULUS))[1:]
+    return list(
+        accumulate(
+            tokens,
+            lambda value, token: (value * 131 + token + 1) % _MODULUS,
+            initial=seed % _MODULUS,
+        )
+    )[1:]
 
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
@@ -74,13 +96,28 @@ def start_parallel_state(directory: Path) -> None:
 
 @cache
 def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
-    """As `vllm serve` makes it. `settings` is JSON of the engine's arguments; `kv` in it is the transfer configuration."""
+    """As `vllm serve` makes it. `settings` is JSON of the engine's arguments; `kv` in it is the
+    transfer configuration.
+    """
     arguments = json.loads(settings)
-    transfer = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both", "engine_id": name}
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_role": "kv_both",
+        "engine_id": name,
+    }
     transfer |= arguments.pop("kv", {})
     is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
-    defaults = {"block_size": BLOCK, "enforce_eager": True, "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64}
-    config = EngineArgs(model=model, kv_transfer_config=KVTransferConfig(**transfer), **(defaults | arguments)).create_engine_config()
+    defaults = {
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 64,
+    }
+    config = EngineArgs(
+        model=model, kv_transfer_config=KVTransferConfig(**transfer), **(defaults | arguments)
+    ).create_engine_config()
     # The CPU platform switches it off; the scheduler does not care where it runs.
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.kv_cache_layout = layout
@@ -98,7 +135,9 @@ class Answer:
 
 @dataclass
 class _Work:
-    """One request's share of a step, as the scheduler saw it: `num_tokens` from `start` on, in these blocks."""
+    """One request's share of a step, as the scheduler saw it: `num_tokens` from `start` on, in
+    these blocks.
+    """
 
     request_id: str
     start: int
@@ -112,11 +151,13 @@ class _Work:
 class Engine:
     """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
 
-    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere, `moved_bytes` what was read for them so far; `computed`
-    how far the worker is with each request.
+    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere, `moved_bytes`
+    what was read for them so far; `computed` how far the worker is with each request.
     """
 
-    def __init__(self, model: Path, name: str, kind: str = "full attention", **settings: Any) -> None:
+    def __init__(
+        self, model: Path, name: str, kind: str = "full attention", **settings: Any
+    ) -> None:
         config = vllm_config(str(model), name, json.dumps(settings, sort_keys=True))
         self.name = name
         self.answers: dict[str, Answer] = {}
@@ -137,8 +178,14 @@ class Engine:
                 for index, group in enumerate(kv_cache_config.kv_cache_groups)
                 for name in group.layer_names
             ]
-            self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout())
-            self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
+            self.tensors = allocate_kv_cache(
+                kv_cache_config,
+                torch.device("cpu"),
+                config.cache_config.get_resolved_kv_cache_layout(),
+            )
+            self.worker = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, kv_cache_config
+            )
             self.worker.register_kv_caches(self.tensors)
             self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
@@ -155,17 +202,38 @@ class Engine:
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_size, hash_function)
 
-    # -- what a client does ----------------------------------------------------------------------------------------
+    # -- what a client does --
 
     def add(
-        self, request_id: str, tokens: Sequence[int] | None, params: Any = None, *, max_tokens: int = 4, seed: int = 0, **more: Any
+        self,
+        request_id: str,
+        tokens: Sequence[int] | None,
+        params: Any = None,
+        *,
+        max_tokens: int = 4,
+        seed: int = 0,
+        **more: Any,
     ) -> Request:
-        """`seed` stands for all that makes another KV of the same tokens (salt, LoRA, embeddings); `more` is the request's own."""
+        """`seed` stands for all that makes another KV of the same tokens (salt, LoRA, embeddings);
+        `more` is the request's own.
+        """
         stop = more.pop("stop_token_ids", None)
         skips_cache = more.pop("skip_reading_prefix_cache", None)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop, extra_args={"kv_transfer_params": params})
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=stop,
+            extra_args={"kv_transfer_params": params},
+        )
         sampling.skip_reading_prefix_cache = skips_cache
-        request = Request(request_id, None if tokens is None else list(tokens), sampling, None, block_hasher=self._hasher, **more)
+        request = Request(
+            request_id,
+            None if tokens is None else list(tokens),
+            sampling,
+            None,
+            block_hasher=self._hasher,
+            **more,
+        )
         self.answers[request_id] = Answer()
         self._seeds[request_id] = seed
         self.scheduler.add_request(request)
@@ -186,7 +254,7 @@ class Engine:
         assert params is not None
         return params
 
-    # -- the engine core's step ------------------------------------------------------------------------------------
+    # -- the engine core's step --
 
     def step(self) -> None:
         if self.scheduler.has_requests():
@@ -207,18 +275,35 @@ class Engine:
     def _work_of(self, output: Any) -> list[_Work]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         resumed = set(starts) | set(output.scheduled_cached_reqs.resumed_req_ids)
-        starts |= dict(zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True))
+        starts |= dict(
+            zip(
+                output.scheduled_cached_reqs.req_ids,
+                output.scheduled_cached_reqs.num_computed_tokens,
+                strict=True,
+            )
+        )
         work = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             tokens = list(self.scheduler.requests[request_id].all_token_ids)
-            work.append(_Work(request_id, starts[request_id], num_tokens, blocks, request_id in resumed, tokens))
+            work.append(
+                _Work(
+                    request_id,
+                    starts[request_id],
+                    num_tokens,
+                    blocks,
+                    request_id in resumed,
+                    tokens,
+                )
+            )
         return work
 
     def _execute(self, output: Any, work: list[_Work]) -> ModelRunnerOutput:
         """A worker's step, in the order of vLLM's model runner."""
         self.worker.handle_preemptions(output.kv_connector_metadata)
-        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
+        self.worker.bind_connector_metadata(
+            pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        )
         if output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
         sampled = [self._forward(part) for part in work]
@@ -237,7 +322,9 @@ class Engine:
         )
         self.worker.clear_connector_metadata()
         ids = [part.request_id for part in work]
-        result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=news)
+        result = ModelRunnerOutput(
+            ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=news
+        )
         whole = self._aggregator.aggregate([pickle.loads(pickle.dumps(result))])
         assert whole is not None
         return whole
@@ -246,30 +333,59 @@ class Engine:
         if work.is_anew:
             self._sequences[work.request_id] = list(work.tokens)
         tokens = self._sequences[work.request_id]
-        values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
+        values = torch.tensor(
+            slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32
+        )
         end = self.computed[work.request_id] = work.start + work.num_tokens
         for name, group, spec in self._layers:
-            self._compute_layer(self.tensors[name], values[:end], first_visible_token(spec, work.start), work, work.blocks[group])
+            self._compute_layer(
+                self.tensors[name],
+                values[:end],
+                first_visible_token(spec, work.start),
+                work,
+                work.blocks[group],
+            )
         if end < len(tokens):
             return []
         tokens.append(next_token(tokens, self._seeds[work.request_id]))
         return [tokens[-1]]
 
-    def _compute_layer(self, tensor: torch.Tensor, values: torch.Tensor, seen_from: int, work: _Work, blocks: list[int]) -> None:
+    def _compute_layer(
+        self,
+        tensor: torch.Tensor,
+        values: torch.Tensor,
+        seen_from: int,
+        work: _Work,
+        blocks: list[int],
+    ) -> None:
         size = self._block_size
         for index in range(seen_from // size, -(-len(values) // size)):
             first, block = index * size, blocks[index]
-            begin, known = min(max(seen_from - first, 0), size), min(max(work.start - first, 0), size)
-            if not bool((tensor[block, :, begin:known, :] == values[first + begin : first + known, None]).all()):
+            begin, known = (
+                min(max(seen_from - first, 0), size),
+                min(max(work.start - first, 0), size),
+            )
+            if not bool(
+                (
+                    tensor[block, :, begin:known, :] == values[first + begin : first + known, None]
+                ).all()
+            ):
                 self.wrong_slots.append((work.request_id, index))
             fresh = values[first + known : first + size, None]
             tensor[block, :, known : known + len(fresh), :] = fresh
 
     def _take(self, outputs: dict[int, Any]) -> None:
-        for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
+        for stats in (
+            client.scheduler_stats
+            for client in outputs.values()
+            if client.scheduler_stats is not None
+        ):
             if stats.connector_prefix_cache_stats is not None:
                 self.loaded_tokens += stats.connector_prefix_cache_stats.hits
-            self.moved_bytes += sum(row["bytes"] for row in (stats.kv_connector_stats or {}).get("transports", {}).values())
+            self.moved_bytes += sum(
+                row["bytes"]
+                for row in (stats.kv_connector_stats or {}).get("transports", {}).values()
+            )
         for output in (one for client in outputs.values() for one in client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
@@ -278,7 +394,7 @@ class Engine:
             if output.kv_transfer_params is not None:
                 answer.params = json.loads(json.dumps(output.kv_transfer_params))
 
-    # -- what is left ----------------------------------------------------------------------------------------------
+    # -- what is left --
 
     @property
     def transfer_worker(self) -> TransferWorkerSnapshot:
@@ -292,12 +408,23 @@ class Engine:
         held = {
             "requests": list(scheduler.requests),
             "running": list(scheduler.running),
-            "waiting": [*scheduler.waiting, *scheduler.kv_holding_waiting, *scheduler.deferred_waiting],
-            "arrived": [*scheduler.finished_recving_kv_req_ids, *scheduler.failed_recving_kv_req_ids],
+            "waiting": [
+                *scheduler.waiting,
+                *scheduler.kv_holding_waiting,
+                *scheduler.deferred_waiting,
+            ],
+            "arrived": [
+                *scheduler.finished_recving_kv_req_ids,
+                *scheduler.failed_recving_kv_req_ids,
+            ],
             "deferred frees": list(scheduler.deferred_frees),
             "in flight": list(self._queue),
             "used blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-            "block tables": [m.req_to_blocks for m in scheduler.kv_cache_manager.coordinator.single_type_managers if m.req_to_blocks],
+            "block tables": [
+                m.req_to_blocks
+                for m in scheduler.kv_cache_manager.coordinator.single_type_managers
+                if m.req_to_blocks
+            ],
             "offers": dict(half._offers),  # noqa: SLF001
             "loads": set(half._tickets._loading),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
@@ -306,8 +433,10 @@ class Engine:
             "reads": self.transfer_worker.reads,
             "registrations": self.transfer_worker.registrations,
             "published": getattr(half, "_published", {}),
-            "streams": len(getattr(half, "_streams", ())) + len(getattr(scheduler.connector, "_prefills", ())),
-            "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
+            "streams": len(getattr(half, "_streams", ()))
+            + len(getattr(scheduler.connector, "_prefills", ())),
+            "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
+            | self._aggregator._send_remaining_count,  # noqa: SLF001
         }
         return {name: value for name, value in held.items() if value}
 
@@ -319,7 +448,9 @@ class Engine:
 def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, {engine.name: (engine.remains(), engine.answers) for engine in engines}
+        assert time.monotonic() < deadline, {
+            engine.name: (engine.remains(), engine.answers) for engine in engines
+        }
         for engine in engines:
             engine.step()
         time.sleep(0.0005)
@@ -338,26 +469,45 @@ def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
     """What the attention layers of such a model ask for."""
     model, names = (
         config.model_config,
-        [f"model.layers.{i}.self_attn.attn" for i in range(config.model_config.get_total_num_hidden_layers())],
+        [
+            f"model.layers.{i}.self_attn.attn"
+            for i in range(config.model_config.get_total_num_hidden_layers())
+        ],
     )
     shape: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": model.dtype}
-    full = FullAttentionSpec(**shape, num_kv_heads=model.get_num_kv_heads(config.parallel_config), head_size=model.get_head_size())
+    full = FullAttentionSpec(
+        **shape,
+        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
+        head_size=model.get_head_size(),
+    )
     match kind:
         case "full attention":
             return dict.fromkeys(names, full)
         case "MLA":
             return dict.fromkeys(names, MLAAttentionSpec(**shape, num_kv_heads=1, head_size=576))
         case "a window kept whole":
-            return {name: replace(full, sliding_window=None if index % 2 else 64) for index, name in enumerate(names)}
+            return {
+                name: replace(full, sliding_window=None if index % 2 else 64)
+                for index, name in enumerate(names)
+            }
         case "windows beside full attention":
-            window = SlidingWindowSpec(**shape, num_kv_heads=full.num_kv_heads, head_size=full.head_size, sliding_window=48)
+            window = SlidingWindowSpec(
+                **shape, num_kv_heads=full.num_kv_heads, head_size=full.head_size, sliding_window=48
+            )
             return {name: full if index % 2 else window for index, name in enumerate(names)}
         case "chunks beside full attention":
-            chunk = ChunkedLocalAttentionSpec(**shape, num_kv_heads=full.num_kv_heads, head_size=full.head_size, attention_chunk_size=64)
+            chunk = ChunkedLocalAttentionSpec(
+                **shape,
+                num_kv_heads=full.num_kv_heads,
+                head_size=full.head_size,
+                attention_chunk_size=64,
+            )
             return {name: full if index % 2 else chunk for index, name in enumerate(names)}
         case "layers of two sizes":
             return {
-                name: replace(full, head_size=64 if index % 2 else 32, head_size_v=64 if index % 2 else 32)
+                name: replace(
+                    full, head_size=64 if index % 2 else 32, head_size_v=64 if index % 2 else 32
+                )
                 for index, name in enumerate(names)
             }
         case _:

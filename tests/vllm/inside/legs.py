@@ -1,4 +1,6 @@
-"""What a router does for push, towards engines of this process: one push ticket for both legs, which start in whatever order."""
+"""What a router does for push, towards engines of this process: one push ticket for both legs,
+which start in whatever order.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,12 @@ class Legs:
         return push_ticket(self.source, f"handover {next(self._handovers)}")
 
     def ask_p(self, name: str, tokens: Sequence[int] | None, ticket: str, **more: Any) -> None:
-        self.p.add(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}, **{"max_tokens": 1, **more})
+        self.p.add(
+            name,
+            tokens,
+            {"do_remote_decode": True, "push_ticket": ticket},
+            **{"max_tokens": 1, **more},
+        )
 
     def ask_d(self, name: str, tokens: Sequence[int] | None, ticket: str, **more: Any) -> None:
         self.d.add(name, tokens, {"do_remote_prefill": True, "push_ticket": ticket}, **more)
@@ -47,7 +54,10 @@ class Legs:
 
     def computed(self, name: str) -> None:
         """P is through, and keeps the blocks for whoever comes."""
-        run_until(lambda: self.p.answers[name].finish is not None and self.p.transfer_worker.leases > 0, self.p)
+        run_until(
+            lambda: self.p.answers[name].finish is not None and self.p.transfer_worker.leases > 0,
+            self.p,
+        )
 
 
 def push_ticket(source: Mapping[str, Any], match_id: str) -> str:

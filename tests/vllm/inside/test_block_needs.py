@@ -1,4 +1,6 @@
-"""How many blocks are lacking for the request at which vLLM stopped; at least one where blocks may be why it did."""
+"""How many blocks are lacking for the request at which vLLM stopped; at least one where blocks may
+be why it did.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +35,8 @@ def test_what_is_lacking_is_what_is_neither_cached_nor_free() -> None:
     needs = BlockDemand(block_size=32, num_groups=2, watermark=1)
     for free, lacking in ((0, 7), (4, 3), (6, 1), (10, 1), (11, 0)):
         needs.note_candidate(Waiting("a", 100), 32, will_load=False)
-        # 8 blocks of which it has 2, and the watermark. Those it has may be among the free ones: then so many are not enough.
+        # 8 blocks of which it has 2, and the watermark. Those it has may be among the free ones:
+        # then so many are not enough.
         assert needs.missing_to_start(free) == lacking
         # It was told once.
         assert needs.missing_to_start(free) == 0

@@ -1,4 +1,6 @@
-"""vLLM's connector interface against ours: a method that appears, goes or changes upstream fails here with a sentence that names it."""
+"""vLLM's connector interface against ours: a method that appears, goes or changes upstream fails
+here with a sentence that names it.
+"""
 
 import inspect
 from dataclasses import fields
@@ -69,44 +71,71 @@ def signature_drift(name: str, ours: Any, base: Any) -> list[str]:
     """Why a call written for `base` may not suit `ours`; empty when every one does."""
     theirs, mine = (list(inspect.signature(each).parameters.values()) for each in (base, ours))
     problems = []
-    named = [parameter for parameter in theirs if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
+    named = [
+        parameter
+        for parameter in theirs
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
     for index, parameter in enumerate(named):
         twin = mine[index] if index < len(mine) else None
         if twin is None or twin.name != parameter.name:
             found = "nothing" if twin is None else twin.name
-            problems.append(f"{name}: parameter {index} is {parameter.name} in vLLM and {found} in ours")
+            problems.append(
+                f"{name}: parameter {index} is {parameter.name} in vLLM and {found} in ours"
+            )
         elif parameter.default is not parameter.empty and twin.default is twin.empty:
             problems.append(f"{name}: {parameter.name} has a default in vLLM and none in ours")
     for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
-        if any(parameter.kind is kind for parameter in theirs) and not any(parameter.kind is kind for parameter in mine):
+        if any(parameter.kind is kind for parameter in theirs) and not any(
+            parameter.kind is kind for parameter in mine
+        ):
             problems.append(f"{name}: vLLM may pass more ({kind.description}), ours takes no more")
     for parameter in mine[len(named) :]:
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
             problems.append(f"{name}: ours wants {parameter.name}, which vLLM does not pass")
     return problems
 
 
 def drift(ours: type, base: type) -> list[str]:
-    problems = [f"{name} is abstract in vLLM and not in ours" for name in sorted(getattr(ours, "__abstractmethods__", ()))]
+    problems = [
+        f"{name} is abstract in vLLM and not in ours"
+        for name in sorted(getattr(ours, "__abstractmethods__", ()))
+    ]
     for name in sorted(public_names(base)):
         if not is_overridden(ours, base, name):
             if name not in DEFAULT_IS_RIGHT:
-                problems.append(f"{name} is new in vLLM: override it, or say in DEFAULT_IS_RIGHT why its default is right")
+                problems.append(
+                    f"{name} is new in vLLM: override it, or say in DEFAULT_IS_RIGHT why its "
+                    "default is right"
+                )
             continue
         mine, theirs = getattr(ours, name), getattr(base, name)
         if callable(mine) != callable(theirs):
             problems.append(f"{name} is a method on one side and a property on the other")
         elif callable(mine):
             problems += signature_drift(name, mine, theirs)
-    overrides = {name for name in vars(ours) if not name.startswith("_") and callable(getattr(ours, name))}
+    overrides = {
+        name for name in vars(ours) if not name.startswith("_") and callable(getattr(ours, name))
+    }
     known = public_names(base) | public_names(SupportsHMA)
-    return problems + [f"{name} of ours is not called by this vLLM any more" for name in sorted(overrides - known)]
+    return problems + [
+        f"{name} of ours is not called by this vLLM any more" for name in sorted(overrides - known)
+    ]
 
 
-@pytest.mark.parametrize("ours", [NixlConnector, KVFerryConnector, NixlPushConnector, KVFerryPushConnector])
+@pytest.mark.parametrize(
+    "ours", [NixlConnector, KVFerryConnector, NixlPushConnector, KVFerryPushConnector]
+)
 def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
     assert drift(ours, KVConnectorBase_V1) == []
-    hma = signature_drift("request_finished_all_groups", ours.request_finished_all_groups, SupportsHMA.request_finished_all_groups)  # type: ignore[attr-defined]
+    hma = signature_drift(
+        "request_finished_all_groups",
+        ours.request_finished_all_groups,  # type: ignore[attr-defined]
+        SupportsHMA.request_finished_all_groups,
+    )
     assert hma == []
 
 
@@ -125,7 +154,9 @@ class Doctored(KVConnectorBase_V1):  # type: ignore[misc]
     def on_brand_new_thing(self) -> None:
         return None
 
-    def request_finished(self, request: Any, block_ids: list[int], reason: str) -> tuple[bool, None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int], reason: str
+    ) -> tuple[bool, None]:
         return False, None
 
     def update_state_after_alloc(self, request: Any, num_external_tokens: int, blocks: Any) -> None:
@@ -146,7 +177,8 @@ def test_an_upstream_that_has_moved_on_is_noticed() -> None:
     """The control: every kind of change gives a sentence."""
     found = [problem for problem in drift(KVFerryConnector, Doctored) if "abstract" not in problem]
     assert found == [
-        "on_brand_new_thing is new in vLLM: override it, or say in DEFAULT_IS_RIGHT why its default is right",
+        "on_brand_new_thing is new in vLLM: override it, or say in DEFAULT_IS_RIGHT why its "
+        "default is right",
         "on_new_request is a method on one side and a property on the other",
         "request_finished: parameter 3 is reason in vLLM and nothing in ours",
         "shutdown: parameter 1 is patience_s in vLLM and nothing in ours",
@@ -161,30 +193,53 @@ def test_a_method_of_ours_that_nobody_calls_is_noticed() -> None:
         def register_cross_layers_kv_cache(self, kv_cache: Any) -> None:
             return None
 
-    assert drift(Outdated, KVConnectorBase_V1) == ["register_cross_layers_kv_cache of ours is not called by this vLLM any more"]
+    assert drift(Outdated, KVConnectorBase_V1) == [
+        "register_cross_layers_kv_cache of ours is not called by this vLLM any more"
+    ]
 
 
 def test_our_own_contract_has_the_names_of_vllms() -> None:
-    assert public_names(contract.KVConnectorBase_V1) - public_names(KVConnectorBase_V1) == KVFERRY_ONLY
+    assert (
+        public_names(contract.KVConnectorBase_V1) - public_names(KVConnectorBase_V1) == KVFERRY_ONLY
+    )
     assert public_names(KVConnectorBase_V1) - public_names(contract.KVConnectorBase_V1) == set()
-    theirs, ours = KVConnectorBase_V1.__abstractmethods__, contract.KVConnectorBase_V1.__abstractmethods__
+    theirs, ours = (
+        KVConnectorBase_V1.__abstractmethods__,
+        contract.KVConnectorBase_V1.__abstractmethods__,
+    )
     assert theirs == ours
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "only_ours"),
     [
-        (KVConnectorTransferResults, contract.KVConnectorTransferResults, {"failure_reasons", "given_up_recving", "recving_times"}),
-        (KVConnectorOutput, contract.KVConnectorOutput, {"failure_reasons", "given_up_recving", "recving_times"}),
+        (
+            KVConnectorTransferResults,
+            contract.KVConnectorTransferResults,
+            {"failure_reasons", "given_up_recving", "recving_times"},
+        ),
+        (
+            KVConnectorOutput,
+            contract.KVConnectorOutput,
+            {"failure_reasons", "given_up_recving", "recving_times"},
+        ),
     ],
 )
-def test_results_have_the_fields_we_translate(theirs: type, ours: type, only_ours: set[str]) -> None:
-    assert {field.name for field in fields(ours)} - {field.name for field in fields(theirs)} == only_ours
-    assert {field.name for field in fields(theirs)} - {field.name for field in fields(ours)} == set()
+def test_results_have_the_fields_we_translate(
+    theirs: type, ours: type, only_ours: set[str]
+) -> None:
+    assert {field.name for field in fields(ours)} - {
+        field.name for field in fields(theirs)
+    } == only_ours
+    assert {field.name for field in fields(theirs)} - {
+        field.name for field in fields(ours)
+    } == set()
 
 
 def test_roles_are_the_same() -> None:
-    assert {role.name: role.value for role in KVConnectorRole} == {role.name: role.value for role in contract.KVConnectorRole}
+    assert {role.name: role.value for role in KVConnectorRole} == {
+        role.name: role.value for role in contract.KVConnectorRole
+    }
 
 
 NAMES = {
@@ -197,7 +252,9 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vllms_factory_finds_us_by_module_path(name: str) -> None:
-    transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path="kvferry.vllm", kv_role="kv_both")
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_connector_module_path="kvferry.vllm", kv_role="kv_both"
+    )
     assert KVConnectorFactory.get_connector_class(transfer) is NAMES[name]
     assert KVConnectorFactory.supports_hma_config(transfer)
 
@@ -209,4 +266,9 @@ def test_vllms_factory_finds_us_by_name_once_the_plugin_has_run(ours: type) -> N
 
     register()
     register()
-    assert KVConnectorFactory.get_connector_class(KVTransferConfig(kv_connector=ours.__name__, kv_role="kv_both")) is ours
+    assert (
+        KVConnectorFactory.get_connector_class(
+            KVTransferConfig(kv_connector=ours.__name__, kv_role="kv_both")
+        )
+        is ours
+    )

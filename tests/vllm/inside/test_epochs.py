@@ -1,4 +1,6 @@
-"""Each life of an engine has an epoch of its own, whatever its environment says: tickets of a dead one are good for nothing."""
+"""Each life of an engine has an epoch of its own, whatever its environment says: tickets of a dead
+one are good for nothing.
+"""
 
 import pytest
 from tests.vllm.inside.conftest import StartEngine
@@ -19,11 +21,17 @@ def test_an_epoch_that_an_operator_has_fixed_is_another_one_after_a_restart(
     for _ in range(2):
         # As the next start of vLLM makes it.
         vllm_config.cache_clear()
-        engine = start_engine("p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 0.5}})
+        engine = start_engine(
+            "p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 0.5}}
+        )
         epochs.append(engine.prefill("a", prompt(40))["remote_epoch"])
         engine.close()
     assert len(set(epochs)) == 2
 
 
 def test_the_pull_connector_has_all_of_vllms_names() -> None:
-    assert kvferry.vllm.NixlPullConnector is kvferry.vllm.NixlConnector is kvferry.vllm.KVFerryConnector
+    assert (
+        kvferry.vllm.NixlPullConnector
+        is kvferry.vllm.NixlConnector
+        is kvferry.vllm.KVFerryConnector
+    )

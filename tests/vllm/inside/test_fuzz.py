@@ -1,4 +1,5 @@
-"""Random lives over a prefill and a decode engine: adds, aborts, steps, small pools, failing reads, peers that die. Nothing may be left.
+"""Random lives over a prefill and a decode engine: adds, aborts, steps, small pools, failing reads,
+peers that die. Nothing may be left.
 
 Every seed is a test of its own; a failure shows it in the test's name.
 """
@@ -24,7 +25,9 @@ class World:
 
     connector = "NixlConnector"
 
-    def __init__(self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.rng = random.Random(seed)
         self.start_engine = start_engine
         self.monkeypatch = monkeypatch
@@ -41,16 +44,41 @@ class World:
         monkeypatch.delenv("KVFERRY_FAULTS")
 
     def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
-        extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0, "kv_lease_duration": LEASE_S}
+        extra = {
+            "handshake_timeout": 1.0,
+            "confirm_timeout": 1.0,
+            "grant_wait": 1.0,
+            "kv_lease_duration": LEASE_S,
+        }
         extra["push_registration_timeout"] = LEASE_S
-        # As in a process of its own: a ticket of an earlier incarnation is never good in a later one.
+        # As in a process of its own: a ticket of an earlier incarnation is never good in a later
+        # one.
         self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
-        kv = {"kv_connector": self.connector, "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
-        return self.start_engine(name, num_gpu_blocks_override=num_blocks, max_model_len=320, kv=kv, is_async=self.is_async, **more)
+        kv = {
+            "kv_connector": self.connector,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": extra,
+        }
+        return self.start_engine(
+            name,
+            num_gpu_blocks_override=num_blocks,
+            max_model_len=320,
+            kv=kv,
+            is_async=self.is_async,
+            **more,
+        )
 
     def actions(self) -> dict[Callable[[], None], float]:
         """What may happen, and how often."""
-        return {self.step: 12, self.add_to_p: 3, self.add_to_d: 4, self.add_forged: 1, self.abort: 2, self.pause: 2, self.kill_p: 0.15}
+        return {
+            self.step: 12,
+            self.add_to_p: 3,
+            self.add_to_d: 4,
+            self.add_forged: 1,
+            self.abort: 2,
+            self.pause: 2,
+            self.kill_p: 0.15,
+        }
 
     def act(self) -> None:
         actions = self.actions()
@@ -69,8 +97,18 @@ class World:
     def new_prompt(self) -> list[int]:
         """Often the beginning of an earlier one, so that local hits are met."""
         known = list(self.prompts.values())
-        head = self.rng.choice(known)[: self.rng.randrange(200)] if known and self.rng.random() < 0.5 else []
-        return (head + [self.rng.randrange(10, 400) for _ in range(self.rng.choice([1, 5, 31, 32, 33, 64, 90, 150]))])[:250]
+        head = (
+            self.rng.choice(known)[: self.rng.randrange(200)]
+            if known and self.rng.random() < 0.5
+            else []
+        )
+        return (
+            head
+            + [
+                self.rng.randrange(10, 400)
+                for _ in range(self.rng.choice([1, 5, 31, 32, 33, 64, 90, 150]))
+            ]
+        )[:250]
 
     def name(self) -> str:
         self.serial += 1
@@ -79,7 +117,12 @@ class World:
     def add_to_p(self) -> None:
         name = self.name()
         self.prompts[name] = self.new_prompt()
-        self.p.add(name, self.prompts[name], {"do_remote_decode": True}, max_tokens=self.rng.choice([1, 1, 1, 4]))
+        self.p.add(
+            name,
+            self.prompts[name],
+            {"do_remote_decode": True},
+            max_tokens=self.rng.choice([1, 1, 1, 4]),
+        )
 
     def add_to_d(self) -> None:
         if not self.tickets:
@@ -99,7 +142,9 @@ class World:
         name = self.name()
         self.prompts[name] = tokens
         is_early = self.rng.random() < 0.05
-        self.d.add(name, tokens, params, max_tokens=self.rng.randrange(1, 40), abort_immediately=is_early)
+        self.d.add(
+            name, tokens, params, max_tokens=self.rng.randrange(1, 40), abort_immediately=is_early
+        )
 
     def abort(self) -> None:
         engine = self.rng.choice([self.p, self.d])
@@ -107,8 +152,14 @@ class World:
             engine.abort(self.rng.choice(list(engine.answers)))
 
     def kill_p(self) -> None:
-        """Not during a read: both NIXL agents live in this process, and one that closes under the other's read was seen to abort it."""
-        run_until(lambda: not self.d.scheduler.kv_holding_waiting and self.d.transfer_worker.reads == 0, self.p, self.d)
+        """Not during a read: both NIXL agents live in this process, and one that closes under the
+        other's read was seen to abort it.
+        """
+        run_until(
+            lambda: not self.d.scheduler.kv_holding_waiting and self.d.transfer_worker.reads == 0,
+            self.p,
+            self.d,
+        )
         self.p.close()
         self.deaths += 1
         self.p = self._start("p", 14, seed=self.deaths)
@@ -120,7 +171,9 @@ class World:
                 answer.params = None
 
     def end(self) -> None:
-        """Every request ends, and every ticket is presented. What leases are left then (of failed reads) runs out."""
+        """Every request ends, and every ticket is presented. What leases are left then (of failed
+        reads) runs out.
+        """
 
         def is_over() -> bool:
             self.collect()
@@ -146,10 +199,15 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_whatever_happens_nothing_is_left(start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_happens_nothing_is_left(
+    start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(start_engine, seed, monkeypatch)
     for _ in range(ACTIONS):
         world.act()
     world.end()
     served = world.check_answers()
-    print(f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} served={served} loaded={world.d.loaded_tokens}")
+    print(
+        f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} "
+        f"served={served} loaded={world.d.loaded_tokens}"
+    )

@@ -1,5 +1,5 @@
-"""vLLM's own cache tensors staged in host memory. Here they are host memory themselves, so it is forced; the host buffer, the copies and
-the waits are those of a cache on a device.
+"""vLLM's own cache tensors staged in host memory. Here they are host memory themselves, so it is
+forced; the host buffer, the copies and the waits are those of a cache on a device.
 """
 
 from typing import Any
@@ -29,7 +29,9 @@ def test_prompts_are_handed_over_whole(pair: tuple[Engine, Engine]) -> None:
     settle(p, d)
 
 
-def test_a_local_prefix_is_not_overwritten_by_what_the_mirror_holds(pair: tuple[Engine, Engine]) -> None:
+def test_a_local_prefix_is_not_overwritten_by_what_the_mirror_holds(
+    pair: tuple[Engine, Engine],
+) -> None:
     p, d = pair
     d.add("first", prompt(2 * BLOCK))
     finish(d, "first")
@@ -39,7 +41,9 @@ def test_a_local_prefix_is_not_overwritten_by_what_the_mirror_holds(pair: tuple[
     settle(p, d)
 
 
-def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(pair: tuple[Engine, Engine]) -> None:
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(
+    pair: tuple[Engine, Engine],
+) -> None:
     p, d = pair
     d.add("b", prompt(100), p.prefill("a", prompt(100)))
     wait_for_load(d, "b")
@@ -48,7 +52,9 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(pair: tuple[Eng
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_setting_of_vllm_alone_stages_nothing_where_the_cache_is_host_memory(start_engine: StartEngine, device: str) -> None:
+def test_the_setting_of_vllm_alone_stages_nothing_where_the_cache_is_host_memory(
+    start_engine: StartEngine, device: str
+) -> None:
     settings: dict[str, Any] = {"kv": {"kv_buffer_device": device}}
     p, d = start_engine("p", **settings), start_engine("d", **settings)
     d.add("b", prompt(100), p.prefill("a", prompt(100)))

@@ -1,4 +1,6 @@
-"""Caches as vLLM allocates them: what geometry we read off them, and whether their blocks arrive."""
+"""Caches as vLLM allocates them: what geometry we read off them, and whether their blocks
+arrive.
+"""
 
 import json
 from itertools import pairwise
@@ -24,7 +26,9 @@ KINDS = ["full attention", "MLA", "a window kept whole", "layers of two sizes", 
 SERVED = [*((kind, "LBHNC") for kind in KINDS), ("full attention", "LBNHC"), ("MLA", "LBNHC")]
 
 
-def measured(model: Path, kind: str, layout: str, **settings: Any) -> tuple[Geometry, dict[str, torch.Tensor]]:
+def measured(
+    model: Path, kind: str, layout: str, **settings: Any
+) -> tuple[Geometry, dict[str, torch.Tensor]]:
     config = vllm_config(str(model), "p", json.dumps(settings | {"layout": layout}, sort_keys=True))
     with set_current_vllm_config(config):
         cache = cache_config(config, kind)
@@ -40,9 +44,19 @@ def our_config(config: VllmConfig) -> Any:
     from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
     from kvferry.transports.memory import MemoryNetwork
 
-    transfer = KVTransferConfig.from_mapping({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    transfer = KVTransferConfig.from_mapping(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    )
     identity = ModelIdentity("Tiny", "abc", 4, 2, 64, "float32")
-    return ConnectorConfig(transfer, identity, ParallelConfig(), SideChannelConfig(port=0), b"secret", "epoch", MemoryKit(MemoryNetwork()))
+    return ConnectorConfig(
+        transfer,
+        identity,
+        ParallelConfig(),
+        SideChannelConfig(port=0),
+        b"secret",
+        "epoch",
+        MemoryKit(MemoryNetwork()),
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,29 +64,63 @@ def our_config(config: VllmConfig) -> Any:
     [
         ("full attention", "LBHNC", [2 * BLOCK * 128 * FLOAT] * 4, [2 * BLOCK * 128 * FLOAT] * 4),
         ("full attention", "LBNHC", [2 * BLOCK * 128 * FLOAT] * 4, [2 * BLOCK * 128 * FLOAT] * 4),
-        ("a window kept whole", "LBHNC", [2 * BLOCK * 128 * FLOAT] * 4, [2 * BLOCK * 128 * FLOAT] * 4),
+        (
+            "a window kept whole",
+            "LBHNC",
+            [2 * BLOCK * 128 * FLOAT] * 4,
+            [2 * BLOCK * 128 * FLOAT] * 4,
+        ),
         ("MLA", "LBHNC", [BLOCK * 576 * FLOAT] * 4, [BLOCK * 576 * FLOAT] * 4),
-        ("layers of two sizes", "LBHNC", [2 * BLOCK * size * FLOAT for size in (64, 128, 64, 128)], None),
-        ("padded pages", "LBHNC", [2 * BLOCK * 128 * FLOAT] * 4, [2 * BLOCK * 128 * FLOAT + 4096] * 4),
+        (
+            "layers of two sizes",
+            "LBHNC",
+            [2 * BLOCK * size * FLOAT for size in (64, 128, 64, 128)],
+            None,
+        ),
+        (
+            "padded pages",
+            "LBHNC",
+            [2 * BLOCK * 128 * FLOAT] * 4,
+            [2 * BLOCK * 128 * FLOAT + 4096] * 4,
+        ),
     ],
 )
-def test_one_region_per_layer(model: Path, kind: str, layout: str, block_bytes: list[int], stride_bytes: list[int] | None) -> None:
+def test_one_region_per_layer(
+    model: Path, kind: str, layout: str, block_bytes: list[int], stride_bytes: list[int] | None
+) -> None:
     geometry, tensors = measured(model, kind, layout)
-    assert [region.name for region in geometry.regions] == [f"model.layers.{index}.self_attn.attn" for index in range(4)]
-    assert [region.address for region in geometry.regions] == [tensor.data_ptr() for tensor in tensors.values()]
+    assert [region.name for region in geometry.regions] == [
+        f"model.layers.{index}.self_attn.attn" for index in range(4)
+    ]
+    assert [region.address for region in geometry.regions] == [
+        tensor.data_ptr() for tensor in tensors.values()
+    ]
     assert [region.block_bytes for region in geometry.regions] == block_bytes
     assert [region.stride_bytes for region in geometry.regions] == (stride_bytes or block_bytes)
     assert {region.group for region in geometry.regions} == {0}
     assert geometry.block_size == BLOCK
-    ends = sorted((region.address, region.address + region.size_bytes) for region in geometry.regions)
+    ends = sorted(
+        (region.address, region.address + region.size_bytes) for region in geometry.regions
+    )
     assert all(end <= start for (_, end), (start, _) in pairwise(ends)), "regions overlap"
 
 
 @pytest.mark.parametrize(("kind", "layout"), SERVED)
-def test_a_plan_covers_exactly_the_blocks_of_the_tokens(model: Path, kind: str, layout: str) -> None:
+def test_a_plan_covers_exactly_the_blocks_of_the_tokens(
+    model: Path, kind: str, layout: str
+) -> None:
     geometry, tensors = measured(model, kind, layout)
     for segments, tensor in zip(
-        plan_read(geometry, geometry, geometry.heads, [[5, 9, 2]], [[1, 7, 3]], range(BLOCK, 2 * BLOCK + 1)), tensors.values(), strict=True
+        plan_read(
+            geometry,
+            geometry,
+            geometry.heads,
+            [[5, 9, 2]],
+            [[1, 7, 3]],
+            range(BLOCK, 2 * BLOCK + 1),
+        ),
+        tensors.values(),
+        strict=True,
     ):
         here = [tensor.data_ptr() + int(offset) for offset in segments.local_offsets]
         there = [tensor.data_ptr() + int(offset) for offset in segments.remote_offsets]
@@ -96,7 +144,9 @@ def test_other_layouts_are_refused_by_name(model: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_blocks_whose_bytes_are_not_adjacent_are_never_taken_for_such(model: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_whose_bytes_are_not_adjacent_are_never_taken_for_such(
+    model: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Were the name not refused, the tensor's own strides would be."""
     monkeypatch.setitem(translate.LAYOUTS, layout, "HND")
     with pytest.raises(ConfigError, match="cannot be cut into 64 blocks of adjacent bytes"):
@@ -115,15 +165,25 @@ def test_such_a_cache_is_handed_over(start_engine: StartEngine, kind: str, layou
 
 @pytest.mark.parametrize("length", [20, 47, 48, 49, 64, 65, 79, 96, 100, 127, 128, 129, 200])
 @pytest.mark.parametrize("kind", ["windows beside full attention", "chunks beside full attention"])
-def test_where_attention_forgets_what_is_seen_is_handed_over(start_engine: StartEngine, kind: str, length: int) -> None:
+def test_where_attention_forgets_what_is_seen_is_handed_over(
+    start_engine: StartEngine, kind: str, length: int
+) -> None:
     p, d = start_engine("p", kind=kind), start_engine("d", kind=kind)
     tokens = [10 + (index * 7) % 300 for index in range(length)]
     d.add("b", tokens, p.prefill("a", tokens))
     run_until(lambda: d.answers["b"].finish is not None, p, d)
     # P lets go of a block that the last token looks at when that is the last token to look there.
-    last, following = (length - 48, length - 47) if "windows" in kind else ((length - 1) // 64 * 64, length // 64 * 64)
+    last, following = (
+        (length - 48, length - 47)
+        if "windows" in kind
+        else ((length - 1) // 64 * 64, length // 64 * 64)
+    )
     is_gone = max(0, last) // BLOCK < max(0, following) // BLOCK
-    assert (d.answers["b"].finish, d.loaded_tokens, d.wrong_slots) == ("length", 0 if is_gone else length - 1, [])
+    assert (d.answers["b"].finish, d.loaded_tokens, d.wrong_slots) == (
+        "length",
+        0 if is_gone else length - 1,
+        [],
+    )
     run_until(lambda: not p.remains() and not d.remains(), p, d)
 
 
@@ -135,13 +195,19 @@ BRIDGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"block_size": 32, "kind": "MLA"}, {"block_size": 64, "kind": "MLA"}),
     ({"layout": "BLHNC"}, {"layout": "LBHNC"}),
     ({"layout": "BLNHC"}, {"layout": "BLHNC", "block_size": 64}),
-    ({"block_size": 64, "kind": "windows beside full attention"}, {"block_size": 32, "kind": "windows beside full attention"}),
+    (
+        {"block_size": 64, "kind": "windows beside full attention"},
+        {"block_size": 32, "kind": "windows beside full attention"},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("at_p", "at_d"), BRIDGED)
 def test_where_kernels_keep_tokens_apart_caches_of_unequal_form_are_handed_over(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, at_p: dict[str, Any], at_d: dict[str, Any]
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    at_p: dict[str, Any],
+    at_d: dict[str, Any],
 ) -> None:
     """As the GPU backends do, none of which runs here; the made-up forward does too."""
     monkeypatch.setattr(translate, "has_token_rows", lambda backends: True)
@@ -176,7 +242,9 @@ def test_layers_that_share_blocks_are_one_region(model: Path) -> None:
     assert (region.block_bytes, region.stride_bytes) == (4 * 2 * BLOCK * 128 * FLOAT,) * 2
     [(size, here)] = [
         (segments.segment_bytes, segments.local_offsets.tolist())
-        for segments in plan_read(geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK))
+        for segments in plan_read(
+            geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK)
+        )
     ]
     assert (size, here) == (region.block_bytes, [5 * region.block_bytes, 9 * region.block_bytes])
 
@@ -202,8 +270,12 @@ def test_engines_whose_caches_differ_fail_the_request_and_leave_nothing(
     run_until(lambda: not p.remains() and not d.remains(), p, d)
 
 
-def test_layers_that_share_anothers_cache(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3n: vLLM hands such a layer's tensor over too, but its connector has never heard of the layer."""
+def test_layers_that_share_anothers_cache(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3n: vLLM hands such a layer's tensor over too, but its connector has never heard of the
+    layer.
+    """
     import tests.vllm.inside.engines as engines
 
     def with_alias(*arguments: Any) -> dict[str, torch.Tensor]:

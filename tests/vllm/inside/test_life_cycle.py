@@ -1,6 +1,8 @@
-"""The life of requests in vLLM's own scheduler, with real tickets, reads and leases. After each story nothing may be left on either side.
+"""The life of requests in vLLM's own scheduler, with real tickets, reads and leases. After each
+story nothing may be left on either side.
 
-`pair` and `start_engine` compare every slot that a forward would read with what belongs there; `settle` is where a story ends.
+`pair` and `start_engine` compare every slot that a forward would read with what belongs there;
+`settle` is where a story ends.
 """
 
 from typing import Any
@@ -39,11 +41,15 @@ def settle(*engines: Engine) -> None:
 
 
 def wait_for_load(d: Engine, request_id: str) -> None:
-    run_until(lambda: d.scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS, d)
+    run_until(
+        lambda: d.scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS, d
+    )
 
 
 def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> None:
-    """The control of `settle`: an engine that waits for a peer is not empty, and nothing else makes it so."""
+    """The control of `settle`: an engine that waits for a peer is not empty, and nothing else makes
+    it so.
+    """
     p = start_engine("p")
     assert p.remains() == {}
     p.prefill("a", prompt(100))
@@ -52,12 +58,14 @@ def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> Non
     assert p.remains().keys() == {"requests", "used blocks", "block tables", "leases"}
 
 
-# -- handing over ------------------------------------------------------------------------------------------------------
+# -- handing over --
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_handed_over_whole(start_engine: StartEngine, length: int, is_async: bool) -> None:
+def test_a_prompt_is_handed_over_whole(
+    start_engine: StartEngine, length: int, is_async: bool
+) -> None:
     p, d = start_engine("p", is_async=is_async), start_engine("d", is_async=is_async)
     d.add("b", prompt(length), p.prefill("a", prompt(length)))
     assert finish(d, "b", p) == greedy(prompt(length), 4)
@@ -80,7 +88,9 @@ def test_the_bytes_in_ds_blocks_are_ps(pair: tuple[Engine, Engine]) -> None:
     settle(p, d)
 
 
-def test_a_corrupted_read_is_seen_by_the_made_up_forward(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupted_read_is_seen_by_the_made_up_forward(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control of all equalities here."""
     p = start_engine("p")
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1")
@@ -90,8 +100,12 @@ def test_a_corrupted_read_is_seen_by_the_made_up_forward(start_engine: StartEngi
     assert {request for request, _ in d.wrong_slots} == {"b"}
 
 
-@pytest.mark.parametrize(("length", "known", "loaded"), [(100, 64, 36), (64, 64, 32), (65, 64, 1), (100, 31, 100)])
-def test_only_what_d_lacks_is_loaded(pair: tuple[Engine, Engine], length: int, known: int, loaded: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "known", "loaded"), [(100, 64, 36), (64, 64, 32), (65, 64, 1), (100, 31, 100)]
+)
+def test_only_what_d_lacks_is_loaded(
+    pair: tuple[Engine, Engine], length: int, known: int, loaded: int
+) -> None:
     p, d = pair
     d.add("warm", prompt(known), max_tokens=1)
     finish(d, "warm")
@@ -112,8 +126,12 @@ def test_a_full_local_hit_moves_nothing_and_frees_p(pair: tuple[Engine, Engine])
 
 
 @pytest.mark.parametrize("length", [80, 120])
-def test_a_prompt_that_differs_from_ps_uses_the_common_prefix_only(pair: tuple[Engine, Engine], length: int) -> None:
-    """A shorter or longer one, and one that differs from block 1 on (T6 of the conformance list is the longer one)."""
+def test_a_prompt_that_differs_from_ps_uses_the_common_prefix_only(
+    pair: tuple[Engine, Engine], length: int
+) -> None:
+    """A shorter or longer one, and one that differs from block 1 on (T6 of the conformance list is
+    the longer one).
+    """
     p, d = pair
     d.add("b", prompt(length), p.prefill("a", prompt(100)))
     other = prompt(40) + prompt(60, start=200)
@@ -139,7 +157,9 @@ def test_without_prefix_caching_on_d(start_engine: StartEngine) -> None:
     settle(p, d)
 
 
-def test_a_request_that_must_not_read_caches_computes_and_frees_p(pair: tuple[Engine, Engine]) -> None:
+def test_a_request_that_must_not_read_caches_computes_and_frees_p(
+    pair: tuple[Engine, Engine],
+) -> None:
     """vLLM sets this for prompt logprobs, and overrules the connector's offer."""
     p, d = pair
     d.add("b", prompt(100), p.prefill("a", prompt(100)), skip_reading_prefix_cache=True)
@@ -148,7 +168,9 @@ def test_a_request_that_must_not_read_caches_computes_and_frees_p(pair: tuple[En
     settle(p, d)
 
 
-def test_a_ticket_that_comes_back_to_its_own_engine_is_handed_back(start_engine: StartEngine) -> None:
+def test_a_ticket_that_comes_back_to_its_own_engine_is_handed_back(
+    start_engine: StartEngine,
+) -> None:
     p = start_engine("p")
     p.add("b", prompt(100), p.prefill("a", prompt(100)))
     assert finish(p, "b") == greedy(prompt(100), 4)
@@ -164,8 +186,12 @@ def test_chunked_prefill_is_handed_over_whole(start_engine: StartEngine) -> None
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_ticket_covers_no_token_that_is_not_computed(start_engine: StartEngine, is_async: bool) -> None:
-    """P ends at a stop token; ahead of its worker, vLLM counts the token of the step under way as computed already."""
+def test_a_ticket_covers_no_token_that_is_not_computed(
+    start_engine: StartEngine, is_async: bool
+) -> None:
+    """P ends at a stop token; ahead of its worker, vLLM counts the token of the step under way as
+    computed already.
+    """
     p, d = start_engine("p", is_async=is_async), start_engine("d", is_async=is_async)
     stop = next_token(prompt(63))
     params = p.prefill("a", prompt(63), max_tokens=8, stop_token_ids=[stop])
@@ -186,7 +212,7 @@ def test_four_children_share_a_ticket(pair: tuple[Engine, Engine]) -> None:
     settle(p, d)
 
 
-# -- other KV of the same tokens -----------------------------------------------------------------------------------------
+# -- other KV of the same tokens --
 
 
 @pytest.mark.parametrize(
@@ -195,16 +221,25 @@ def test_four_children_share_a_ticket(pair: tuple[Engine, Engine]) -> None:
         ({"cache_salt": "tenant 1", "seed": 1}, {"cache_salt": "tenant 2", "seed": 2}),
         ({"cache_salt": "tenant 1", "seed": 1}, {}),
         ({}, {"lora_request": LoRARequest("adapter", 1, "/nowhere"), "seed": 3}),
-        ({"lora_request": LoRARequest("adapter", 1, "/nowhere"), "seed": 3}, {"lora_request": LoRARequest("b", 2, "/no"), "seed": 4}),
+        (
+            {"lora_request": LoRARequest("adapter", 1, "/nowhere"), "seed": 3},
+            {"lora_request": LoRARequest("b", 2, "/no"), "seed": 4},
+        ),
         ({"prompt_embeds": torch.ones(100, 4), "seed": 5}, {}),
-        ({"prompt_embeds": torch.ones(100, 4), "seed": 5}, {"prompt_embeds": torch.zeros(100, 4), "seed": 6}),
+        (
+            {"prompt_embeds": torch.ones(100, 4), "seed": 5},
+            {"prompt_embeds": torch.zeros(100, 4), "seed": 6},
+        ),
     ],
 )
 def test_kv_of_another_tenant_adapter_or_embedding_is_not_used(
     pair: tuple[Engine, Engine], at_p: dict[str, Any], at_d: dict[str, Any]
 ) -> None:
     p, d = pair
-    tokens = {"p": None if "prompt_embeds" in at_p else prompt(100), "d": None if "prompt_embeds" in at_d else prompt(100)}
+    tokens = {
+        "p": None if "prompt_embeds" in at_p else prompt(100),
+        "d": None if "prompt_embeds" in at_d else prompt(100),
+    }
     if tokens["p"] is None and tokens["d"] is not None:
         tokens["d"] = [0] * 100  # as vLLM writes embeddings where ids are asked for
     p.add("a", tokens["p"], {"do_remote_decode": True}, max_tokens=1, **at_p)
@@ -215,8 +250,16 @@ def test_kv_of_another_tenant_adapter_or_embedding_is_not_used(
     settle(p, d)
 
 
-@pytest.mark.parametrize("same", [{"cache_salt": "tenant 1", "seed": 1}, {"lora_request": LoRARequest("adapter", 1, "/x"), "seed": 3}])
-def test_kv_of_the_same_tenant_or_adapter_is_used(pair: tuple[Engine, Engine], same: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"cache_salt": "tenant 1", "seed": 1},
+        {"lora_request": LoRARequest("adapter", 1, "/x"), "seed": 3},
+    ],
+)
+def test_kv_of_the_same_tenant_or_adapter_is_used(
+    pair: tuple[Engine, Engine], same: dict[str, Any]
+) -> None:
     p, d = pair
     d.add("b", prompt(100), p.prefill("a", prompt(100), **same), **same)
     assert finish(d, "b", p) == greedy(prompt(100), 4, same["seed"])
@@ -224,11 +267,13 @@ def test_kv_of_the_same_tenant_or_adapter_is_used(pair: tuple[Engine, Engine], s
     settle(p, d)
 
 
-# -- leaving early -----------------------------------------------------------------------------------------------------
+# -- leaving early --
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("moment", ["queued", "allocated", "loading", "arrived", "running", "finished"])
+@pytest.mark.parametrize(
+    "moment", ["queued", "allocated", "loading", "arrived", "running", "finished"]
+)
 def test_d_aborts(start_engine: StartEngine, moment: str, is_async: bool) -> None:
     p, d = start_engine("p", is_async=is_async), start_engine("d", is_async=is_async)
     d.add("b", prompt(100), p.prefill("a", prompt(100)), max_tokens=50)
@@ -274,8 +319,12 @@ def test_an_abort_after_ps_end_changes_nothing(pair: tuple[Engine, Engine]) -> N
 
 
 @pytest.mark.parametrize("params", [{"do_remote_decode": True}, {"do_remote_prefill": True}, None])
-def test_a_request_rejected_on_arrival_leaves_nothing(pair: tuple[Engine, Engine], params: dict[str, Any] | None) -> None:
-    """vLLM's front-end sends requests it could not make sense of this way, so that connectors let go of what they hold."""
+def test_a_request_rejected_on_arrival_leaves_nothing(
+    pair: tuple[Engine, Engine], params: dict[str, Any] | None
+) -> None:
+    """vLLM's front-end sends requests it could not make sense of this way, so that connectors let
+    go of what they hold.
+    """
     p, d = pair
     d.add("b", prompt(100), params or p.prefill("a", prompt(100)), abort_immediately=True)
     settle(p, d)
@@ -309,18 +358,25 @@ def test_p_preempts_before_its_end(start_engine: StartEngine, is_async: bool) ->
     finish(p, "a")
     d.add("b", prompt(100), p.answers["a"].params)
     assert finish(d, "b", p) == greedy(prompt(100), 4)
-    # The ticket covers P's own tokens too, and a fingerprint has points at whole blocks and at its end only.
+    # The ticket covers P's own tokens too, and a fingerprint has points at whole blocks and at its
+    # end only.
     assert d.loaded_tokens == 96
     settle(p, d)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong --
 
 
-def check_outcome(d: Engine, policy: str, request_id: str, tokens: list[int], *others: Engine) -> None:
-    """An error under `fail`, the right tokens under `recompute`; and the same prompt afterwards finds no wrong block in D's cache."""
+def check_outcome(
+    d: Engine, policy: str, request_id: str, tokens: list[int], *others: Engine
+) -> None:
+    """An error under `fail`, the right tokens under `recompute`; and the same prompt afterwards
+    finds no wrong block in D's cache.
+    """
     said = finish(d, request_id, *others)
-    assert (d.answers[request_id].finish, said) == (("length", greedy(tokens, 4)) if policy == "recompute" else ("error", []))
+    assert (d.answers[request_id].finish, said) == (
+        ("length", greedy(tokens, 4)) if policy == "recompute" else ("error", [])
+    )
     settle(d, *others)
     d.add(f"{request_id} again", tokens)
     assert finish(d, f"{request_id} again") == greedy(tokens, 4)
@@ -329,8 +385,12 @@ def check_outcome(d: Engine, policy: str, request_id: str, tokens: list[int], *o
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("known", [0, 64])
-def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, known: int) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be believed, what was there before may."""
+def test_a_read_that_fails(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, known: int
+) -> None:
+    """The transport reports failure after it has written: what is in the blocks must not be
+    believed, what was there before may.
+    """
     p = start_engine("p")
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     d = start_engine("d", kv={"kv_load_failure_policy": policy})
@@ -345,7 +405,12 @@ def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("moment", ["before", "connected", "allocated"])
 def test_p_dies(start_engine: StartEngine, policy: str, moment: str) -> None:
     extra = {"handshake_timeout": 1.0}
-    p, d = start_engine("p"), start_engine("d", kv={"kv_load_failure_policy": policy, "kv_connector_extra_config": extra})
+    p, d = (
+        start_engine("p"),
+        start_engine(
+            "d", kv={"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
+        ),
+    )
     if moment == "connected":
         d.add("first", prompt(50), p.prefill("a0", prompt(50)))
         finish(d, "first", p)
@@ -361,8 +426,13 @@ def test_p_dies(start_engine: StartEngine, policy: str, moment: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, policy: str) -> None:
-    """P's blocks hold something else by then: right tokens or a clear error, whichever, and nothing is loaded."""
-    p, d = start_engine("p"), start_engine("d", kv={"kv_load_failure_policy": policy}, enable_prefix_caching=False)
+    """P's blocks hold something else by then: right tokens or a clear error, whichever, and nothing
+    is loaded.
+    """
+    p, d = (
+        start_engine("p"),
+        start_engine("d", kv={"kv_load_failure_policy": policy}, enable_prefix_caching=False),
+    )
     params = p.prefill("a", prompt(100))
     d.add("b", prompt(100), params)
     finish(d, "b", p)
@@ -371,7 +441,9 @@ def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, po
     finish(p, "other")
     d.add("c", prompt(100), params)
     said = finish(d, "c", p)
-    assert (d.answers["c"].finish, said) in [("length", greedy(prompt(100), 4))] + [("error", [])] * (policy == "fail")
+    assert (d.answers["c"].finish, said) in [("length", greedy(prompt(100), 4))] + [
+        ("error", [])
+    ] * (policy == "fail")
     settle(p, d)
 
 
@@ -379,7 +451,13 @@ def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, po
 def test_a_ticket_of_a_life_before_a_restart(start_engine: StartEngine, policy: str) -> None:
     p, d = (
         start_engine("p"),
-        start_engine("d", kv={"kv_load_failure_policy": policy, "kv_connector_extra_config": {"handshake_timeout": 1.0}}),
+        start_engine(
+            "d",
+            kv={
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"handshake_timeout": 1.0},
+            },
+        ),
     )
     params = p.prefill("a", prompt(100))
     p.close()
@@ -392,8 +470,19 @@ FORGED: list[Any] = [
     {"do_remote_prefill": True},
     {"do_remote_prefill": True, "ticket": "forged"},
     {"do_remote_prefill": True, "ticket": ["a", "list"]},
-    {"do_remote_prefill": True, "ticket": None, "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [[1, 2, 3, 4]]},
-    {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3, 4]], "remote_engine_id": "p", "remote_request_id": "a"},
+    {
+        "do_remote_prefill": True,
+        "ticket": None,
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_block_ids": [[1, 2, 3, 4]],
+    },
+    {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1, 2, 3, 4]],
+        "remote_engine_id": "p",
+        "remote_request_id": "a",
+    },
     {"do_remote_prefill": True, "remote_host": 5, "remote_port": "x", "tp_size": -1},
     {"do_remote_prefill": True, "do_remote_decode": True},
     {"do_remote_prefill": "yes"},
@@ -415,7 +504,10 @@ def test_forged_parameters(start_engine: StartEngine, policy: str, params: Any) 
     check_outcome(d, policy, "b", prompt(100))
 
 
-@pytest.mark.parametrize("params", [{}, {"anything": 1}, {"do_remote_prefill": False, "do_remote_decode": False}, {"ticket": "x"}])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"anything": 1}, {"do_remote_prefill": False, "do_remote_decode": False}, {"ticket": "x"}],
+)
 def test_parameters_that_ask_for_nothing(start_engine: StartEngine, params: Any) -> None:
     d = start_engine("d")
     d.add("b", prompt(100), params)
@@ -426,7 +518,13 @@ def test_parameters_that_ask_for_nothing(start_engine: StartEngine, params: Any)
 
 def test_a_genuine_ticket_beside_forged_addresses_is_followed(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
-    forged = {"remote_host": "203.0.113.1", "remote_port": 1, "remote_block_ids": [[60, 61, 62, 63]], "remote_engine_id": "x", "tp_size": 7}
+    forged = {
+        "remote_host": "203.0.113.1",
+        "remote_port": 1,
+        "remote_block_ids": [[60, 61, 62, 63]],
+        "remote_engine_id": "x",
+        "tp_size": 7,
+    }
     d.add("b", prompt(100), p.prefill("a", prompt(100)) | forged)
     assert finish(d, "b", p) == greedy(prompt(100), 4)
     assert d.loaded_tokens == 100
@@ -434,7 +532,9 @@ def test_a_genuine_ticket_beside_forged_addresses_is_followed(pair: tuple[Engine
 
 
 @pytest.mark.parametrize("side", ["p", "d"])
-def test_token_ids_that_no_vocabulary_has_do_not_stop_the_engine(pair: tuple[Engine, Engine], side: str) -> None:
+def test_token_ids_that_no_vocabulary_has_do_not_stop_the_engine(
+    pair: tuple[Engine, Engine], side: str
+) -> None:
     p, d = pair
     odd = [-1, *prompt(60)]
     d.add("b", odd, p.prefill("a", odd if side == "p" else prompt(100)))
@@ -460,7 +560,10 @@ def test_ids_are_used_again(pair: tuple[Engine, Engine]) -> None:
 
 def test_more_requests_than_blocks(start_engine: StartEngine) -> None:
     """D preempts on its own; P cannot prefill before D has taken what it holds."""
-    p, d = start_engine("p", num_gpu_blocks_override=24), start_engine("d", num_gpu_blocks_override=18)
+    p, d = (
+        start_engine("p", num_gpu_blocks_override=24),
+        start_engine("d", num_gpu_blocks_override=18),
+    )
     prompts = {f"r{number}": prompt(100 + number, start=10 + number) for number in range(12)}
     for name, tokens in prompts.items():
         p.add(name, tokens, {"do_remote_decode": True}, max_tokens=1)
@@ -471,8 +574,12 @@ def test_more_requests_than_blocks(start_engine: StartEngine) -> None:
             if answer.params is not None and name not in sent:
                 sent.add(name)
                 d.add(name, prompts[name], answer.params, max_tokens=60)
-        return len(d.answers) == len(prompts) and all(answer.finish for answer in d.answers.values())
+        return len(d.answers) == len(prompts) and all(
+            answer.finish for answer in d.answers.values()
+        )
 
     run_until(is_done, p, d)
-    assert {name: answer.tokens for name, answer in d.answers.items()} == {name: greedy(tokens, 60) for name, tokens in prompts.items()}
+    assert {name: answer.tokens for name, answer in d.answers.items()} == {
+        name: greedy(tokens, 60) for name, tokens in prompts.items()
+    }
     settle(p, d)

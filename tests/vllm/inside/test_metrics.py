@@ -12,21 +12,34 @@ from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.vllm.connector import KVFerryConnector, KVFerryPushConnector
 
 
-@pytest.mark.parametrize(("connector", "is_push"), [(KVFerryPushConnector, True), (KVFerryConnector, False)])
-def test_routers_read_the_mode_from_the_page(model: Path, connector: type[KVFerryConnector], is_push: bool) -> None:
+@pytest.mark.parametrize(
+    ("connector", "is_push"), [(KVFerryPushConnector, True), (KVFerryConnector, False)]
+)
+def test_routers_read_the_mode_from_the_page(
+    model: Path, connector: type[KVFerryConnector], is_push: bool
+) -> None:
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    connector.build_prom_metrics(vllm_config(str(model), "p", "{}"), types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    connector.build_prom_metrics(
+        vllm_config(str(model), "p", "{}"),
+        types,
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+    )
     page = generate_latest(registry)
     assert read_metrics(page).is_push is is_push
     assert page.count(b"\nkvferry:transfer_mode{") == 2
 
 
-def test_routers_find_the_side_channel_on_the_page_once_an_engine_has_told_of_it(model: Path) -> None:
+def test_routers_find_the_side_channel_on_the_page_once_an_engine_has_told_of_it(
+    model: Path,
+) -> None:
     """The front-end cannot know it: the port may be any."""
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    shown = KVFerryConnector.build_prom_metrics(vllm_config(str(model), "p", "{}"), types, ["model_name", "engine"], {0: ["m", "0"]})
+    shown = KVFerryConnector.build_prom_metrics(
+        vllm_config(str(model), "p", "{}"), types, ["model_name", "engine"], {0: ["m", "0"]}
+    )
     assert read_metrics(generate_latest(registry)).side_channel == ""
     engine = Engine(model, "p")
     try:

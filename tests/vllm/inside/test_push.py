@@ -1,6 +1,8 @@
-"""Push in vLLM's own scheduler: both legs of a request at once, whichever is first. After each story nothing may be left on either side.
+"""Push in vLLM's own scheduler: both legs of a request at once, whichever is first. After each
+story nothing may be left on either side.
 
-Engines, prompts and `settle` are those of the stories of pull, and every slot that a forward would read is compared as there.
+Engines, prompts and `settle` are those of the stories of pull, and every slot that a forward would
+read is compared as there.
 """
 
 from collections.abc import Callable
@@ -10,7 +12,15 @@ import pytest
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import run_until
 from tests.vllm.inside.legs import PUSH, Legs
-from tests.vllm.inside.test_life_cycle import LENGTHS, check_outcome, finish, greedy, prompt, settle, wait_for_load
+from tests.vllm.inside.test_life_cycle import (
+    LENGTHS,
+    check_outcome,
+    finish,
+    greedy,
+    prompt,
+    settle,
+    wait_for_load,
+)
 
 StartLegs = Callable[..., Legs]
 FIRST = pytest.mark.parametrize("first", ["p", "d"])
@@ -21,9 +31,17 @@ POLICY = pytest.mark.parametrize("policy", ["fail", "recompute"])
 def start_legs(start_engine: StartEngine) -> StartLegs:
     """`p` and `d`: settings of one side; others are both sides'."""
 
-    def start(*, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None, kv: dict[str, Any] | None = None, **both: Any) -> Legs:
+    def start(
+        *,
+        p: dict[str, Any] | None = None,
+        d: dict[str, Any] | None = None,
+        kv: dict[str, Any] | None = None,
+        **both: Any,
+    ) -> Legs:
         def side(name: str, own: dict[str, Any]) -> Any:
-            return start_engine(name, **{**both, **own, "kv": {**PUSH, **(kv or {}), **own.get("kv", {})}})
+            return start_engine(
+                name, **{**both, **own, "kv": {**PUSH, **(kv or {}), **own.get("kv", {})}}
+            )
 
         return Legs(side("p", p or {}), side("d", d or {}))
 
@@ -36,7 +54,9 @@ def legs(start_legs: StartLegs) -> Legs:
 
 
 def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: Any) -> None:
-    """Requests `a` at P and `b` at D. The second comes when the first waits for it, or does not need it."""
+    """Requests `a` at P and `b` at D. The second comes when the first waits for it, or does not
+    need it.
+    """
     ticket = legs.ticket()
     if first == "p":
         legs.ask_p(f"a{of}", tokens, ticket)
@@ -44,17 +64,25 @@ def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: An
         legs.ask_d(f"b{of}", tokens, ticket, **at_d)
     else:
         legs.ask_d(f"b{of}", tokens, ticket, **at_d)
-        run_until(lambda: legs.p.transfer_worker.registrations == 1 or legs.d.answers[f"b{of}"].finish is not None, legs.d)
+        run_until(
+            lambda: (
+                legs.p.transfer_worker.registrations == 1
+                or legs.d.answers[f"b{of}"].finish is not None
+            ),
+            legs.d,
+        )
         legs.ask_p(f"a{of}", tokens, ticket)
 
 
-# -- handing over ------------------------------------------------------------------------------------------------------
+# -- handing over --
 
 
 @FIRST
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_handed_over_whole(start_legs: StartLegs, first: str, length: int, is_async: bool) -> None:
+def test_a_prompt_is_handed_over_whole(
+    start_legs: StartLegs, first: str, length: int, is_async: bool
+) -> None:
     legs = start_legs(is_async=is_async)
     ask_both(legs, first, prompt(length))
     assert finish(legs.d, "b", legs.p) == greedy(prompt(length), 4)
@@ -62,7 +90,9 @@ def test_a_prompt_is_handed_over_whole(start_legs: StartLegs, first: str, length
     settle(legs.p, legs.d)
 
 
-def test_a_corrupted_read_is_seen_by_the_made_up_forward(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupted_read_is_seen_by_the_made_up_forward(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control of all equalities here."""
     p = start_engine("p", kv=PUSH)
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1")
@@ -83,8 +113,12 @@ def test_a_decode_side_that_waits_shows_as_left(legs: Legs) -> None:
 
 
 @FIRST
-@pytest.mark.parametrize(("length", "known", "loaded"), [(100, 64, 36), (64, 64, 32), (65, 64, 1), (100, 31, 100)])
-def test_only_what_d_lacks_is_loaded(legs: Legs, first: str, length: int, known: int, loaded: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "known", "loaded"), [(100, 64, 36), (64, 64, 32), (65, 64, 1), (100, 31, 100)]
+)
+def test_only_what_d_lacks_is_loaded(
+    legs: Legs, first: str, length: int, known: int, loaded: int
+) -> None:
     legs.d.add("warm", prompt(known), max_tokens=1)
     finish(legs.d, "warm")
     ask_both(legs, first, prompt(length))
@@ -111,7 +145,9 @@ def test_a_request_that_must_not_read_caches_computes_and_frees_p(legs: Legs, fi
 
 @FIRST
 @pytest.mark.parametrize("is_async", [False, True])
-def test_chunked_prefill_is_handed_over_whole(start_legs: StartLegs, first: str, is_async: bool) -> None:
+def test_chunked_prefill_is_handed_over_whole(
+    start_legs: StartLegs, first: str, is_async: bool
+) -> None:
     legs = start_legs(p={"max_num_batched_tokens": 48, "max_num_seqs": 4}, is_async=is_async)
     ask_both(legs, first, prompt(200))
     assert finish(legs.d, "b", legs.p) == greedy(prompt(200), 4)
@@ -120,10 +156,13 @@ def test_chunked_prefill_is_handed_over_whole(start_legs: StartLegs, first: str,
 
 
 @FIRST
-@pytest.mark.parametrize("kind", ["MLA", "windows beside full attention", "chunks beside full attention"])
+@pytest.mark.parametrize(
+    "kind", ["MLA", "windows beside full attention", "chunks beside full attention"]
+)
 def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> None:
-    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or of a chunk's; those D computes.
-    The lease outlasts every wait here: P has been told."""
+    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or
+    of a chunk's; those D computes. The lease outlasts every wait here: P has been told.
+    """
     patient = {"kv_connector_extra_config": {"kv_lease_duration": 600}}
     legs = start_legs(kind=kind, kv=patient, p={"max_num_batched_tokens": 48, "max_num_seqs": 4})
     expected = 0
@@ -132,13 +171,17 @@ def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> 
         ask_both(legs, first, tokens, of=f" of {length}")
         assert finish(legs.d, f"b of {length}", legs.p) == greedy(tokens, 4), length
         finish(legs.p, f"a of {length}", legs.d)
-        is_gone = {"MLA": False, "windows beside full attention": length in (79, 111), "chunks beside full attention": length in (64, 128)}
+        is_gone = {
+            "MLA": False,
+            "windows beside full attention": length in (79, 111),
+            "chunks beside full attention": length in (64, 128),
+        }
         expected += 0 if is_gone[kind] else length - (kind != "MLA")
     assert legs.d.loaded_tokens == expected
     settle(legs.p, legs.d)
 
 
-# -- while it is computed ----------------------------------------------------------------------------------------------
+# -- while it is computed --
 
 
 CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
@@ -153,8 +196,12 @@ STAGED = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
 
 @pytest.mark.parametrize("uses_host_buffer", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool, uses_host_buffer: bool) -> None:
-    """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one step later."""
+def test_each_chunk_moves_while_the_next_is_computed(
+    start_legs: StartLegs, is_async: bool, uses_host_buffer: bool
+) -> None:
+    """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one
+    step later.
+    """
     legs = start_legs(p={**CHUNKS, **(STAGED if uses_host_buffer else {})}, is_async=is_async)
     p, d, ticket = legs.p, legs.d, legs.ticket()
     legs.ask_d("b", prompt(300), ticket)
@@ -183,7 +230,9 @@ def test_host_buffers(start_legs: StartLegs, sides: str, first: str) -> None:
 
 
 def test_four_children_share_a_push_ticket(legs: Legs) -> None:
-    """n=4: vLLM gives every child the parent's parameters; one of them loads, the others find its blocks in D's cache."""
+    """n=4: vLLM gives every child the parent's parameters; one of them loads, the others find its
+    blocks in D's cache.
+    """
     ticket = legs.ticket()
     for number in range(4):
         legs.ask_d(f"{number}_b", prompt(100), ticket)
@@ -226,11 +275,13 @@ def test_a_producer_and_a_consumer_will_do(start_legs: StartLegs) -> None:
     settle(legs.p, legs.d)
 
 
-# -- leaving early -----------------------------------------------------------------------------------------------------
+# -- leaving early --
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("moment", ["queued", "registered", "matched", "arrived", "running", "finished"])
+@pytest.mark.parametrize(
+    "moment", ["queued", "registered", "matched", "arrived", "running", "finished"]
+)
 def test_d_aborts(start_legs: StartLegs, moment: str, is_async: bool) -> None:
     legs = start_legs(is_async=is_async)
     ticket = legs.ticket()
@@ -286,9 +337,13 @@ def test_d_preempts_after_the_load(legs: Legs, first: str) -> None:
     settle(legs.p, legs.d)
 
 
-@pytest.mark.parametrize(("is_async", "uses_host_buffer"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("is_async", "uses_host_buffer"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps: int, is_async: bool, uses_host_buffer: bool) -> None:
+def test_p_preempts_while_it_computes_a_long_prompt(
+    start_legs: StartLegs, steps: int, is_async: bool, uses_host_buffer: bool
+) -> None:
     small = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_prefix_caching": False}
     legs = start_legs(p={**small, **(STAGED if uses_host_buffer else {})}, is_async=is_async)
     ticket = legs.ticket()
@@ -306,13 +361,17 @@ def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps
     settle(legs.p, legs.d)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong --
 
 
 @POLICY
 @FIRST
-def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, first: str) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be believed."""
+def test_a_read_that_fails(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, first: str
+) -> None:
+    """The transport reports failure after it has written: what is in the blocks must not be
+    believed.
+    """
     p = start_engine("p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 2.0}})
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     legs = Legs(p, start_engine("d", kv={**PUSH, "kv_load_failure_policy": policy}))
@@ -323,7 +382,14 @@ def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.Monkey
 @POLICY
 @pytest.mark.parametrize("moment", ["before", "registered"])
 def test_p_dies(start_legs: StartLegs, policy: str, moment: str) -> None:
-    legs = start_legs(d={"kv": {"kv_load_failure_policy": policy, "kv_connector_extra_config": {"handshake_timeout": 1.0}}})
+    legs = start_legs(
+        d={
+            "kv": {
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"handshake_timeout": 1.0},
+            }
+        }
+    )
     if moment == "before":
         legs.p.close()
     legs.ask_d("b", prompt(100), legs.ticket())
@@ -337,7 +403,9 @@ def test_p_dies(start_legs: StartLegs, policy: str, moment: str) -> None:
 @POLICY
 def test_p_never_comes(start_legs: StartLegs, policy: str) -> None:
     extra = {"push_registration_timeout": 1.0}
-    legs = start_legs(d={"kv": {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}})
+    legs = start_legs(
+        d={"kv": {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}}
+    )
     legs.ask_d("b", prompt(100), legs.ticket())
     check_outcome(legs.d, policy, "b", prompt(100), legs.p)
 
@@ -345,9 +413,13 @@ def test_p_never_comes(start_legs: StartLegs, policy: str) -> None:
 @POLICY
 @FIRST
 @pytest.mark.parametrize(
-    "other", [{"cache_salt": "tenant 2", "seed": 2}, {"tokens": prompt(60) + prompt(40, start=200)}], ids=["salt", "tokens"]
+    "other",
+    [{"cache_salt": "tenant 2", "seed": 2}, {"tokens": prompt(60) + prompt(40, start=200)}],
+    ids=["salt", "tokens"],
 )
-def test_kv_of_another_prompt_is_not_used(start_legs: StartLegs, policy: str, first: str, other: dict[str, Any]) -> None:
+def test_kv_of_another_prompt_is_not_used(
+    start_legs: StartLegs, policy: str, first: str, other: dict[str, Any]
+) -> None:
     """Legs that do not belong together, by a router's mistake."""
     legs = start_legs(d={"kv": {"kv_load_failure_policy": policy}})
     ticket, theirs = legs.ticket(), {"tokens": prompt(100), **other}
@@ -365,7 +437,13 @@ def test_kv_of_another_prompt_is_not_used(start_legs: StartLegs, policy: str, fi
 @pytest.mark.parametrize("ticket", ["forged", 7, ["a", "list"], "", None])
 def test_forged_push_tickets(start_engine: StartEngine, policy: str, ticket: Any) -> None:
     d = start_engine("d", kv={**PUSH, "kv_load_failure_policy": policy})
-    params = {"do_remote_prefill": True, "push_ticket": ticket, "remote_host": "203.0.113.1", "remote_port": 1, "remote_engine_id": "x"}
+    params = {
+        "do_remote_prefill": True,
+        "push_ticket": ticket,
+        "remote_host": "203.0.113.1",
+        "remote_port": 1,
+        "remote_engine_id": "x",
+    }
     for name in ("gone", "gone later"):
         d.add(name, prompt(100), params)
     d.abort("gone")
@@ -377,7 +455,9 @@ def test_forged_push_tickets(start_engine: StartEngine, policy: str, ticket: Any
 
 
 @pytest.mark.parametrize("ticket", ["forged", 7, ["a", "list"], "", None])
-def test_a_prefill_with_a_forged_push_ticket_is_an_ordinary_one(start_engine: StartEngine, ticket: Any) -> None:
+def test_a_prefill_with_a_forged_push_ticket_is_an_ordinary_one(
+    start_engine: StartEngine, ticket: Any
+) -> None:
     p, d = start_engine("p", kv=PUSH), start_engine("d", kv=PUSH)
     p.add("a", prompt(100), {"do_remote_decode": True, "push_ticket": ticket}, max_tokens=1)
     finish(p, "a")
@@ -397,7 +477,9 @@ def test_one_that_pushes_and_one_that_pulls_meet_by_the_prefill_sides_ticket(
 
 
 def test_more_requests_than_blocks(start_legs: StartLegs) -> None:
-    """D preempts on its own and cannot take all at once; P cannot prefill before D has taken what it holds."""
+    """D preempts on its own and cannot take all at once; P cannot prefill before D has taken what
+    it holds.
+    """
     legs = start_legs(p={"num_gpu_blocks_override": 24}, d={"num_gpu_blocks_override": 18})
     prompts = {f"r{number}": prompt(100 + number, start=10 + number) for number in range(12)}
     for number, (name, tokens) in enumerate(prompts.items()):

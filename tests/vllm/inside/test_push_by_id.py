@@ -1,4 +1,6 @@
-"""Push in vLLM's own scheduler behind a router that signs nothing: it names P to D, and the legs meet by their request ids."""
+"""Push in vLLM's own scheduler behind a router that signs nothing: it names P to D, and the legs
+meet by their request ids.
+"""
 
 from typing import Any
 
@@ -11,19 +13,35 @@ from tests.vllm.inside.test_life_cycle import check_outcome, finish, greedy, pro
 from kvferry.bench.vllm.servers import free_ports
 
 
-def start_both(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine, dict[str, Any]]:
+def start_both(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Engine, Engine, dict[str, Any]]:
     of_p, of_d = free_ports(2)
 
     def start(name: str, own: int, other: int) -> Engine:
         monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", str(own))
-        return start_engine(name, kv={**PUSH, "kv_connector_extra_config": {"peers": [f"localhost:{other}"]}})
+        return start_engine(
+            name, kv={**PUSH, "kv_connector_extra_config": {"peers": [f"localhost:{other}"]}}
+        )
 
     p, d = start("p", of_p, of_d), start("d", of_d, of_p)
-    return p, d, {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "localhost", "remote_port": of_p, "tp_size": 1}
+    return (
+        p,
+        d,
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": "p",
+            "remote_host": "localhost",
+            "remote_port": of_p,
+            "tp_size": 1,
+        },
+    )
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
-def test_legs_meet_whichever_is_first(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+def test_legs_meet_whichever_is_first(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
     p, d, named = start_both(start_engine, monkeypatch)
     for number, length in enumerate((100, 200)):
         to_d = (f"cmpl-{number}-0-dddddddd", prompt(length), named)
@@ -33,13 +51,20 @@ def test_legs_meet_whichever_is_first(start_engine: StartEngine, monkeypatch: py
         else:
             d.add(*to_d)
             run_until(lambda: p.transfer_worker.registrations == 1, d)
-            p.add(f"cmpl-{number}-0-aaaaaaaa", prompt(length), {"do_remote_decode": True}, max_tokens=1)
+            p.add(
+                f"cmpl-{number}-0-aaaaaaaa",
+                prompt(length),
+                {"do_remote_decode": True},
+                max_tokens=1,
+            )
         assert finish(d, to_d[0], p) == greedy(prompt(length), 4)
     assert d.loaded_tokens > 0
     settle(p, d)
 
 
-def test_a_p_that_is_not_believed_gets_the_failure_policy(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_p_that_is_not_believed_gets_the_failure_policy(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, d, named = start_both(start_engine, monkeypatch)
     d.add("b", prompt(100), {**named, "remote_port": named["remote_port"] + 1})
     check_outcome(d, "fail", "b", prompt(100))

@@ -1,4 +1,5 @@
-"""Random lives as in pull's, with both legs of a request at once: in any order, at any distance, one of them perhaps never.
+"""Random lives as in pull's, with both legs of a request at once: in any order, at any distance,
+one of them perhaps never.
 
 Every seed is a test of its own; a failure shows it in the test's name.
 """
@@ -15,11 +16,15 @@ from tests.vllm.inside.test_fuzz import ACTIONS, World
 
 
 class PushWorld(World):
-    """Two engines that push, and legs that a router is about to send. Between them, params of P are passed on to D as in pull."""
+    """Two engines that push, and legs that a router is about to send. Between them, params of P are
+    passed on to D as in pull.
+    """
 
     connector = "NixlPushConnector"
 
-    def __init__(self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         super().__init__(start_engine, seed, monkeypatch)
         self.legs: list[Callable[[], None]] = []
         self.source: dict[str, Any] = self.p.prefill("asked first", [1, 2, 3])
@@ -33,7 +38,14 @@ class PushWorld(World):
         return super()._start(name, num_blocks, **chunks, **more)
 
     def actions(self) -> dict[Callable[[], None], float]:
-        return {**super().actions(), self.add_to_p: 1, self.add_to_d: 1, self.add_pair: 3, self.send_leg: 7, self.preempt: 1}
+        return {
+            **super().actions(),
+            self.add_to_p: 1,
+            self.add_to_d: 1,
+            self.add_pair: 3,
+            self.send_leg: 7,
+            self.preempt: 1,
+        }
 
     def preempt(self) -> None:
         engine = self.rng.choice([self.p, self.p, self.d])
@@ -44,9 +56,16 @@ class PushWorld(World):
         """One leg now, the other some time, and a few of them never."""
         self.num_pairs += 1
         tokens, ticket = self.new_prompt(), push_ticket(self.source, f"handover {self.num_pairs}")
-        for_d = tokens if self.rng.random() < 0.9 else tokens[: self.rng.randrange(len(tokens)) + 1] + self.new_prompt()[:20]
+        for_d = (
+            tokens
+            if self.rng.random() < 0.9
+            else tokens[: self.rng.randrange(len(tokens)) + 1] + self.new_prompt()[:20]
+        )
         num_choices = self.rng.choice([1, 1, 1, 3])
-        legs = [partial(self.ask_p, tokens, ticket), partial(self.ask_d, for_d, ticket, num_choices)]
+        legs = [
+            partial(self.ask_p, tokens, ticket),
+            partial(self.ask_d, for_d, ticket, num_choices),
+        ]
         self.rng.shuffle(legs)
         if self.rng.random() < 0.5:
             legs.pop()()
@@ -82,10 +101,15 @@ class PushWorld(World):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_to_both_legs_nothing_is_left(start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_happens_to_both_legs_nothing_is_left(
+    start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = PushWorld(start_engine, seed, monkeypatch)
     for _ in range(ACTIONS):
         world.act()
     world.end()
     served = world.check_answers()
-    print(f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} served={served} loaded={world.d.loaded_tokens}")
+    print(
+        f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} "
+        f"served={served} loaded={world.d.loaded_tokens}"
+    )

@@ -1,4 +1,6 @@
-"""Every model and setting that cannot be served is refused by name when the connector is made, in both roles, and nothing else is."""
+"""Every model and setting that cannot be served is refused by name when the connector is made, in
+both roles, and nothing else is.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +29,19 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import ConfigError
 
-SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.float32,
+}
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 16), (16, 16)), dtypes=(torch.float32, torch.float32))
+MAMBA = MambaSpec(
+    block_size=BLOCK, shapes=((4, 16), (16, 16)), dtypes=(torch.float32, torch.float32)
+)
 
 
 @pytest.fixture
@@ -41,8 +50,13 @@ def config(model: Path) -> VllmConfig:
 
 
 def cache_of(*groups: KVCacheSpec, layout: str = "LBHNC", **more: Any) -> KVCacheConfig:
-    named = [KVCacheGroupSpec([f"model.layers.{index}.self_attn.attn"], spec, **more) for index, spec in enumerate(groups)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=named, kv_cache_layout=layout)
+    named = [
+        KVCacheGroupSpec([f"model.layers.{index}.self_attn.attn"], spec, **more)
+        for index, spec in enumerate(groups)
+    ]
+    return KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=named, kv_cache_layout=layout
+    )
 
 
 def make(config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
@@ -58,35 +72,78 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
     ("cache", "sentence"),
     [
         pytest.param(cache_of(MAMBA), "keeps its KV as MambaSpec", id="recurrent state"),
-        pytest.param(cache_of(FULL, MAMBA), "keeps its KV as MambaSpec", id="recurrent state beside attention"),
+        pytest.param(
+            cache_of(FULL, MAMBA),
+            "keeps its KV as MambaSpec",
+            id="recurrent state beside attention",
+        ),
         pytest.param(cache_of(FULL, WINDOW, MAMBA), "keeps its KV as MambaSpec;", id="all three"),
-        pytest.param(cache_of(RSWASpec(**SHAPE, rswa_window=64)), "keeps its KV as RSWASpec", id="gaps"),
-        pytest.param(cache_of(SinkFullAttentionSpec(**SHAPE, sink_len=4)), "keeps its KV as SinkFullAttentionSpec", id="sinks"),
-        pytest.param(cache_of(CrossAttentionSpec(**SHAPE)), "keeps its KV as CrossAttentionSpec", id="cross attention"),
-        pytest.param(cache_of(FULL, replace(WINDOW, block_size=2 * BLOCK)), r"in blocks of \[32, 64\] tokens", id="two block sizes"),
-        pytest.param(cache_of(replace(FULL, non_causal=True)), "attends to later tokens of a prompt", id="prefix language model"),
-        pytest.param(cache_of(replace(MLA, tokens_per_state=4)), "keeps one state for several tokens", id="compressed states"),
+        pytest.param(
+            cache_of(RSWASpec(**SHAPE, rswa_window=64)), "keeps its KV as RSWASpec", id="gaps"
+        ),
+        pytest.param(
+            cache_of(SinkFullAttentionSpec(**SHAPE, sink_len=4)),
+            "keeps its KV as SinkFullAttentionSpec",
+            id="sinks",
+        ),
+        pytest.param(
+            cache_of(CrossAttentionSpec(**SHAPE)),
+            "keeps its KV as CrossAttentionSpec",
+            id="cross attention",
+        ),
+        pytest.param(
+            cache_of(FULL, replace(WINDOW, block_size=2 * BLOCK)),
+            r"in blocks of \[32, 64\] tokens",
+            id="two block sizes",
+        ),
+        pytest.param(
+            cache_of(replace(FULL, non_causal=True)),
+            "attends to later tokens of a prompt",
+            id="prefix language model",
+        ),
+        pytest.param(
+            cache_of(replace(MLA, tokens_per_state=4)),
+            "keeps one state for several tokens",
+            id="compressed states",
+        ),
         pytest.param(
             cache_of(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)),
             "KV quantised as FP8_PER_TOKEN_HEAD",
             id="scales in blocks",
         ),
-        pytest.param(cache_of(FULL, host_resident=True), "keeps part of its KV in a host pool", id="host pool"),
-        pytest.param(cache_of(FULL, enable_kv_transfer=False), "keeps part of its KV in a host pool", id="not for transfer"),
+        pytest.param(
+            cache_of(FULL, host_resident=True),
+            "keeps part of its KV in a host pool",
+            id="host pool",
+        ),
+        pytest.param(
+            cache_of(FULL, enable_kv_transfer=False),
+            "keeps part of its KV in a host pool",
+            id="not for transfer",
+        ),
         pytest.param(cache_of(), "keeps no KV: there is nothing to hand over", id="no attention"),
         *(
-            pytest.param(cache_of(FULL, layout=layout), f"does not read KV laid out as {layout} yet", id=layout)
+            pytest.param(
+                cache_of(FULL, layout=layout),
+                f"does not read KV laid out as {layout} yet",
+                id=layout,
+            )
             for layout in ("LHBNC", "BHLNC")
         ),
     ],
 )
-def test_a_cache_that_cannot_be_handed_over(config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig, sentence: str) -> None:
+def test_a_cache_that_cannot_be_handed_over(
+    config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make(config, cache, role)
 
 
 @BOTH_ROLES
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"],
+)
 def test_a_parallel_setting_that_cannot_be_served(
     config: VllmConfig, role: KVConnectorRole, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,14 +153,18 @@ def test_a_parallel_setting_that_cannot_be_served(
 
 
 @BOTH_ROLES
-def test_a_cache_that_may_move(config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_may_move(
+    config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
     with pytest.raises(ConfigError, match="without --enable-sleep-mode"):
         make(config, cache_of(FULL), role)
 
 
 @BOTH_ROLES
-def test_an_encoder_decoder_model(config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_decoder_model(
+    config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(config.model_config), "is_encoder_decoder", property(lambda _: True))
     with pytest.raises(ConfigError, match="does not hand over the KV of encoder-decoder models"):
         make(config, cache_of(FULL), role)
@@ -122,5 +183,7 @@ def test_an_encoder_decoder_model(config: VllmConfig, role: KVConnectorRole, mon
         pytest.param(cache_of(FULL, CHUNKED), id="chunks beside full attention"),
     ],
 )
-def test_what_can_be_served_is_not_refused(config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig) -> None:
+def test_what_can_be_served_is_not_refused(
+    config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig
+) -> None:
     make(config, cache, role)

@@ -1,5 +1,6 @@
-"""Turns of conversations in vLLM's own scheduler: what D keeps, what P fetches, and what happens when D needs the blocks or P cannot have
-them. Every slot that a forward would read is compared with what belongs there.
+"""Turns of conversations in vLLM's own scheduler: what D keeps, what P fetches, and what happens
+when D needs the blocks or P cannot have them. Every slot that a forward would read is compared with
+what belongs there.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,18 @@ ANSWER = 20
 
 
 def settings(policy: str = "fail", **extra: Any) -> dict[str, Any]:
-    return {"kv": {"kv_load_failure_policy": policy, "kv_connector_extra_config": {**REUSE, **extra}}}
+    return {
+        "kv": {"kv_load_failure_policy": policy, "kv_connector_extra_config": {**REUSE, **extra}}
+    }
 
 
-def start_pair(start_engine: StartEngine, d: dict[str, Any] | None = None, **more: Any) -> tuple[Engine, Engine]:
+def start_pair(
+    start_engine: StartEngine, d: dict[str, Any] | None = None, **more: Any
+) -> tuple[Engine, Engine]:
     """A P that remembers nothing, and D."""
-    return start_engine("p", enable_prefix_caching=False, **settings(), **more), start_engine("d", **(d or settings()), **more)
+    return start_engine("p", enable_prefix_caching=False, **settings(), **more), start_engine(
+        "d", **(d or settings()), **more
+    )
 
 
 def prompt(length: int, start: int = 10) -> list[int]:
@@ -47,9 +54,22 @@ def told(d: Engine, name: str) -> dict[str, Any]:
     return params
 
 
-def take_turn(p: Engine, d: Engine, name: str, tokens: Sequence[int], kept: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def take_turn(
+    p: Engine,
+    d: Engine,
+    name: str,
+    tokens: Sequence[int],
+    kept: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     """Both legs, as a router asks for them; right, and what D says of it."""
-    p.add(name, tokens, {**(kept or {}), "do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1, **more)
+    p.add(
+        name,
+        tokens,
+        {**(kept or {}), "do_remote_decode": True, "do_remote_prefill": False},
+        max_tokens=1,
+        **more,
+    )
     finish(p, name, d)
     d.add(name, tokens, told(p, name), max_tokens=ANSWER, **more)
     assert finish(d, name, p) == greedy(tokens, ANSWER, more.get("seed", 0))
@@ -66,19 +86,23 @@ def retained_turns(engine: Engine) -> int:
 
 
 def let_all_go(*engines: Engine) -> None:
-    """Nothing is left but what is kept for nobody in particular, and that goes when it is asked for."""
+    """Nothing is left but what is kept for nobody in particular, and that goes when it is asked
+    for.
+    """
     for engine in engines:
         engine.scheduler.connector._inner.reclaim_blocks(1000)  # noqa: SLF001
     run_until(lambda: not any(engine.remains() for engine in engines), *engines)
     assert [engine.wrong_slots for engine in engines] == [[]] * len(engines)
 
 
-# -- what is kept and fetched ----------------------------------------------------------------------------------------
+# -- what is kept and fetched --
 
 
 @pytest.mark.parametrize("kind", ["full attention", "windows beside full attention", "MLA"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_p_fetches_what_was_said_and_computes_what_is_new(start_engine: StartEngine, kind: str, is_async: bool) -> None:
+def test_p_fetches_what_was_said_and_computes_what_is_new(
+    start_engine: StartEngine, kind: str, is_async: bool
+) -> None:
     p, d = start_pair(start_engine, kind=kind, is_async=is_async)
     tokens, kept, num_kept = prompt(70), None, 0
     for number in range(4):
@@ -95,7 +119,10 @@ def test_p_fetches_what_was_said_and_computes_what_is_new(start_engine: StartEng
 
 def test_p_fetches_while_d_is_registered_for_what_it_computes(start_engine: StartEngine) -> None:
     """Push: both legs of the second turn at once, and P's begins with a fetch."""
-    p, d = (start_engine(name, enable_prefix_caching=name == "d", kv={**PUSH, **settings()["kv"]}) for name in ("p", "d"))
+    p, d = (
+        start_engine(name, enable_prefix_caching=name == "d", kv={**PUSH, **settings()["kv"]})
+        for name in ("p", "d")
+    )
     kept = take_turn(p, d, "first", prompt(70))
     tokens, source = goes_on(prompt(70)), p.prefill("source", prompt(3))
     ticket = push_ticket(source, "a handover")
@@ -108,7 +135,9 @@ def test_p_fetches_while_d_is_registered_for_what_it_computes(start_engine: Star
 
 
 @pytest.mark.parametrize("cut", [0, 20, BLOCK, 60, 75])
-def test_only_what_both_texts_have_in_common_is_fetched(start_engine: StartEngine, cut: int) -> None:
+def test_only_what_both_texts_have_in_common_is_fetched(
+    start_engine: StartEngine, cut: int
+) -> None:
     p, d = start_pair(start_engine)
     kept = take_turn(p, d, "first", prompt(70))
     tokens = [*goes_on(prompt(70))[:cut], *prompt(50, start=5)]
@@ -117,7 +146,9 @@ def test_only_what_both_texts_have_in_common_is_fetched(start_engine: StartEngin
     let_all_go(p, d)
 
 
-def test_what_was_said_under_another_adapter_or_salt_is_not_fetched(start_engine: StartEngine) -> None:
+def test_what_was_said_under_another_adapter_or_salt_is_not_fetched(
+    start_engine: StartEngine,
+) -> None:
     p, d = start_pair(start_engine)
     kinds: list[dict[str, Any]] = [
         {},
@@ -128,12 +159,21 @@ def test_what_was_said_under_another_adapter_or_salt_is_not_fetched(start_engine
         for used, others in enumerate(kinds):
             kept = take_turn(p, d, f"{made} {used} first", prompt(70), **more)
             before = p.loaded_tokens
-            take_turn(p, d, f"{made} {used} second", goes_on(prompt(70), others.get("seed", 0)), kept, **others)
+            take_turn(
+                p,
+                d,
+                f"{made} {used} second",
+                goes_on(prompt(70), others.get("seed", 0)),
+                kept,
+                **others,
+            )
             assert (p.loaded_tokens > before) is (made == used)
     let_all_go(p, d)
 
 
-def test_several_choices_aborts_and_those_who_say_so_leave_nothing(start_engine: StartEngine) -> None:
+def test_several_choices_aborts_and_those_who_say_so_leave_nothing(
+    start_engine: StartEngine,
+) -> None:
     p, d = start_pair(start_engine)
     for name, wish in {"0_both": {}, "1_both": {}, "unwanted": {"conversation": None}}.items():
         d.add(name, prompt(70), p.prefill(name, prompt(70)) | wish)
@@ -146,7 +186,9 @@ def test_several_choices_aborts_and_those_who_say_so_leave_nothing(start_engine:
     assert retained_turns(d) == 0
 
 
-def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(start_engine: StartEngine) -> None:
+def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(
+    start_engine: StartEngine,
+) -> None:
     p, d = start_engine("p", enable_prefix_caching=False), start_engine("d", **settings())
     kept = take_turn(p, d, "first", prompt(70))
     p.add("second", goes_on(prompt(70)), kept, max_tokens=1)
@@ -157,7 +199,7 @@ def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(start_engine
     let_all_go(p, d)
 
 
-# -- when D needs its blocks -----------------------------------------------------------------------------------------
+# -- when D needs its blocks --
 
 FEW = {"num_gpu_blocks_override": 17, "max_model_len": 512}
 """16 of them are for use; a turn of these takes 3."""
@@ -171,12 +213,18 @@ def keep_turns(p: Engine, d: Engine, num: int) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("source", ["computed", "loaded", "loaded in part"])
-def test_a_new_request_has_as_many_of_the_oldest_let_go_as_it_needs(start_engine: StartEngine, source: str, is_async: bool) -> None:
+def test_a_new_request_has_as_many_of_the_oldest_let_go_as_it_needs(
+    start_engine: StartEngine, source: str, is_async: bool
+) -> None:
     p = start_engine("p", enable_prefix_caching=False, is_async=is_async, **settings())
     d = start_engine("d", is_async=is_async, **settings(), **FEW)
     keep_turns(p, d, 5)
     tokens = prompt(200, start=7)
-    params = {} if source == "computed" else p.prefill("new", tokens if source == "loaded" else [*tokens[:100], *prompt(20)])
+    params = (
+        {}
+        if source == "computed"
+        else p.prefill("new", tokens if source == "loaded" else [*tokens[:100], *prompt(20)])
+    )
     d.add("new", tokens, params, max_tokens=4)
     assert finish(d, "new", p) == greedy(tokens, 4)
     # 1 block was free of 7 that it takes.
@@ -194,13 +242,18 @@ def test_one_that_needs_the_whole_cache_is_served(start_engine: StartEngine) -> 
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(start_engine: StartEngine, is_async: bool) -> None:
+def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(
+    start_engine: StartEngine, is_async: bool
+) -> None:
     """Three that grow by a block after the other, beside turns that are kept."""
     p = start_engine("p", is_async=is_async, **settings())
     d = start_engine("d", is_async=is_async, **settings(), **FEW)
     keep_turns(p, d, 4)
     names = [f"runs {number}" for number in range(3)]
-    requests = [d.add(name, prompt(20, start=7 + number), max_tokens=120) for number, name in enumerate(names)]
+    requests = [
+        d.add(name, prompt(20, start=7 + number), max_tokens=120)
+        for number, name in enumerate(names)
+    ]
     for number, name in enumerate(names):
         assert finish(d, name, p) == greedy(prompt(20, start=7 + number), 120)
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
@@ -211,7 +264,10 @@ def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(start_engine: Start
 def test_without_kept_turns_they_are_preempted(start_engine: StartEngine) -> None:
     """The control: vLLM does preempt where nothing comes back."""
     d = start_engine("d", **settings(), **FEW)
-    requests = [d.add(f"runs {number}", prompt(100, start=7 + number), max_tokens=150) for number in range(3)]
+    requests = [
+        d.add(f"runs {number}", prompt(100, start=7 + number), max_tokens=150)
+        for number in range(3)
+    ]
     for number in range(3):
         assert finish(d, f"runs {number}") == greedy(prompt(100, start=7 + number), 150)
     assert sum(request.num_preemptions for request in requests) > 0
@@ -242,12 +298,14 @@ def test_caches_that_are_reset_keep_no_turns(start_engine: StartEngine) -> None:
     let_all_go(p, d)
 
 
-# -- when P cannot have it -------------------------------------------------------------------------------------------
+# -- when P cannot have it --
 
 
 def test_a_request_that_cannot_be_told_yet_holds_up_no_other(start_engine: StartEngine) -> None:
     """D is silent: P asks it, serves others meanwhile, and computes in the end."""
-    p = start_engine("p", enable_prefix_caching=False, **settings(confirm_timeout=1.0, handshake_timeout=1.0))
+    p = start_engine(
+        "p", enable_prefix_caching=False, **settings(confirm_timeout=1.0, handshake_timeout=1.0)
+    )
     d = start_engine("d", **settings())
     kept = take_turn(p, d, "first", prompt(70))
     d.close()
@@ -262,7 +320,9 @@ def test_a_request_that_cannot_be_told_yet_holds_up_no_other(start_engine: Start
 
 
 @pytest.mark.parametrize("moment", ["asking", "loading"])
-def test_one_that_leaves_while_d_is_asked_or_read_gives_the_turn_back(start_engine: StartEngine, moment: str) -> None:
+def test_one_that_leaves_while_d_is_asked_or_read_gives_the_turn_back(
+    start_engine: StartEngine, moment: str
+) -> None:
     p, d = start_pair(start_engine)
     kept = take_turn(p, d, "first", prompt(70))
     request = p.add("second", goes_on(prompt(70)), kept, max_tokens=1)
@@ -280,7 +340,9 @@ def test_one_that_leaves_while_d_is_asked_or_read_gives_the_turn_back(start_engi
 def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be believed."""
+    """The transport reports failure after it has written: what is in the blocks must not be
+    believed.
+    """
     d = start_engine("d", **settings())
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     p = start_engine("p", enable_prefix_caching=False, **settings(policy))

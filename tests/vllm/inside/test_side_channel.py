@@ -21,14 +21,18 @@ def free_port_pair() -> int:
     raise AssertionError("no two free ports side by side")
 
 
-def test_data_parallel_engines_of_one_server_have_ports_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_engines_of_one_server_have_ports_of_their_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They inherit one environment; vLLM's own connector adds the engine's number to the port."""
     port = free_port_pair()
     monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", str(port))
     first = Engine(model, "p_dp0")
     try:
         assert first.prefill("a", [1, 2, 3])["remote_port"] == port
-        monkeypatch.setattr(vllm_config(str(model), "p_dp1", "{}").parallel_config, "data_parallel_index", 1)
+        monkeypatch.setattr(
+            vllm_config(str(model), "p_dp1", "{}").parallel_config, "data_parallel_index", 1
+        )
         second = Engine(model, "p_dp1")
         assert second.prefill("a", [1, 2, 3])["remote_port"] == port + 1
         second.close()

@@ -9,15 +9,23 @@ from tests.vllm.inside.engines import run_until
 import vllm
 from kvferry.vllm.compatibility import TESTED, warn_if_untested
 
-WARNING = "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
+WARNING = (
+    "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
+)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "kvferry.vllm.compatibility"]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "kvferry.vllm.compatibility"
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])
-def test_the_tested_version_is_taken_in_silence(version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tested_version_is_taken_in_silence(
+    version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     warn_if_untested()
     assert said(caplog) == []
@@ -30,7 +38,9 @@ def test_the_installed_version_is_the_tested_one() -> None:
 def test_another_version_is_warned_of_and_serves(
     start_engine: StartEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warning says what was tested; one for each connector made, and vLLM makes one per process."""
+    """The warning says what was tested; one for each connector made, and vLLM makes one per
+    process.
+    """
     monkeypatch.setattr(vllm, "__version__", "0.99.1+cpu")
     # Inside vLLM our lines go to its handlers alone.
     monkeypatch.setattr(logging.getLogger("kvferry"), "handlers", [caplog.handler])
@@ -42,6 +52,8 @@ def test_another_version_is_warned_of_and_serves(
     run_until(lambda: engine.answers["a"].finish is not None, engine)
 
 
-def test_a_version_that_is_no_version_serves_too(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_no_version_serves_too(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm, "__version__", "dev")
     start_engine("p")

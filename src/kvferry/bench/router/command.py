@@ -1,8 +1,10 @@
-"""`kvferry bench router`: what a router costs, with stub engines behind it, beside no router and the routers of others, in one run.
+"""`kvferry bench router`: what a router costs, with stub engines behind it, beside no router and
+the routers of others, in one run.
 
-The load client and the stubs share a core, routers have another. All routers live side by side and are driven in turn, so that whatever
-else the machine does meets all alike; medians of the rounds are told. Every answer is compared with what D sent, and D answers only
-requests that carry the parameters P has just written (`kvferry.bench.router.messages`).
+The load client and the stubs share a core, routers have another. All routers live side by side and
+are driven in turn, so that whatever else the machine does meets all alike; medians of the rounds
+are told. Every answer is compared with what D sent, and D answers only requests that carry the
+parameters P has just written (`kvferry.bench.router.messages`).
 """
 
 import argparse
@@ -30,7 +32,13 @@ from kvferry.bench.router.contestants import (
     split_cores,
     start_routers,
 )
-from kvferry.bench.router.load import LoadClient, LoadSpec, connect_direct_client, connect_router_client, run_load
+from kvferry.bench.router.load import (
+    LoadClient,
+    LoadSpec,
+    connect_direct_client,
+    connect_router_client,
+    run_load,
+)
 from kvferry.bench.router.messages import EVENTS, BenchMessages
 from kvferry.bench.router.report import Router, RouterCell, Sample, make_rows, progress, table
 from kvferry.bench.router.stubs import Stubs, start_stubs
@@ -41,8 +49,10 @@ from kvferry.errors import ConfigError
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
 DESCRIPTION = (
-    "Measure requests per second, time to the first byte and CPU time of `kvferry proxy` with stub engines behind it, beside a client\n"
-    "that asks both engines itself (direct), a program that does what vLLM's toy proxy does (toy) and vllm-router."
+    "Measure requests per second, time to the first byte and CPU time of `kvferry proxy` with "
+    "stub engines behind it, beside a client\n"
+    "that asks both engines itself (direct), a program that does what vLLM's toy proxy does (toy) "
+    "and vllm-router."
 )
 EXAMPLES = """\
   kvferry bench router
@@ -67,32 +77,83 @@ class RouterBenchPlan:
     tools: Tools
 
     def __post_init__(self) -> None:
-        counts = [("--prompt-bytes", n) for n in self.prompt_bytes] + [("--concurrency", n) for n in self.concurrency]
-        counts += [("--repeats", self.repeats), ("--requests", 1 if self.load.requests is None else self.load.requests)]
+        counts = [("--prompt-bytes", n) for n in self.prompt_bytes] + [
+            ("--concurrency", n) for n in self.concurrency
+        ]
+        counts += [
+            ("--repeats", self.repeats),
+            ("--requests", 1 if self.load.requests is None else self.load.requests),
+        ]
         for flag, count in counts:
             if count < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {count}")
         if self.load.seconds is not None and not 0 < self.load.seconds < 3600:
-            raise ConfigError(f"--seconds must be more than 0 and less than an hour, got {self.load.seconds:g}")
+            raise ConfigError(
+                f"--seconds must be more than 0 and less than an hour, got {self.load.seconds:g}"
+            )
         if not 1 <= self.writes <= EVENTS:
-            raise ConfigError(f"--writes must be from 1 to {EVENTS}, the events of a stream; got {self.writes}")
+            raise ConfigError(
+                f"--writes must be from 1 to {EVENTS}, the events of a stream; got {self.writes}"
+            )
 
 
 def add_arguments(parser: Parser) -> None:
     names = [str(router) for router in Router]
-    parser.add_argument("--routers", nargs="+", choices=names, default=names, help=f"which (default: {' '.join(names)})")
     parser.add_argument(
-        "--concurrency", nargs="+", type=parse_size, default=list(CONCURRENCY), metavar="N", help="clients (default: 1 16 64)"
+        "--routers",
+        nargs="+",
+        choices=names,
+        default=names,
+        help=f"which (default: {' '.join(names)})",
+    )
+    parser.add_argument(
+        "--concurrency",
+        nargs="+",
+        type=parse_size,
+        default=list(CONCURRENCY),
+        metavar="N",
+        help="clients (default: 1 16 64)",
     )
     of = "length of the prompt (default: 1024 65536)"
-    parser.add_argument("--prompt-bytes", nargs="+", type=parse_size, default=list(PROMPT_BYTES), metavar="N", help=of)
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="each router, in each round (default: %(default)s)")
-    parser.add_argument("--requests", type=int, metavar="N", help="so many in each round instead")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)")
-    parser.add_argument("--writes", type=int, default=1, metavar="N", help="in how many writes D sends its stream (default: %(default)s)")
-    parser.add_argument("--toy-proxy", type=Path, default=TOY_PROGRAM, metavar="PATH", help="this program instead of ours: upstream's own")
     parser.add_argument(
-        "--router-python", type=Path, default=None, metavar="PATH", help="has the others' packages (default: .venv-router's)"
+        "--prompt-bytes",
+        nargs="+",
+        type=parse_size,
+        default=list(PROMPT_BYTES),
+        metavar="N",
+        help=of,
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="each router, in each round (default: %(default)s)",
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="so many in each round instead")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--writes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="in how many writes D sends its stream (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--toy-proxy",
+        type=Path,
+        default=TOY_PROGRAM,
+        metavar="PATH",
+        help="this program instead of ours: upstream's own",
+    )
+    parser.add_argument(
+        "--router-python",
+        type=Path,
+        default=None,
+        metavar="PATH",
+        help="has the others' packages (default: .venv-router's)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -100,19 +161,40 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     tools = Tools(arguments.router_python or default_router_python(), arguments.toy_proxy)
     wanted = [router for router in Router if router in arguments.routers]
-    skipped = {str(router): note for router in wanted if (note := missing_packages(router, tools)) is not None}
+    skipped = {
+        str(router): note
+        for router in wanted
+        if (note := missing_packages(router, tools)) is not None
+    }
     for note in skipped.values():
         _print_progress(f"left out: {note}")
     routers = [router for router in wanted if router not in skipped]
     if not routers:
         raise ConfigError(f"there is nothing to measure: {'; '.join(skipped.values())}")
-    load = LoadSpec(seconds=arguments.seconds) if arguments.requests is None else LoadSpec(requests=arguments.requests)
-    plan = RouterBenchPlan(routers, arguments.prompt_bytes, arguments.concurrency, load, arguments.repeats, arguments.writes, tools)
+    load = (
+        LoadSpec(seconds=arguments.seconds)
+        if arguments.requests is None
+        else LoadSpec(requests=arguments.requests)
+    )
+    plan = RouterBenchPlan(
+        routers,
+        arguments.prompt_bytes,
+        arguments.concurrency,
+        load,
+        arguments.repeats,
+        arguments.writes,
+        tools,
+    )
     raise_file_limit()
-    with stop_signals(), split_cores() as cores, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        stop_signals(),
+        split_cores() as cores,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         if not cores.router:
             _print_progress(
-                "this process may use one core only, so the routers share it with the client: the figures are lower and less steady"
+                "this process may use one core only, so the routers share it with the client: the "
+                "figures are lower and less steady"
             )
         rows = make_rows(runner.run(_measure_all(plan, cores)))
     facts = _machine(plan, cores) | {"skipped": skipped}
@@ -126,7 +208,9 @@ async def _measure_all(plan: RouterBenchPlan, cores: Cores) -> list[RouterCell]:
     cells = []
     async with (
         start_stubs(all_messages[0]) as stubs,
-        start_routers(processes, (stubs.prefill, stubs.decode), plan.tools, cores, all_messages[0]) as running,
+        start_routers(
+            processes, (stubs.prefill, stubs.decode), plan.tools, cores, all_messages[0]
+        ) as running,
     ):
         for messages in all_messages:
             stubs.set_messages(messages)
@@ -136,22 +220,32 @@ async def _measure_all(plan: RouterBenchPlan, cores: Cores) -> list[RouterCell]:
     return cells
 
 
-async def _measure_cell(concurrency: int, plan: RouterBenchPlan, stubs: Stubs, running: Mapping[Router, RunningRouter]) -> RouterCell:
-    cell = RouterCell(stubs.ledger.messages.prompt_bytes, concurrency, {router: [] for router in plan.routers})
+async def _measure_cell(
+    concurrency: int, plan: RouterBenchPlan, stubs: Stubs, running: Mapping[Router, RunningRouter]
+) -> RouterCell:
+    cell = RouterCell(
+        stubs.ledger.messages.prompt_bytes, concurrency, {router: [] for router in plan.routers}
+    )
     for number in range(plan.repeats):
         first = number % len(plan.routers)
         for router in [*plan.routers[first:], *plan.routers[:first]]:
-            cell.samples[router].append(await _measure(concurrency, plan.load, stubs, running.get(router)))
+            cell.samples[router].append(
+                await _measure(concurrency, plan.load, stubs, running.get(router))
+            )
     return cell
 
 
-async def _measure(concurrency: int, load: LoadSpec, stubs: Stubs, router: RunningRouter | None) -> Sample:
+async def _measure(
+    concurrency: int, load: LoadSpec, stubs: Stubs, router: RunningRouter | None
+) -> Sample:
     messages = stubs.ledger.messages
     clients: list[LoadClient] = []
     try:
         for _ in range(concurrency):
             dialing = (
-                connect_router_client(messages, router.address) if router else connect_direct_client(messages, stubs.prefill, stubs.decode)
+                connect_router_client(messages, router.address)
+                if router
+                else connect_direct_client(messages, stubs.prefill, stubs.decode)
             )
             clients.append(await dialing)
         warm_up = await run_load(clients, LoadSpec(requests=WARM_UPS * concurrency))
@@ -170,7 +264,9 @@ async def _measure(concurrency: int, load: LoadSpec, stubs: Stubs, router: Runni
         waited_share=(after.waited_s - before.waited_s) / result.wall_s,
         verified=verified,
         failures=result.failures + warm_up.failures,
-        cpu_s_per_1k=1000 * (after.router_s - before.router_s) / verified if router and verified else None,
+        cpu_s_per_1k=1000 * (after.router_s - before.router_s) / verified
+        if router and verified
+        else None,
         rss_mb=router.rss_bytes() / MIB if router else None,
     )
 
@@ -210,7 +306,9 @@ def _machine(plan: RouterBenchPlan, cores: Cores) -> dict[str, Any]:
         "requests": plan.load.requests,
         "repeats": plan.repeats,
         "writes": plan.writes,
-        "toy_proxy": "ours" if plan.tools.toy_program == TOY_PROGRAM else plan.tools.toy_program.name,
+        "toy_proxy": "ours"
+        if plan.tools.toy_program == TOY_PROGRAM
+        else plan.tools.toy_program.name,
     }
 
 

@@ -1,6 +1,8 @@
-"""The routers that are measured, each as its users start it: command lines, what they need, starting and ending them, cores.
+"""The routers that are measured, each as its users start it: command lines, what they need,
+starting and ending them, cores.
 
-Whatever ends the one who started them, no process is left behind (see `kvferry.cli.cluster.processes`).
+Whatever ends the one who started them, no process is left behind (see
+`kvferry.cli.cluster.processes`).
 """
 
 import asyncio
@@ -23,7 +25,15 @@ from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
-__all__ = ["Cores", "RunningRouter", "Tools", "default_router_python", "missing_packages", "split_cores", "start_routers"]
+__all__ = [
+    "Cores",
+    "RunningRouter",
+    "Tools",
+    "default_router_python",
+    "missing_packages",
+    "split_cores",
+    "start_routers",
+]
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
@@ -31,7 +41,10 @@ POLL_INTERVAL_S = 0.1
 IMPORT_S = 60.0
 CLOSE_TIMEOUT_S = 15.0
 TOY_PROGRAM = Path(__file__).with_name("toy_proxy.py")
-INSTALL = "`make setup-vllm` makes .venv-router, which has it; or name an interpreter that has it with --router-python"
+INSTALL = (
+    "`make setup-vllm` makes .venv-router, which has it; or name an interpreter that has it with "
+    "--router-python"
+)
 
 
 NEEDS = {Router.TOY: ("fastapi", "httpx", "uvicorn"), Router.VLLM_ROUTER: ("vllm_router",)}
@@ -47,7 +60,9 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Those of the routers, and those of the load client and the stubs; empty where there are too few to divide."""
+    """Those of the routers, and those of the load client and the stubs; empty where there are too
+    few to divide.
+    """
 
     router: frozenset[int] = frozenset()
     load: frozenset[int] = frozenset()
@@ -71,25 +86,43 @@ class RunningRouter:
 
 
 def default_router_python() -> Path:
-    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else our own."""
+    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else
+    our own.
+    """
     beside = Path(".venv-router/bin/python")
     return beside.absolute() if beside.exists() else Path(sys.executable)
 
 
 def missing_packages(router: Router, tools: Tools) -> str | None:
-    """What this router lacks on this machine and how to get it; None when it can be started. A program of the user's own is not judged."""
+    """What this router lacks on this machine and how to get it; None when it can be started. A
+    program of the user's own is not judged.
+    """
     needs = NEEDS.get(router, ())
     if router is Router.TOY and tools.toy_program != TOY_PROGRAM:
         if not tools.toy_program.is_file():
-            raise ConfigError(f"--toy-proxy {tools.toy_program} is no file; name a program with the flags of vLLM's toy proxy")
+            raise ConfigError(
+                f"--toy-proxy {tools.toy_program} is no file; name a program with the flags of "
+                "vLLM's toy proxy"
+            )
         return None
     if not needs:
         return None
-    code = f"import importlib.util as u; print(*[name for name in {needs!r} if u.find_spec(name) is None])"
+    code = (
+        f"import importlib.util as u; print(*[name for name in {needs!r} if u.find_spec(name) is "
+        "None])"
+    )
     try:
-        done = subprocess.run([str(tools.python), "-c", code], capture_output=True, text=True, timeout=IMPORT_S, check=True)
+        done = subprocess.run(
+            [str(tools.python), "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--router-python {tools.python} cannot be run ({error}); name an interpreter") from None
+        raise ConfigError(
+            f"--router-python {tools.python} cannot be run ({error}); name an interpreter"
+        ) from None
     absent = done.stdout.split()
     return f"{router} needs {', '.join(absent)}: {INSTALL}" if absent else None
 
@@ -111,9 +144,15 @@ def split_cores() -> Iterator[Cores]:
 
 @asynccontextmanager
 async def start_routers(
-    routers: Sequence[Router], engines: tuple[Address, Address], tools: Tools, cores: Cores, messages: BenchMessages
+    routers: Sequence[Router],
+    engines: tuple[Address, Address],
+    tools: Tools,
+    cores: Cores,
+    messages: BenchMessages,
 ) -> AsyncIterator[dict[Router, RunningRouter]]:
-    """Each has answered one request as it should. KVFerryError names the one that did not, with its last log lines."""
+    """Each has answered one request as it should. KVFerryError names the one that did not, with its
+    last log lines.
+    """
     directory = Path(tempfile.gettempdir()) / f"kvferry-routers-{secrets.token_hex(8)}"
     environment = {**os.environ, "KVFERRY_SECRET": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
     running: dict[Router, RunningRouter] = {}
@@ -121,7 +160,9 @@ async def start_routers(
         try:
             for router in routers:
                 port, spare = free_ports(2)
-                process = ChildProcess(router, _command(router, port, spare, engines, tools), environment)
+                process = ChildProcess(
+                    router, _command(router, port, spare, engines, tools), environment
+                )
                 running[router] = RunningRouter(process, Address(LOOPBACK, port))
                 _start_on(process, group.id, cores)
             for each in running.values():
@@ -134,14 +175,40 @@ async def start_routers(
                 each.process.close(CLOSE_TIMEOUT_S)
 
 
-def _command(router: Router, port: int, spare: int, engines: tuple[Address, Address], tools: Tools) -> list[str]:
+def _command(
+    router: Router, port: int, spare: int, engines: tuple[Address, Address], tools: Tools
+) -> list[str]:
     prefill, decode = engines
     if router is Router.VLLM_ROUTER:
-        # At its usual level it logs seven lines per request, which cost it more than the request; without them it is at its best.
+        # At its usual level it logs seven lines per request, which cost it more than the request;
+        # without them it is at its best.
         return [
-            *(str(tools.python), "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)),
-            *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", f"http://{prefill}", "--decode", f"http://{decode}"),
-            *("--policy", "round_robin", "--worker-startup-check-interval", "1", "--prometheus-port", str(spare)),
+            *(
+                str(tools.python),
+                "-m",
+                "vllm_router.launch_router",
+                "--host",
+                LOOPBACK,
+                "--port",
+                str(port),
+            ),
+            *(
+                "--vllm-pd-disaggregation",
+                "--kv-connector",
+                "nixl",
+                "--prefill",
+                f"http://{prefill}",
+                "--decode",
+                f"http://{decode}",
+            ),
+            *(
+                "--policy",
+                "round_robin",
+                "--worker-startup-check-interval",
+                "1",
+                "--prometheus-port",
+                str(spare),
+            ),
             *("--log-level", "error"),
         ]
     seeds = ["--host", LOOPBACK, "--port", str(port)]
@@ -187,7 +254,11 @@ async def _wait_ready(router: RunningRouter, messages: BenchMessages) -> None:
         mismatch = next(iter(result.failures))
         await asyncio.sleep(POLL_INTERVAL_S)
     raise KVFerryError(
-        _with_log(router.process, f"{router.process.name} answered no request as it should within {START_S:.0f} s: {mismatch}")
+        _with_log(
+            router.process,
+            f"{router.process.name} answered no request as it should within {START_S:.0f} s: "
+            f"{mismatch}",
+        )
     )
 
 

@@ -1,6 +1,8 @@
-"""As much HTTP/1.1 as a load client and stub engines need, for many thousands of messages a second. Pure.
+"""As much HTTP/1.1 as a load client and stub engines need, for many thousands of messages a second.
+Pure.
 
-Both readers take bytes as they come, in any chunks. The common case, a message in one chunk, is a few searches for bytes.
+Both readers take bytes as they come, in any chunks. The common case, a message in one chunk, is a
+few searches for bytes.
 """
 
 __all__ = ["HttpRequest", "HttpResponse", "MalformedHttp", "ResponseReader", "StubRequestReader"]
@@ -37,7 +39,9 @@ class HttpResponse:
 
 
 class StubRequestReader:
-    """The requests of one connection. `wants_continue` is set while a sender waits for `100 Continue`; who sends it resets it."""
+    """The requests of one connection. `wants_continue` is set while a sender waits for `100
+    Continue`; who sends it resets it.
+    """
 
     __slots__ = ("_body_at", "_data", "_length", "_line", "wants_continue")
 
@@ -68,7 +72,9 @@ class StubRequestReader:
         line, _, fields = self._data[:end].partition(b"\r\n")
         head = b"\r\n" + fields.lower() + b"\r\n"
         self._line = line
-        self._length = _CHUNKED if b"\r\ntransfer-encoding:" in head else max(0, _content_length(head))
+        self._length = (
+            _CHUNKED if b"\r\ntransfer-encoding:" in head else max(0, _content_length(head))
+        )
         self.wants_continue = b"\r\nexpect: 100-continue" in head
         return True
 
@@ -114,8 +120,11 @@ class ResponseReader:
         if not self._body_at and not self._read_head():
             return None
         if self._length == _CHUNKED:
-            # Only the end is looked at until it may be there; a segment of text that looks like it is told apart by reading all chunks.
-            taken = _unchunk(self._data, self._body_at) if self._data.endswith(_LAST_CHUNK) else None
+            # Only the end is looked at until it may be there; a segment of text that looks like it
+            # is told apart by reading all chunks.
+            taken = (
+                _unchunk(self._data, self._body_at) if self._data.endswith(_LAST_CHUNK) else None
+            )
             if taken is None:
                 return None
             body, end = taken
@@ -153,7 +162,9 @@ class ResponseReader:
             self._data = self._data[end + 4 :]
             return self._read_head()
         head = b"\r\n" + fields.lower() + b"\r\n"
-        self._length = _CHUNKED if b"\r\ntransfer-encoding: chunked" in head else _content_length(head)
+        self._length = (
+            _CHUNKED if b"\r\ntransfer-encoding: chunked" in head else _content_length(head)
+        )
         self._keeps_alive = b"\r\nconnection: close" not in head
         self._body_at = end + 4
         return True

@@ -1,7 +1,9 @@
-"""The load client of the router benchmark: so many connections, each asking again as soon as it has its whole answer.
+"""The load client of the router benchmark: so many connections, each asking again as soon as it has
+its whole answer.
 
-Runs on one event loop, by callbacks: no coroutine is stepped for a request. Every answer is compared with what D sent, byte by byte.
-The clock of a request stops at the first byte of the body, because some routers send the head before they have asked anybody.
+Runs on one event loop, by callbacks: no coroutine is stepped for a request. Every answer is
+compared with what D sent, byte by byte. The clock of a request stops at the first byte of the body,
+because some routers send the head before they have asked anybody.
 """
 
 import asyncio
@@ -17,7 +19,14 @@ from kvferry.bench.router.messages import BenchMessages, post
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["LoadClient", "LoadResult", "LoadSpec", "connect_direct_client", "connect_router_client", "run_load"]
+__all__ = [
+    "LoadClient",
+    "LoadResult",
+    "LoadSpec",
+    "connect_direct_client",
+    "connect_router_client",
+    "run_load",
+]
 
 DIAL_S = 10.0
 PATIENCE_S = 60.0
@@ -64,9 +73,16 @@ class LoadClient(Protocol):
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One connection: sends a request, hands over its answer. Dials again when the other side has closed it."""
+    """One connection: sends a request, hands over its answer. Dials again when the other side has
+    closed it.
+    """
 
-    def __init__(self, address: Address, on_answer: Callable[[HttpResponse], None], on_body: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        on_answer: Callable[[HttpResponse], None],
+        on_body: Callable[[], None],
+    ) -> None:
         self._address = address
         self._on_answer = on_answer
         self._on_body = on_body
@@ -79,7 +95,9 @@ class _HttpConnection(asyncio.Protocol):
     async def dial(self) -> None:
         try:
             async with asyncio.timeout(DIAL_S):
-                await asyncio.get_running_loop().create_connection(lambda: self, self._address.host, self._address.port)
+                await asyncio.get_running_loop().create_connection(
+                    lambda: self, self._address.host, self._address.port
+                )
         except (OSError, TimeoutError) as error:
             raise KVFerryError(f"nobody answers on {self._address}: {error}") from None
 
@@ -120,7 +138,9 @@ class _HttpConnection(asyncio.Protocol):
         self._transport = None
         if self._is_waiting:
             answer = self._reader.end()
-            self._finish(answer) if answer is not None else self._give_up("the connection was closed before the answer was whole")
+            self._finish(answer) if answer is not None else self._give_up(
+                "the connection was closed before the answer was whole"
+            )
 
     def close(self) -> None:
         self._is_waiting = False
@@ -219,14 +239,18 @@ async def connect_router_client(messages: BenchMessages, router: Address) -> Loa
     return client
 
 
-async def connect_direct_client(messages: BenchMessages, prefill: Address, decode: Address) -> LoadClient:
+async def connect_direct_client(
+    messages: BenchMessages, prefill: Address, decode: Address
+) -> LoadClient:
     client = _DirectClient(messages, prefill, decode)
     await client.dial()
     return client
 
 
 async def run_load(clients: Sequence[LoadClient], load: LoadSpec) -> LoadResult:
-    """All lanes at once until the load is done and everything under way is answered. KVFerryError when an answer never comes."""
+    """All lanes at once until the load is done and everything under way is answered. KVFerryError
+    when an answer never comes.
+    """
     runner = _LoadRunner(clients, load)
     try:
         async with asyncio.timeout((load.seconds or 0.0) + PATIENCE_S):
@@ -278,8 +302,15 @@ def _mismatch(answer: HttpResponse, expected: bytes) -> str | None:
     if answer.status == 200 and answer.body == expected:
         return None
     if answer.status == 200:
-        return f"the stream is not what D sent ({answer.body.count(b'data: ')} of {expected.count(b'data: ')} events)"
-    return f"status {answer.status}: {_message(answer.body)}" if answer.status else answer.body.decode(errors="replace")
+        return (
+            f"the stream is not what D sent ({answer.body.count(b'data: ')} of "
+            f"{expected.count(b'data: ')} events)"
+        )
+    return (
+        f"status {answer.status}: {_message(answer.body)}"
+        if answer.status
+        else answer.body.decode(errors="replace")
+    )
 
 
 def _message(body: bytes) -> str:

@@ -1,7 +1,9 @@
-"""What is said in the router benchmark: the client's request, P's answer, D's stream, and how each side sees that the others were heard.
+"""What is said in the router benchmark: the client's request, P's answer, D's stream, and how each
+side sees that the others were heard.
 
-P numbers its answers. D answers 200 only when the parameters of one of them came with the request, each once, as P wrote them. So a router
-that forgets, mixes up or changes parameters is seen by the client as failed requests. Pure.
+P numbers its answers. D answers 200 only when the parameters of one of them came with the request,
+each once, as P wrote them. So a router that forgets, mixes up or changes parameters is seen by the
+client as failed requests. Pure.
 """
 
 import json
@@ -24,13 +26,32 @@ TOKEN_BYTES = 4
 """Of prompt text to a token, roughly as in English."""
 BLOCK_TOKENS = 16
 SEED = 7
-_WORDS = ("the", "of", "cache", "block", "prefill", "decode", "request", "router", "answers", "keeps", "token", "stream", "waits", "next")
+_WORDS = (
+    "the",
+    "of",
+    "cache",
+    "block",
+    "prefill",
+    "decode",
+    "request",
+    "router",
+    "answers",
+    "keeps",
+    "token",
+    "stream",
+    "waits",
+    "next",
+)
 _PARAMS = b'"kv_transfer_params"'
 _SERIAL_DIGITS = 10
 _NEAR_BYTES = 256
 _TRUE = msgspec.Raw(b"true")
-_decoder: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
-_HEADERS = b"Host: %b\r\nContent-Type: application/json\r\nAccept: */*\r\nUser-Agent: kvferry-bench\r\n"
+_decoder: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw] | None
+)
+_HEADERS = (
+    b"Host: %b\r\nContent-Type: application/json\r\nAccept: */*\r\nUser-Agent: kvferry-bench\r\n"
+)
 
 
 class BenchMessages:
@@ -38,12 +59,22 @@ class BenchMessages:
 
     def __init__(self, prompt_bytes: int, writes: int = 1) -> None:
         self.prompt_bytes = prompt_bytes
-        fields = {"model": MODEL, "prompt": _prompt(prompt_bytes), "max_tokens": EVENTS, "temperature": 0, "stream": True}
+        fields = {
+            "model": MODEL,
+            "prompt": _prompt(prompt_bytes),
+            "max_tokens": EVENTS,
+            "temperature": 0,
+            "stream": True,
+        }
         self.request_body = _json(fields)
         """What a client sends to a router, and, with parameters, to D."""
-        nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        nothing = dict.fromkeys(
+            ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        )
         requested = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
-        self.prefill_body = _json(fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": requested})
+        self.prefill_body = _json(
+            fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": requested}
+        )
         self.params = _params(-(-prompt_bytes // TOKEN_BYTES))
         """As P answers with them, but for the number in `remote_request_id`."""
         whole = json_answer(200, _json(_completion() | {"kv_transfer_params": self.params}))
@@ -64,13 +95,19 @@ class BenchMessages:
 
 
 class PrefillLedger:
-    """What P has answered and D has not been asked about yet. `objection` is None for a request as it should be."""
+    """What P has answered and D has not been asked about yet. `objection` is None for a request as
+    it should be.
+    """
 
     def __init__(self, messages: BenchMessages) -> None:
         self.messages = messages
         self._count = 0
         self._open: set[int] = set()
-        self._expected = {key: msgspec.Raw(_json(value)) for key, value in messages.params.items() if key != "remote_request_id"}
+        self._expected = {
+            key: msgspec.Raw(_json(value))
+            for key, value in messages.params.items()
+            if key != "remote_request_id"
+        }
 
     def prefill_mismatch(self, body: bytes) -> str | None:
         requested = _read_params(body)
@@ -97,7 +134,12 @@ class PrefillLedger:
 
 
 def post(host: str, body: bytes) -> bytes:
-    return b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (PATH.encode(), _HEADERS % host.encode(), len(body), body)
+    return b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        PATH.encode(),
+        _HEADERS % host.encode(),
+        len(body),
+        body,
+    )
 
 
 def json_answer(status: int, body: bytes) -> bytes:
@@ -119,15 +161,23 @@ def _prompt(prompt_bytes: int) -> str:
 
 
 def _params(num_tokens: int) -> dict[str, Any]:
-    """The 13 keys of vLLM's connector and our own signed ticket, for blocks that lie scattered in runs of eight."""
+    """The 13 keys of vLLM's connector and our own signed ticket, for blocks that lie scattered in
+    runs of eight.
+    """
     rng = random.Random(SEED)
     count = -(-num_tokens // BLOCK_TOKENS)
     starts = rng.sample(range(8192), -(-count // 8))
     blocks = [8 * start + i for start in starts for i in range(8)][:count]
     tokens = fingerprint(rng.choices(range(150_000), k=num_tokens), BLOCK_TOKENS, "")
-    name, request, port = "5f0c1a6e-94c2-4a2b-8f59-4f1d6b0c7e21", f"cmpl-{_number(0).decode()}", 5600
+    name, request, port = (
+        "5f0c1a6e-94c2-4a2b-8f59-4f1d6b0c7e21",
+        f"cmpl-{_number(0).decode()}",
+        5600,
+    )
     runs = [runs_from_blocks(blocks)]
-    ticket = Ticket(name, "0" * 32, request, 1, "127.0.0.1", port, 1, BLOCK_TOKENS, runs, tokens, ttl_s=30.0)
+    ticket = Ticket(
+        name, "0" * 32, request, 1, "127.0.0.1", port, 1, BLOCK_TOKENS, runs, tokens, ttl_s=30.0
+    )
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -147,24 +197,61 @@ def _params(num_tokens: int) -> dict[str, Any]:
 
 
 def _completion() -> dict[str, Any]:
-    choice = {"index": 0, "text": " the", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    usage = {"prompt_tokens": 256, "total_tokens": 257, "completion_tokens": 1, "prompt_tokens_details": None}
-    return {"id": "cmpl-1", "object": "text_completion", "created": 1700000000, "model": MODEL, "choices": [choice], "usage": usage}
+    choice = {
+        "index": 0,
+        "text": " the",
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    usage = {
+        "prompt_tokens": 256,
+        "total_tokens": 257,
+        "completion_tokens": 1,
+        "prompt_tokens_details": None,
+    }
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def _event(number: int) -> bytes:
-    choice = {"index": 0, "text": f" token{number}", "logprobs": None, "finish_reason": None, "stop_reason": None, "token_ids": None}
-    event = {"id": "cmpl-1", "object": "text_completion", "created": 1700000000, "model": MODEL, "choices": [choice], "usage": None}
+    choice = {
+        "index": 0,
+        "text": f" token{number}",
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+        "token_ids": None,
+    }
+    event = {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": None,
+    }
     return b"data: " + _json(event) + b"\n\n"
 
 
 def _stream(events: list[bytes], writes: int) -> list[bytes]:
-    """Each event is a chunk. Written in equal parts; the head with the first, the end with the last."""
+    """Each event is a chunk. Written in equal parts; the head with the first, the end with the
+    last.
+    """
     chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
     tail = [*chunks[EVENTS:], b"0\r\n\r\n"]
     step = -(-EVENTS // writes)
     parts = [b"".join(chunks[at : min(at + step, EVENTS)]) for at in range(0, EVENTS, step)]
-    parts[0] = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n" + parts[0]
+    parts[0] = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        + parts[0]
+    )
     parts[-1] += b"".join(tail)
     return parts
 
@@ -194,11 +281,14 @@ def _read_params(body: bytes) -> dict[str, msgspec.Raw] | None:
 
 
 def _hold(params: dict[str, msgspec.Raw], expected: dict[str, msgspec.Raw]) -> bool:
-    """Whether all that is expected is there and says the same. Mostly it does to the letter: decoding it would cost the stubs, and so
-    every router alike, more time than some routers take."""
+    """Whether all that is expected is there and says the same. Mostly it does to the letter:
+    decoding it would cost the stubs, and so every router alike, more time than some routers take.
+    """
     if params.items() >= expected.items():
         return True
-    return params.keys() >= expected.keys() and all(_is_same(params[key], value) for key, value in expected.items())
+    return params.keys() >= expected.keys() and all(
+        _is_same(params[key], value) for key, value in expected.items()
+    )
 
 
 def _is_same(value: msgspec.Raw, expected: msgspec.Raw) -> bool:
@@ -209,8 +299,9 @@ def _is_same(value: msgspec.Raw, expected: msgspec.Raw) -> bool:
 
 
 def _cut_params(body: bytes) -> bytes | None:
-    """The JSON text of the parameters, which hold no object. Routers put them near the front or last; the prompt between is searched if
-    need be."""
+    """The JSON text of the parameters, which hold no object. Routers put them near the front or
+    last; the prompt between is searched if need be.
+    """
     at = body.find(_PARAMS, 0, _NEAR_BYTES)
     if at < 0:
         at = body.rfind(_PARAMS)

@@ -1,4 +1,6 @@
-"""What the router benchmark saw, summed up: medians of the rounds, beside no router and beside the others. Pure."""
+"""What the router benchmark saw, summed up: medians of the rounds, beside no router and beside the
+others. Pure.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,7 +64,14 @@ class RouterCell:
     samples: dict[Router, list[Sample]] = field(default_factory=dict)
 
     def median(self, router: Router, name: str) -> float | None:
-        return quantile([value for sample in self.samples.get(router, []) if (value := getattr(sample, name)) is not None], 0.5)
+        return quantile(
+            [
+                value
+                for sample in self.samples.get(router, [])
+                if (value := getattr(sample, name)) is not None
+            ],
+            0.5,
+        )
 
 
 def make_rows(cells: Sequence[RouterCell]) -> list[dict[str, Any]]:
@@ -99,19 +108,39 @@ def _row(cell: RouterCell, router: Router) -> dict[str, Any]:
 
 def _added(cell: RouterCell, router: Router, name: str) -> float | None:
     with_router, without = cell.median(router, name), cell.median(Router.DIRECT, name)
-    return None if with_router is None or without is None or router is Router.DIRECT else rounded(with_router - without, 3)
+    return (
+        None
+        if with_router is None or without is None or router is Router.DIRECT
+        else rounded(with_router - without, 3)
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    lines = [f"{'prompt':>8}{'at once':>9}  {'router':<12}" + "".join(f"{title:>12}" for title in COLUMNS)]
+    lines = [
+        f"{'prompt':>8}{'at once':>9}  {'router':<12}"
+        + "".join(f"{title:>12}" for title in COLUMNS)
+    ]
     for row in rows:
-        figures = "".join(f"{'-' if row[key] is None else row[key]:>12}" for key in COLUMNS.values())
-        lines.append(f"{row['prompt_bytes']:>8}{row['concurrency']:>9}  {row['router']:<12}{figures}")
+        figures = "".join(
+            f"{'-' if row[key] is None else row[key]:>12}" for key in COLUMNS.values()
+        )
+        lines.append(
+            f"{row['prompt_bytes']:>8}{row['concurrency']:>9}  {row['router']:<12}{figures}"
+        )
         lines += [f"{'':>19}{count} × {why}" for why, count in row["failures"].items()]
     each = f"{facts['seconds']:g} s" if facts["seconds"] else f"{facts['requests']} requests"
-    return "\n".join([*lines, "", f"Medians of {facts['repeats']} rounds of {each}. {LEGEND}", *facts["skipped"].values()])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Medians of {facts['repeats']} rounds of {each}. {LEGEND}",
+            *facts["skipped"].values(),
+        ]
+    )
 
 
 def progress(cell: RouterCell) -> str:
-    summary = ", ".join(f"{router} {cell.median(router, 'rps') or 0:.0f}/s" for router in cell.samples)
+    summary = ", ".join(
+        f"{router} {cell.median(router, 'rps') or 0:.0f}/s" for router in cell.samples
+    )
     return f"{cell.prompt_bytes} bytes, {cell.concurrency} at once: {summary}"

@@ -1,7 +1,9 @@
-"""Stub engines of the router benchmark: P answers with parameters at once, D with a stream, both from bytes made beforehand.
+"""Stub engines of the router benchmark: P answers with parameters at once, D with a stream, both
+from bytes made beforehand.
 
-They live on the event loop of the load client, so that no time is spent on switching between processes. What is not as it should be is
-answered with 400 and the reason, which reaches the client through the router as a failed request.
+They live on the event loop of the load client, so that no time is spent on switching between
+processes. What is not as it should be is answered with 400 and the reason, which reaches the client
+through the router as a failed request.
 """
 
 import asyncio
@@ -19,7 +21,12 @@ __all__ = ["Stubs", "start_stubs"]
 
 LOOPBACK = "127.0.0.1"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_STATUS_ANSWER = json_answer(200, json.dumps({"status": "ok", "object": "list", "data": [{"id": "stub", "object": "model"}]}).encode())
+_STATUS_ANSWER = json_answer(
+    200,
+    json.dumps(
+        {"status": "ok", "object": "list", "data": [{"id": "stub", "object": "model"}]}
+    ).encode(),
+)
 """Whatever else a router asks: health, models, metrics."""
 
 StubReply = Callable[[HttpRequest], Sequence[bytes]]
@@ -70,13 +77,17 @@ class _StubConnection(asyncio.Protocol):
             self._transport.abort()
             return
         for request in requests:
-            self._write(self._reply(request) if request.line.startswith(b"POST") else [_STATUS_ANSWER])
+            self._write(
+                self._reply(request) if request.line.startswith(b"POST") else [_STATUS_ANSWER]
+            )
         if self._reader.wants_continue:
             self._reader.wants_continue = False
             self._transport.write(_CONTINUE)
 
     def _write(self, chunks: Sequence[bytes]) -> None:
-        """The loop joins what is written in one turn of it, so every further segment waits for the next."""
+        """The loop joins what is written in one turn of it, so every further segment waits for the
+        next.
+        """
         assert self._transport is not None
         self._transport.write(chunks[0])
         if len(chunks) > 1:
@@ -92,8 +103,12 @@ async def start_stubs(messages: BenchMessages) -> AsyncIterator[Stubs]:
     loop = asyncio.get_running_loop()
     stubs = Stubs(PrefillLedger(messages), Address(LOOPBACK, 0), Address(LOOPBACK, 0))
     connections: set[_StubConnection] = set()
-    prefill = await loop.create_server(lambda: _StubConnection(stubs.answer_prefill, connections), LOOPBACK, 0, backlog=1024)
-    decode = await loop.create_server(lambda: _StubConnection(stubs.answer_decode, connections), LOOPBACK, 0, backlog=1024)
+    prefill = await loop.create_server(
+        lambda: _StubConnection(stubs.answer_prefill, connections), LOOPBACK, 0, backlog=1024
+    )
+    decode = await loop.create_server(
+        lambda: _StubConnection(stubs.answer_decode, connections), LOOPBACK, 0, backlog=1024
+    )
     try:
         stubs.prefill, stubs.decode = _where(prefill), _where(decode)
         yield stubs
@@ -109,4 +124,9 @@ def _where(server: asyncio.Server) -> Address:
 
 
 def _refusal(mismatch: str) -> bytes:
-    return json_answer(400, json.dumps({"error": {"message": mismatch, "type": "BadRequestError", "code": 400}}).encode())
+    return json_answer(
+        400,
+        json.dumps(
+            {"error": {"message": mismatch, "type": "BadRequestError", "code": 400}}
+        ).encode(),
+    )

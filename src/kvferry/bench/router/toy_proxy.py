@@ -1,8 +1,10 @@
-"""What vLLM's toy proxy for prefill and decode does, with the libraries that it uses: a program, run by an interpreter that has them.
+"""What vLLM's toy proxy for prefill and decode does, with the libraries that it uses: a program,
+run by an interpreter that has them.
 
-Written from a description of its behaviour, for a benchmark. One httpx client per instance without limits or time-outs; P is asked for one
-token, D gets the client's request with P's parameters; each taken in turn; the answer is begun before D is asked and called JSON.
-Needs fastapi, httpx and uvicorn, and nothing of kvferry.
+Written from a description of its behaviour, for a benchmark. One httpx client per instance without
+limits or time-outs; P is asked for one token, D gets the client's request with P's parameters; each
+taken in turn; the answer is begun before D is asked and called JSON. Needs fastapi, httpx and
+uvicorn, and nothing of kvferry.
 """
 
 import argparse
@@ -40,7 +42,9 @@ class Proxy:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with AsyncExitStack() as stack:
             for role, urls in self._urls.items():
-                clients = [httpx.AsyncClient(timeout=None, base_url=url, limits=limits) for url in urls]
+                clients = [
+                    httpx.AsyncClient(timeout=None, base_url=url, limits=limits) for url in urls
+                ]
                 for client in clients:
                     await stack.enter_async_context(client)
                 self._turns[role] = itertools.cycle(clients)
@@ -53,12 +57,21 @@ class Proxy:
         return await self._serve("/v1/chat/completions", request)
 
     async def health(self) -> dict[str, Any]:
-        return {"status": "ok", "prefill_instances": len(self._urls["prefill"]), "decode_instances": len(self._urls["decode"])}
+        return {
+            "status": "ok",
+            "prefill_instances": len(self._urls["prefill"]),
+            "decode_instances": len(self._urls["decode"]),
+        }
 
     async def _serve(self, path: str, request: Request) -> StreamingResponse:
         body = await request.json()
-        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}", "X-Request-Id": str(uuid.uuid4())}
-        answer = await next(self._turns["prefill"]).post(path, json=_prefill_leg(body), headers=headers)
+        headers = {
+            "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}",
+            "X-Request-Id": str(uuid.uuid4()),
+        }
+        answer = await next(self._turns["prefill"]).post(
+            path, json=_prefill_leg(body), headers=headers
+        )
         answer.raise_for_status()
         params = answer.json().get("kv_transfer_params")
         if params:
@@ -67,7 +80,9 @@ class Proxy:
         return StreamingResponse(chunks, media_type="application/json")
 
 
-async def _relay(client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
+async def _relay(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> AsyncIterator[bytes]:
     async with client.stream("POST", path, json=body, headers=headers) as answer:
         answer.raise_for_status()
         async for chunk in answer.aiter_bytes():
@@ -88,10 +103,18 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     for role, port in (("prefiller", 8100), ("decoder", 8200)):
         parser.add_argument(f"--{role}-hosts", f"--{role}-host", nargs="+", default=["localhost"])
-        parser.add_argument(f"--{role}-ports", f"--{role}-port", nargs="+", type=int, default=[port])
+        parser.add_argument(
+            f"--{role}-ports", f"--{role}-port", nargs="+", type=int, default=[port]
+        )
     given = parser.parse_args()
-    prefill = [f"http://{host}:{port}" for host, port in zip(given.prefiller_hosts, given.prefiller_ports, strict=True)]
-    decode = [f"http://{host}:{port}" for host, port in zip(given.decoder_hosts, given.decoder_ports, strict=True)]
+    prefill = [
+        f"http://{host}:{port}"
+        for host, port in zip(given.prefiller_hosts, given.prefiller_ports, strict=True)
+    ]
+    decode = [
+        f"http://{host}:{port}"
+        for host, port in zip(given.decoder_hosts, given.decoder_ports, strict=True)
+    ]
     proxy = Proxy(prefill, decode)
     app = FastAPI(lifespan=proxy.lifespan)
     app.add_api_route("/v1/completions", proxy.completions, methods=["POST"], response_model=None)

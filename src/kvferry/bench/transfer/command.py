@@ -1,7 +1,9 @@
-"""`kvferry bench transfer`: KV moved between two processes on every transport of this machine, beside memcpy and raw NIXL, in one run.
+"""`kvferry bench transfer`: KV moved between two processes on every transport of this machine,
+beside memcpy and raw NIXL, in one run.
 
-One process owns the memory and serves it; this one reads it through the transports as a transfer worker does. Every way moves the same
-bytes in turn, round after round, so that whatever else the machine does meets all of them; medians are told.
+One process owns the memory and serves it; this one reads it through the transports as a transfer
+worker does. Every way moves the same bytes in turn, round after round, so that whatever else the
+machine does meets all of them; medians are told.
 """
 
 import argparse
@@ -16,9 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.transfer.memory import HostAllocator, MemoryAllocator
-from kvferry.bench.transfer.moves import RUN_BLOCKS, Blocks, Move, Pattern, blocks_per_region, plan_move
+from kvferry.bench.transfer.moves import (
+    RUN_BLOCKS,
+    Blocks,
+    Move,
+    Pattern,
+    blocks_per_region,
+    plan_move,
+)
 from kvferry.bench.transfer.processes import BenchConsumer, Shape, TransferMethod, start_producer
-from kvferry.bench.transfer.report import TransferCell, draw, largest, make_baselines, make_device_rows, make_rows, table
+from kvferry.bench.transfer.report import (
+    TransferCell,
+    draw,
+    largest,
+    make_baselines,
+    make_device_rows,
+    make_rows,
+    table,
+)
 from kvferry.bench.vllm.servers import parse_count, print_progress
 from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import StopRequest, stop_requests
@@ -26,12 +43,24 @@ from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.transports.base import Completion
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Scope", "add_arguments", "measure", "parse_device", "parse_plot", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "Scope",
+    "add_arguments",
+    "measure",
+    "parse_device",
+    "parse_plot",
+    "run",
+]
 
 DESCRIPTION = (
-    "Move KV between two processes on every data transport of this machine, in segments of 4 KiB to 1 MiB, scattered and in runs of\n"
-    f"{RUN_BLOCKS} adjacent blocks, beside plain memcpy of the same bytes and raw NIXL with a descriptor for each block.\n"
-    "With --device cuda both processes use one GPU, segments go up to 16 MiB, and memcpy is the device's own copy.\n"
+    "Move KV between two processes on every data transport of this machine, in segments of 4 KiB "
+    "to 1 MiB, scattered and in runs of\n"
+    f"{RUN_BLOCKS} adjacent blocks, beside plain memcpy of the same bytes and raw NIXL with a "
+    "descriptor for each block.\n"
+    "With --device cuda both processes use one GPU, segments go up to 16 MiB, and memcpy is the "
+    "device's own copy.\n"
     "Let nothing else run meanwhile."
 )
 EXAMPLES = """\
@@ -52,18 +81,24 @@ class Scope:
 
     segments_kib: tuple[int, ...]
     moved_mib: tuple[int, ...]
-    """Sizes of moves, the largest first: the memory is that large, smaller moves take a part of it."""
+    """Sizes of moves, the largest first: the memory is that large, smaller moves take a part of
+    it.
+    """
     regions: int
     rounds: int
     method_s: float = float("inf")
-    """About how long one way is measured for one size and pattern; slow ones take part in fewer rounds."""
+    """About how long one way is measured for one size and pattern; slow ones take part in fewer
+    rounds.
+    """
     max_descriptors: int | None = None
     """How many segments ways move at most that need long for each."""
     skips_failures: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
     slow_s: float | None = None
-    """Before each move that is timed there are some of the same kind: a GPU that was left alone is slow at first, and so is a processor
-    that has just done something else. Before one that takes longer than this there is one. None: before none."""
+    """Before each move that is timed there are some of the same kind: a GPU that was left alone is
+    slow at first, and so is a processor that has just done something else. Before one that takes
+    longer than this there is one. None: before none.
+    """
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)
@@ -81,40 +116,70 @@ GPU = Scope(
     skips_failures=True,
     slow_s=0.005,
 )
-"""NIXL takes some 9 µs for each descriptor on a GPU: a GiB in segments of 4 KiB would take 2.4 s a move."""
+"""NIXL takes some 9 µs for each descriptor on a GPU: a GiB in segments of 4 KiB would take 2.4 s a
+move.
+"""
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
-        "--device", type=parse_device, default=HostAllocator(), metavar="cpu|cuda[:N]", help="where both caches lie (default: cpu)"
+        "--device",
+        type=parse_device,
+        default=HostAllocator(),
+        metavar="cpu|cuda[:N]",
+        help="where both caches lie (default: cpu)",
     )
-    parser.add_argument("--plot", type=parse_plot, metavar="FILE", help="also draw the table into this file, as SVG")
+    parser.add_argument(
+        "--plot", type=parse_plot, metavar="FILE", help="also draw the table into this file, as SVG"
+    )
     parser.add_argument(
         "--rounds",
         type=parse_count,
         metavar="N",
-        help=f"moves of each kind, of which the median is told (default: {HOST.rounds}; cuda: {GPU.rounds})",
+        help=f"moves of each kind, of which the median is told (default: {HOST.rounds}; cuda: "
+        f"{GPU.rounds})",
     )
     parser.add_argument(
         "--spread",
         type=parse_count,
         default=1,
         metavar="N",
-        help="how many times larger than what moves each cache is, so that what moves has gaps (default: %(default)s, no gaps)",
+        help="how many times larger than what moves each cache is, so that what moves has gaps "
+        "(default: %(default)s, no gaps)",
     )
-    parser.add_argument("--segments", nargs="+", type=parse_count, metavar="KIB", help="sizes of segments (default: all of them)")
-    parser.add_argument("--moved", nargs="+", type=parse_count, metavar="MIB", help="how much a move carries (default: 256; cuda: 1024 64)")
-    parser.add_argument("--quick", action="store_true", help="little memory and two rounds: whether it works, not how fast")
+    parser.add_argument(
+        "--segments",
+        nargs="+",
+        type=parse_count,
+        metavar="KIB",
+        help="sizes of segments (default: all of them)",
+    )
+    parser.add_argument(
+        "--moved",
+        nargs="+",
+        type=parse_count,
+        metavar="MIB",
+        help="how much a move carries (default: 256; cuda: 1024 64)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="little memory and two rounds: whether it works, not how fast",
+    )
 
 
 def parse_plot(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(f"plots are drawn as SVG; name a file that ends in .svg, not {text[:80]!a}")
+        raise argparse.ArgumentTypeError(
+            f"plots are drawn as SVG; name a file that ends in .svg, not {text[:80]!a}"
+        )
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} cannot be written: its folder is not there, or it is one")
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} cannot be written: its folder is not there, or it is one"
+        )
     return path
 
 
@@ -146,7 +211,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_fits(allocator, scope, arguments.spread)
     if not list(_moves(scope, scope.shape(arguments.spread))):
         raise ConfigError(
-            f"--segments and --moved leave nothing to move: in each of {scope.regions} regions at least one segment has to fit"
+            f"--segments and --moved leave nothing to move: in each of {scope.regions} regions at "
+            "least one segment has to fit"
         )
     with stop_requests() as stop:
         cells = measure(allocator, scope, arguments.spread, stop)
@@ -163,20 +229,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(allocator: MemoryAllocator, scope: Scope, spread: int, stop: StopRequest) -> list[TransferCell]:
+def measure(
+    allocator: MemoryAllocator, scope: Scope, spread: int, stop: StopRequest
+) -> list[TransferCell]:
     shape = scope.shape(spread)
     print_progress(f"two processes with {shape.total_bytes // MIB} MiB each")
-    with start_producer(shape, stop, allocator) as producer, BenchConsumer.connected(shape, producer, stop, allocator) as consumer:
+    with (
+        start_producer(shape, stop, allocator) as producer,
+        BenchConsumer.connected(shape, producer, stop, allocator) as consumer,
+    ):
         if not consumer.has_raw_nixl:
             print_progress("NIXL is not installed: nothing is measured over it (pip install nixl)")
         skipped: set[str] = set()
         cells = []
         for blocks, pattern, spread_here in _moves(scope, shape):
             move = plan_move(blocks, pattern, spread_here, SEED)
-            methods = [method for method in consumer.methods(move, scope.max_descriptors) if method.name not in skipped]
+            methods = [
+                method
+                for method in consumer.methods(move, scope.max_descriptors)
+                if method.name not in skipped
+            ]
             kib, mib = blocks.segment_bytes // 1024, move.total_bytes // MIB
             print_progress(
-                f"segments of {kib} KiB, {pattern}: {scope.rounds} rounds of {', '.join(method.name for method in methods)}, {mib} MiB each"
+                f"segments of {kib} KiB, {pattern}: {scope.rounds} rounds of "
+                f"{', '.join(method.name for method in methods)}, {mib} MiB each"
             )
             cells.append(_measure_cell(methods, move, pattern, scope, skipped))
         return cells
@@ -209,7 +285,9 @@ def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
                     yield blocks, pattern, spread
 
 
-def _measure_cell(methods: Sequence[TransferMethod], move: Move, pattern: Pattern, scope: Scope, skipped: set[str]) -> TransferCell:
+def _measure_cell(
+    methods: Sequence[TransferMethod], move: Move, pattern: Pattern, scope: Scope, skipped: set[str]
+) -> TransferCell:
     turns: dict[str, int] = {}
     for method in methods:
         with _skip_on_failure(method, scope, skipped):
@@ -222,7 +300,9 @@ def _measure_cell(methods: Sequence[TransferMethod], move: Move, pattern: Patter
     for turn in range(max(turns.values(), default=0)):
         shift = turn % len(methods)
         for method in [*methods[shift:], *methods[:shift]]:
-            if method.name in skipped or not _takes_part(turn, turns[method.name], max(turns.values())):
+            if method.name in skipped or not _takes_part(
+                turn, turns[method.name], max(turns.values())
+            ):
                 continue
             with _skip_on_failure(method, scope, skipped):
                 observed = None if scope.slow_s is None else _warm_up(method, scope.slow_s)
@@ -250,7 +330,9 @@ def _timed(method: TransferMethod) -> tuple[float, Completion | None]:
 
 
 def _warm_up(method: TransferMethod, slow_s: float) -> Completion | None:
-    """What was said of a move that was looked at. There are others before and after it: what looking at it leaves behind costs the next."""
+    """What was said of a move that was looked at. There are others before and after it: what
+    looking at it leaves behind costs the next.
+    """
     took, completion = _timed(method)
     if took > slow_s:
         return completion
@@ -274,7 +356,9 @@ def _skip_on_failure(method: TransferMethod, scope: Scope, skipped: set[str]) ->
 
 
 def _takes_part(turn: int, turns: int, of: int) -> bool:
-    """Whether something that takes part in so many of all turns does in this one: they are spread evenly."""
+    """Whether something that takes part in so many of all turns does in this one: they are spread
+    evenly.
+    """
     return turn * turns // of != (turn - 1) * turns // of
 
 
@@ -283,7 +367,10 @@ def _check_fits(allocator: MemoryAllocator, scope: Scope, spread: int) -> None:
     try:
         allocator.check_capacity(size_bytes)
     except ConfigError as error:
-        raise ConfigError(f"--spread {spread} takes {2 * size_bytes // MIB} MiB for two caches, which are not there; give less") from error
+        raise ConfigError(
+            f"--spread {spread} takes {2 * size_bytes // MIB} MiB for two caches, which are not "
+            "there; give less"
+        ) from error
 
 
 def _processor() -> str:
@@ -293,4 +380,6 @@ def _processor() -> str:
         for line in info:
             key, _, value = line.partition(":")
             fields.setdefault(key.strip(), value.strip())
-    return fields.get("model name") or f"{platform.machine()} part {fields.get('CPU part', 'unknown')}"
+    return (
+        fields.get("model name") or f"{platform.machine()} part {fields.get('CPU part', 'unknown')}"
+    )

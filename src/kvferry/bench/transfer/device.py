@@ -1,7 +1,9 @@
-"""Memory of a GPU for `kvferry bench transfer`. Imported only where one is asked for: it takes torch.
+"""Memory of a GPU for `kvferry bench transfer`. Imported only where one is asked for: it takes
+torch.
 
-Each side takes twice its size: transports serve the first half; the second is what raw NIXL writes from and to, and what the device's own
-copy takes its bytes from. Beside GPUs torch has the processor, where tests run the same code.
+Each side takes twice its size: transports serve the first half; the second is what raw NIXL writes
+from and to, and what the device's own copy takes its bytes from. Beside GPUs torch has the
+processor, where tests run the same code.
 """
 
 import os
@@ -47,20 +49,32 @@ class DeviceAllocator:
         if self.index is not None and self.index >= count:
             found = f"it has {count}" if count else "it has none"
             raise ConfigError(
-                f"--device cuda:{self.index} is not a GPU that torch can use ({found}); use --device cpu, or see `kvferry doctor`"
+                f"--device cuda:{self.index} is not a GPU that torch can use ({found}); use "
+                "--device cpu, or see `kvferry doctor`"
             )
 
     def allocate(self, size_bytes: int) -> Memory:
         return DeviceBenchMemory(self.device, size_bytes)
 
     def check_capacity(self, size_bytes: int) -> None:
-        if self.index is not None and 4 * size_bytes > torch.cuda.mem_get_info(self.index)[0] * MAX_SHARE:
+        if (
+            self.index is not None
+            and 4 * size_bytes > torch.cuda.mem_get_info(self.index)[0] * MAX_SHARE
+        ):
             raise ConfigError(f"four times {size_bytes} bytes are not free on GPU {self.index}")
 
     def facts(self) -> Mapping[str, Any]:
         name = "the processor" if self.index is None else torch.cuda.get_device_name(self.index)
-        settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith("UCX_")}
-        return {"copied_by": "torch", "device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "ucx_settings": settings}
+        settings = {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith("UCX_")
+        }
+        return {
+            "copied_by": "torch",
+            "device": name,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "ucx_settings": settings,
+        }
 
 
 class DeviceBenchMemory:
@@ -73,10 +87,14 @@ class DeviceBenchMemory:
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         is_gpu = device.type == "cuda"
         if is_gpu:
-            torch.cuda.set_device(device)  # transports and NIXL use the context that is current here
+            torch.cuda.set_device(
+                device
+            )  # transports and NIXL use the context that is current here
         self.kind = MemoryKind.VRAM if is_gpu else MemoryKind.DRAM
         self.device = device.index or 0
-        self._tensors: list[torch.Tensor] = [torch.zeros(2 * size_bytes, dtype=torch.uint8, device=device)]
+        self._tensors: list[torch.Tensor] = [
+            torch.zeros(2 * size_bytes, dtype=torch.uint8, device=device)
+        ]
         self._size_bytes = size_bytes
         self._finish()
 
@@ -90,13 +108,19 @@ class DeviceBenchMemory:
 
     def transports(self) -> Mapping[str, DataTransport]:
         plain, inner = (NixlTransport(reach=NetworkReach.THIS_HOST) for _ in range(2))
-        return {"cuda_ipc": CudaIpcTransport(), "nixl": plain, "nixl bounce": BounceNixlTransport(inner, ALWAYS_STAGED, KEY)}
+        return {
+            "cuda_ipc": CudaIpcTransport(),
+            "nixl": plain,
+            "nixl bounce": BounceNixlTransport(inner, ALWAYS_STAGED, KEY),
+        }
 
     def source(self) -> MemorySource | None:
         return None
 
     def open_source(self, source: MemorySource | None) -> None:
-        """The device copies within itself: the spare half is given the same bytes as the producer's memory."""
+        """The device copies within itself: the spare half is given the same bytes as the producer's
+        memory.
+        """
         self._number(self._tensors[0][self._size_bytes :])
 
     def fill(self) -> None:
@@ -114,7 +138,8 @@ class DeviceBenchMemory:
     def block_checksums(self, count: int) -> BlockChecksums:
         rows = self._tensors[0][: self._size_bytes].view(torch.int64).reshape(count, -1)
         first, last, sums = (
-            part.cpu().numpy().view("uint64") for part in (rows[:, 0].contiguous(), rows[:, -1].contiguous(), rows.sum(dim=1))
+            part.cpu().numpy().view("uint64")
+            for part in (rows[:, 0].contiguous(), rows[:, -1].contiguous(), rows.sum(dim=1))
         )
         return BlockChecksums(first, last, sums)
 
@@ -132,7 +157,9 @@ class DeviceBenchMemory:
         self._finish()
 
     def _finish(self) -> None:
-        """Until the device is through. Looked at without pause, not by a wait that the driver may sleep in."""
+        """Until the device is through. Looked at without pause, not by a wait that the driver may
+        sleep in.
+        """
         if self.kind is MemoryKind.DRAM:
             return
         event = torch.cuda.Event()
@@ -140,4 +167,6 @@ class DeviceBenchMemory:
         deadline = time.monotonic() + COPY_S
         while not event.query():
             if time.monotonic() > deadline:
-                raise KVFerryError(f"the GPU did not end a copy within {COPY_S:.0f} s; is it used by others?")
+                raise KVFerryError(
+                    f"the GPU did not end a copy within {COPY_S:.0f} s; is it used by others?"
+                )

@@ -1,4 +1,5 @@
-"""The memory of one side of `kvferry bench transfer`: what it takes to fill, move and check it, wherever it lies.
+"""The memory of one side of `kvferry bench transfer`: what it takes to fill, move and check it,
+wherever it lies.
 
 Every 8 bytes of a producer's memory say where they are, so that a reader can tell which it got.
 """
@@ -22,7 +23,14 @@ from kvferry.transports.shm import SharedMemory, ShmTransport, available_bytes, 
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import MemoryKind
 
-__all__ = ["BlockChecksums", "HostAllocator", "Memory", "MemoryAllocator", "MemorySource", "check_moved"]
+__all__ = [
+    "BlockChecksums",
+    "HostAllocator",
+    "Memory",
+    "MemoryAllocator",
+    "MemorySource",
+    "check_moved",
+]
 
 Words = npt.NDArray[np.uint64]
 
@@ -61,10 +69,14 @@ class Memory(Protocol):
 
     @property
     def spare_address(self) -> int | None:
-        """As much memory again, which no transport serves: raw NIXL writes from there to there. None: nothing is written."""
+        """As much memory again, which no transport serves: raw NIXL writes from there to there.
+        None: nothing is written.
+        """
 
     def transports(self) -> Mapping[str, DataTransport]:
-        """Every data transport that can carry such memory, fresh and unregistered, by the name it is told under."""
+        """Every data transport that can carry such memory, fresh and unregistered, by the name it
+        is told under.
+        """
 
     def source(self) -> MemorySource | None:
         """For `open_source` of the other side."""
@@ -79,7 +91,9 @@ class Memory(Protocol):
         """Overwrite everything, so that the next check is of the next move."""
 
     def copy(self, size_bytes: int) -> None:
-        """One plain copy of as many bytes in one segment, until it is through: the fastest there is."""
+        """One plain copy of as many bytes in one segment, until it is through: the fastest there
+        is.
+        """
 
     def block_checksums(self, count: int) -> BlockChecksums:
         """Of the memory, cut into so many blocks."""
@@ -103,7 +117,9 @@ class MemoryAllocator(Protocol):
 
 
 def check_moved(block_checksums: BlockChecksums, move: Move) -> None:
-    """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
+    """KVFerryError unless every block that moved is its source, from the first to the last byte,
+    and no other was written.
+    """
     words = move.blocks.segment_bytes // 8
     expected = np.zeros(move.blocks.count, np.uint64)
     expected[move.local_blocks] = move.remote_blocks * words + 1
@@ -171,7 +187,9 @@ class HostBenchMemory:
         self._source_address = np.frombuffer(self._opened, np.uint8).ctypes.data
 
     def fill(self) -> None:
-        np.frombuffer(self._memory.buffer, np.uint64)[:] = np.arange(1, self._memory.size_bytes // 8 + 1, dtype=np.uint64)
+        np.frombuffer(self._memory.buffer, np.uint64)[:] = np.arange(
+            1, self._memory.size_bytes // 8 + 1, dtype=np.uint64
+        )
 
     def overwrite(self) -> None:
         np.frombuffer(self._memory.buffer, np.uint8).fill(0)

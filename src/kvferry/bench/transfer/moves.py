@@ -1,6 +1,7 @@
 """Which blocks one move of `kvferry bench transfer` carries. Pure but for the seeded random order.
 
-A side's memory is a few regions of equal size, as the layers of a cache are; the same blocks move in each of them.
+A side's memory is a few regions of equal size, as the layers of a cache are; the same blocks move
+in each of them.
 
     spread 1: every block moves         spread 2: every second one, at random, on each side its own
 """
@@ -54,12 +55,20 @@ class Move:
         return len(self.local_blocks) * self.blocks.segment_bytes
 
     def part(self, most: int) -> "Move":
-        """About so many of its blocks, equally many in every region and whole runs of them; itself where it has no more."""
+        """About so many of its blocks, equally many in every region and whole runs of them; itself
+        where it has no more.
+        """
         regions = self.blocks.regions
         taken = max(1, most // regions // RUN_BLOCKS) * RUN_BLOCKS
         if len(self.local_blocks) <= taken * regions:
             return self
-        return Move(self.blocks, *(side.reshape(regions, -1)[:, :taken].ravel() for side in (self.local_blocks, self.remote_blocks)))
+        return Move(
+            self.blocks,
+            *(
+                side.reshape(regions, -1)[:, :taken].ravel()
+                for side in (self.local_blocks, self.remote_blocks)
+            ),
+        )
 
     def joined(self) -> "Move":
         """As many bytes that lie together on both sides: the first blocks, in their order."""
@@ -67,14 +76,23 @@ class Move:
         return Move(self.blocks, first, first)
 
     def segments(self) -> list[Segments]:
-        """As a transfer worker asks a transport for it: one entry for each region, and the same arrays where the same blocks move."""
+        """As a transfer worker asks a transport for it: one entry for each region, and the same
+        arrays where the same blocks move.
+        """
         size, per_region = self.blocks.segment_bytes, self.blocks.per_region
         moved = len(self.local_blocks) // self.blocks.regions
         parts = list[Segments]()
         for region in range(self.blocks.regions):
             chosen = slice(region * moved, (region + 1) * moved)
-            near, far = ((side[chosen] - region * per_region) * size for side in (self.local_blocks, self.remote_blocks))
-            if parts and np.array_equal(near, parts[0].local_offsets) and np.array_equal(far, parts[0].remote_offsets):
+            near, far = (
+                (side[chosen] - region * per_region) * size
+                for side in (self.local_blocks, self.remote_blocks)
+            )
+            if (
+                parts
+                and np.array_equal(near, parts[0].local_offsets)
+                and np.array_equal(far, parts[0].remote_offsets)
+            ):
                 near, far = parts[0].local_offsets, parts[0].remote_offsets
             parts.append(Segments(region, region, size, near, far))
         return parts
@@ -87,18 +105,27 @@ def blocks_per_region(blocks: Blocks, pattern: Pattern, spread: int) -> int:
 
 
 def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
-    """A `spread`th of every region's blocks, in random order on both sides. At least one run has to fit."""
+    """A `spread`th of every region's blocks, in random order on both sides. At least one run has to
+    fit.
+    """
     random = np.random.default_rng(seed)
     run = _run(pattern)
     places = blocks.per_region // run
     moved = blocks_per_region(blocks, pattern, spread) // run
     if moved < 1:
-        raise ValueError(f"{blocks.per_region} blocks in a region are too few for runs of {run}, spread over {spread} times their size")
+        raise ValueError(
+            f"{blocks.per_region} blocks in a region are too few for runs of {run}, spread over "
+            f"{spread} times their size"
+        )
     sides = []
     for _ in range(2):
         starts = random.permutation(places)[:moved] * run
         within = (starts[:, None] + np.arange(run)).ravel()
-        sides.append((np.arange(blocks.regions)[:, None] * blocks.per_region + within).ravel().astype(np.int64))
+        sides.append(
+            (np.arange(blocks.regions)[:, None] * blocks.per_region + within)
+            .ravel()
+            .astype(np.int64)
+        )
     return Move(blocks, *sides)
 
 

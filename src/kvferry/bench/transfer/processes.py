@@ -1,7 +1,8 @@
 """NIXL without kvferry: what somebody gets who asks it for every block by a descriptor of its own.
 
-As its own examples use it: descriptor lists of all blocks are prepared beforehand, a move names indices in them. Only the progress
-thread is off, because it would take one of the cores that everything else is measured on; both sides make progress by calling in.
+As its own examples use it: descriptor lists of all blocks are prepared beforehand, a move names
+indices in them. Only the progress thread is off, because it would take one of the cores that
+everything else is measured on; both sides make progress by calling in.
 """
 
 import contextlib
@@ -19,7 +20,13 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.bench.transfer.memory import HostAllocator, Memory, MemoryAllocator, MemorySource, check_moved
+from kvferry.bench.transfer.memory import (
+    HostAllocator,
+    Memory,
+    MemoryAllocator,
+    MemorySource,
+    check_moved,
+)
 from kvferry.bench.transfer.moves import Move
 from kvferry.bench.transfer.report import MEMCPY, RAW_NIXL, RAW_NIXL_CONTIGUOUS, RAW_NIXL_WRITE
 from kvferry.cli.runtime import StopRequest
@@ -31,7 +38,16 @@ from kvferry.transports.copy.segments import Offsets
 from kvferry.transports.nixl.transport import load_nixl
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
-__all__ = ["BenchConsumer", "DescriptorList", "PreparedTransfer", "ProducerInfo", "RawNixl", "Shape", "TransferMethod", "start_producer"]
+__all__ = [
+    "BenchConsumer",
+    "DescriptorList",
+    "PreparedTransfer",
+    "ProducerInfo",
+    "RawNixl",
+    "Shape",
+    "TransferMethod",
+    "start_producer",
+]
 
 
 NUM_THREADS = 4
@@ -40,7 +56,9 @@ NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorList:
-    """One side of a move: `count` blocks from an address on, one after the other, and which of them move."""
+    """One side of a move: `count` blocks from an address on, one after the other, and which of them
+    move.
+    """
 
     address: int
     segment_bytes: int
@@ -62,13 +80,19 @@ class PreparedTransfer:
 class RawNixl:
     """One side's agent over one range of memory. Close it."""
 
-    def __init__(self, address: int, size_bytes: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0) -> None:
+    def __init__(
+        self, address: int, size_bytes: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0
+    ) -> None:
         nixl, self._errors = load_nixl(kind)
-        config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=NUM_THREADS, backends=["UCX"])
+        config = nixl.nixl_agent_config(
+            enable_prog_thread=False, num_threads=NUM_THREADS, backends=["UCX"]
+        )
         self._agent: Any = nixl.nixl_agent(f"bench-{uuid4().hex}", config)
         self._kind = kind.value
         self._device = device
-        self._registration = self._agent.register_memory(np.array([(address, size_bytes, device)], np.uint64), self._kind)
+        self._registration = self._agent.register_memory(
+            np.array([(address, size_bytes, device)], np.uint64), self._kind
+        )
         self._peer = ""
         self._prepared: list[PreparedTransfer] = []
 
@@ -81,8 +105,12 @@ class RawNixl:
     def connect(self, metadata: bytes) -> None:
         self._peer = self._agent.add_remote_agent(metadata).decode()
 
-    def prepare(self, operation: str, local: DescriptorList, remote: DescriptorList) -> PreparedTransfer:
-        """Not timed: the lists of all blocks on both sides, and which of them move. `operation`: READ or WRITE."""
+    def prepare(
+        self, operation: str, local: DescriptorList, remote: DescriptorList
+    ) -> PreparedTransfer:
+        """Not timed: the lists of all blocks on both sides, and which of them move. `operation`:
+        READ or WRITE.
+        """
         near = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._rows(local), self._kind)
         far = self._agent.prep_xfer_dlist(self._peer, self._rows(remote), self._kind)
         move = PreparedTransfer(operation, near, local.chosen.tolist(), far, remote.chosen.tolist())
@@ -100,7 +128,9 @@ class RawNixl:
         """The timed part, until everything has arrived."""
         verb = move.operation.lower()
         try:
-            handle = self._agent.make_prepped_xfer(move.operation, move.local, move.local_indices, move.remote, move.remote_indices)
+            handle = self._agent.make_prepped_xfer(
+                move.operation, move.local, move.local_indices, move.remote, move.remote_indices
+            )
             state = self._agent.transfer(handle)
             while state == "PROC" and time.monotonic() < stop.earlier_deadline(deadline):
                 state = self._agent.check_xfer_state(handle)
@@ -110,7 +140,9 @@ class RawNixl:
             raise KVFerryError(f"a {verb} by raw NIXL failed ({error})") from error
         if state != "DONE":
             stop.check()
-            raise KVFerryError(f"a {verb} by raw NIXL did not end ({state}); is the machine overloaded?")
+            raise KVFerryError(
+                f"a {verb} by raw NIXL did not end ({state}); is the machine overloaded?"
+            )
 
     def close(self) -> None:
         """Without this the agent may crash the interpreter when that ends."""
@@ -128,11 +160,13 @@ class RawNixl:
         return rows
 
 
-# -------------------- transfer sides --------------------
-# The two processes of `kvferry bench transfer`: a producer that owns memory and serves it, a consumer that reads it in every way there is.
+# -------------------- transfer sides -------------------- The two processes of `kvferry bench
+# transfer`: a producer that owns memory and serves it, a consumer that reads it in every way there
+# is.
 #
-# The producer ends when its pipe does, so also when the consumer is killed. Whatever is waited for has a deadline. A stop is noticed between
-# moves: what one of them has posted is not torn down under way.
+# The producer ends when its pipe does, so also when the consumer is killed. Whatever is waited for
+# has a deadline. A stop is noticed between moves: what one of them has posted is not torn down
+# under way.
 
 
 PRODUCER = PeerId(EngineId("producer"), Epoch("1"), 0)
@@ -153,10 +187,15 @@ class Shape:
     def total_bytes(self) -> int:
         return self.regions * self.region_bytes
 
-    def registered(self, address: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0) -> list[Region]:
+    def registered(
+        self, address: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0
+    ) -> list[Region]:
         blocks = self.region_bytes // PAGE_BYTES
         starts = [address + n * self.region_bytes for n in range(self.regions)]
-        return [Region(f"layer {n}", start, PAGE_BYTES, PAGE_BYTES, blocks, kind, device) for n, start in enumerate(starts)]
+        return [
+            Region(f"layer {n}", start, PAGE_BYTES, PAGE_BYTES, blocks, kind, device)
+            for n, start in enumerate(starts)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +220,16 @@ class TransferMethod:
     observe: Callable[[], Completion | None]
     """The same, while it is looked at how long the device takes. Not timed."""
     verify: Callable[[], None]
-    """Not timed: once more, into memory that has forgotten everything. KVFerryError when other bytes came."""
+    """Not timed: once more, into memory that has forgotten everything. KVFerryError when other
+    bytes came.
+    """
 
 
-def open_transports(memory: Memory, regions: Sequence[Region], only: str | None) -> tuple[dict[str, DataTransport], RawNixl | None]:
-    """Every data transport over this memory, and NIXL bare. Without NIXL there is neither of the two. `only`: that transport, and nothing
-    else.
+def open_transports(
+    memory: Memory, regions: Sequence[Region], only: str | None
+) -> tuple[dict[str, DataTransport], RawNixl | None]:
+    """Every data transport over this memory, and NIXL bare. Without NIXL there is neither of the
+    two. `only`: that transport, and nothing else.
     """
     usable = {}
     for name, transport in memory.transports().items():
@@ -195,20 +238,32 @@ def open_transports(memory: Memory, regions: Sequence[Region], only: str | None)
                 usable[name] = transport
     if "nixl" not in usable or only is not None:
         return usable, None
-    size_bytes = sum(region.size_bytes for region in regions) * (1 if memory.spare_address is None else 2)
+    size_bytes = sum(region.size_bytes for region in regions) * (
+        1 if memory.spare_address is None else 2
+    )
     return usable, RawNixl(memory.address, size_bytes, memory.kind, memory.device)
 
 
 def serve(pipe: Connection, shape: Shape, allocator: MemoryAllocator, only: str | None) -> None:
     """The producer's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the pipe's end is enough
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to both; the pipe's end is enough
     memory = allocator.allocate(shape.total_bytes)
     memory.fill()
     regions = shape.registered(memory.address, memory.kind, memory.device)
     transports, raw = open_transports(memory, regions, only)
     offers = {name: transport.offer() for name, transport in transports.items()}
     with contextlib.suppress(EOFError, OSError):  # the other side has ended
-        pipe.send(ProducerInfo(regions, memory.spare_address, memory.source(), offers, raw.metadata() if raw else None))
+        pipe.send(
+            ProducerInfo(
+                regions,
+                memory.spare_address,
+                memory.source(),
+                offers,
+                raw.metadata() if raw else None,
+            )
+        )
         while not pipe.poll(memory.serve_interval_s):
             for transport in transports.values():
                 transport.poll()
@@ -223,12 +278,17 @@ def serve(pipe: Connection, shape: Shape, allocator: MemoryAllocator, only: str 
 
 @contextlib.contextmanager
 def start_producer(
-    shape: Shape, stop: StopRequest | None = None, allocator: MemoryAllocator | None = None, only: str | None = None
+    shape: Shape,
+    stop: StopRequest | None = None,
+    allocator: MemoryAllocator | None = None,
+    only: str | None = None,
 ) -> Iterator[ProducerInfo]:
     """`only`: the name of a transport, when the others are not wanted."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, shape, allocator or HostAllocator(), only), daemon=True)
+    process = context.Process(
+        target=serve, args=(theirs, shape, allocator or HostAllocator(), only), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -236,7 +296,9 @@ def start_producer(
             _wait_for(ours, stop or StopRequest())
             producer: ProducerInfo = ours.recv()
         except EOFError as error:
-            raise KVFerryError("the producer process ended before it was ready; its error is above") from error
+            raise KVFerryError(
+                "the producer process ended before it was ready; its error is above"
+            ) from error
         yield producer
     finally:
         ours.close()
@@ -251,7 +313,10 @@ def _wait_for(pipe: Connection, stop: StopRequest) -> None:
     while not pipe.poll(POLL_INTERVAL_S):
         stop.check()
         if time.monotonic() > deadline:
-            raise KVFerryError(f"the producer process was not ready within {START_S:.0f} s; is the machine overloaded?")
+            raise KVFerryError(
+                f"the producer process was not ready within {START_S:.0f} s; is the machine "
+                "overloaded?"
+            )
     stop.check()  # Ctrl-C at a terminal may have ended the producer too
 
 
@@ -259,7 +324,12 @@ class BenchConsumer:
     """Reads from the producer in every way: each transport, raw NIXL and plain memcpy."""
 
     def __init__(
-        self, memory: Memory, producer: ProducerInfo, transports: Mapping[str, DataTransport], raw: RawNixl | None, stop: StopRequest
+        self,
+        memory: Memory,
+        producer: ProducerInfo,
+        transports: Mapping[str, DataTransport],
+        raw: RawNixl | None,
+        stop: StopRequest,
     ) -> None:
         self._memory = memory
         self._producer = producer
@@ -281,10 +351,14 @@ class BenchConsumer:
         with ExitStack() as stack:
             memory = (allocator or HostAllocator()).allocate(shape.total_bytes)
             stack.callback(memory.close)
-            transports, raw = open_transports(memory, shape.registered(memory.address, memory.kind, memory.device), only)
+            transports, raw = open_transports(
+                memory, shape.registered(memory.address, memory.kind, memory.device), only
+            )
             for transport in transports.values():
                 stack.callback(transport.close)
-            shared = {name: transport for name, transport in transports.items() if name in producer.offers}
+            shared = {
+                name: transport for name, transport in transports.items() if name in producer.offers
+            }
             for name, transport in shared.items():
                 transport.connect(PRODUCER, producer.offers[name], producer.regions)
             if raw is not None and producer.raw_nixl is not None:
@@ -302,15 +376,25 @@ class BenchConsumer:
         return self._raw is not None
 
     def methods(self, move: Move, max_descriptors: int | None) -> list[TransferMethod]:
-        """Every way to make this move, ready to be timed. Those that need long for a descriptor move no more of it than is given here."""
+        """Every way to make this move, ready to be timed. Those that need long for a descriptor
+        move no more of it than is given here.
+        """
         part = move if max_descriptors is None else move.part(max_descriptors)
         copy = partial(self._copy, move)
-        methods = [TransferMethod(MEMCPY, move, copy, copy, lambda: None), *self._raw_methods(move, part)]
+        methods = [
+            TransferMethod(MEMCPY, move, copy, copy, lambda: None),
+            *self._raw_methods(move, part),
+        ]
         for name in self._transports:
             chosen = part if name in self._memory.slow_transports else move
             segments = chosen.segments()
-            run, observe = partial(self._read, name, segments), partial(self._read_observed, name, segments)
-            methods.append(TransferMethod(name, chosen, run, observe, partial(self._verify, run, chosen)))
+            run, observe = (
+                partial(self._read, name, segments),
+                partial(self._read_observed, name, segments),
+            )
+            methods.append(
+                TransferMethod(name, chosen, run, observe, partial(self._verify, run, chosen))
+            )
         return methods
 
     def prepare(self, move: Move) -> None:
@@ -318,7 +402,9 @@ class BenchConsumer:
         self._segments = move.segments()
 
     def read(self, transport_name: str) -> Completion:
-        """The move that was prepared, as a transfer worker does it: ask, then poll as often as the transport wants to be polled."""
+        """The move that was prepared, as a transfer worker does it: ask, then poll as often as the
+        transport wants to be polled.
+        """
         return self._read(transport_name, self._segments)
 
     def overwrite(self) -> None:
@@ -326,7 +412,9 @@ class BenchConsumer:
         self._memory.overwrite()
 
     def check(self, move: Move) -> None:
-        """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
+        """KVFerryError unless every block that moved is its source, from the first to the last
+        byte, and no other was written.
+        """
         check_moved(self._memory.block_checksums(move.blocks.count), move)
 
     def _copy(self, move: Move) -> None:
@@ -342,7 +430,8 @@ class BenchConsumer:
             if time.monotonic() > self._stop.earlier_deadline(deadline):
                 self._stop.check()
                 raise KVFerryError(
-                    f"a read over {transport_name} did not end within {self._memory.move_s:.0f} s; is the machine overloaded?"
+                    f"a read over {transport_name} did not end within {self._memory.move_s:.0f} "
+                    "s; is the machine overloaded?"
                 )
             interval_s = transport.poll_interval_s()
             if interval_s:
@@ -364,18 +453,49 @@ class BenchConsumer:
             return []
         raw, here, there = self._raw, self._memory.address, self._producer.regions[0].address
         raw.overwrite()
-        read = partial(self._run_raw, raw.prepare("READ", _listed(here, part, part.local_blocks), _listed(there, part, part.remote_blocks)))
+        read = partial(
+            self._run_raw,
+            raw.prepare(
+                "READ",
+                _listed(here, part, part.local_blocks),
+                _listed(there, part, part.remote_blocks),
+            ),
+        )
         methods = [TransferMethod(RAW_NIXL, part, read, read, partial(self._verify, read, part))]
         spare, their_spare = self._memory.spare_address, self._producer.spare_address
         if spare is None or their_spare is None:
             return methods
-        one = partial(self._run_raw, raw.prepare("READ", *(_one_segment(address, move.total_bytes) for address in (here, there))))
-        methods.append(TransferMethod(RAW_NIXL_CONTIGUOUS, move, one, one, partial(self._verify, one, move.joined())))
-        list_write = raw.prepare("WRITE", _listed(spare, part, part.remote_blocks), _listed(their_spare, part, part.local_blocks))
-        whole = [_one_segment(address, move.blocks.count * move.blocks.segment_bytes) for address in (here, their_spare)]
+        one = partial(
+            self._run_raw,
+            raw.prepare(
+                "READ", *(_one_segment(address, move.total_bytes) for address in (here, there))
+            ),
+        )
+        methods.append(
+            TransferMethod(
+                RAW_NIXL_CONTIGUOUS, move, one, one, partial(self._verify, one, move.joined())
+            )
+        )
+        list_write = raw.prepare(
+            "WRITE",
+            _listed(spare, part, part.remote_blocks),
+            _listed(their_spare, part, part.local_blocks),
+        )
+        whole = [
+            _one_segment(address, move.blocks.count * move.blocks.segment_bytes)
+            for address in (here, their_spare)
+        ]
         erase, fetch = raw.prepare("WRITE", *whole), raw.prepare("READ", *whole)
         write = partial(self._run_raw, list_write)
-        methods.append(TransferMethod(RAW_NIXL_WRITE, part, write, write, partial(self._verify_write, [erase, list_write, fetch], part)))
+        methods.append(
+            TransferMethod(
+                RAW_NIXL_WRITE,
+                part,
+                write,
+                write,
+                partial(self._verify_write, [erase, list_write, fetch], part),
+            )
+        )
         return methods
 
     def _run_raw(self, move: PreparedTransfer) -> None:
@@ -389,7 +509,9 @@ class BenchConsumer:
         self.check(move)
 
     def _verify_write(self, steps: Sequence[PreparedTransfer], move: Move) -> None:
-        """What was written is in the producer's spare memory: that is overwritten, written to, and fetched."""
+        """What was written is in the producer's spare memory: that is overwritten, written to, and
+        fetched.
+        """
         self.overwrite()
         for step in steps:
             self._run_raw(step)

@@ -1,4 +1,6 @@
-"""The figures of `kvferry bench transfer`: what was measured, as rows for programs and as a table for people. Pure."""
+"""The figures of `kvferry bench transfer`: what was measured, as rows for programs and as a table
+for people. Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +29,16 @@ MEMCPY = "memcpy"
 RAW_NIXL = "raw nixl"
 RAW_NIXL_WRITE = "raw nixl write"
 RAW_NIXL_CONTIGUOUS = "raw nixl contiguous"
-"""What moves without a transport of ours: plain copy; NIXL READ and WRITE, a descriptor for each block; NIXL READ of one long segment."""
+"""What moves without a transport of ours: plain copy; NIXL READ and WRITE, a descriptor for each
+block; NIXL READ of one long segment.
+"""
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCell:
-    """What was measured for one size of segments and one pattern: seconds by way, and how many copies or descriptors each transport
-    used.
+    """What was measured for one size of segments and one pattern: seconds by way, and how many
+    copies or descriptors each transport used.
     """
 
     move: Move
@@ -81,7 +85,9 @@ def make_device_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
             "median_us": _microseconds(cell, transport),
             "of_contiguous_nixl": ratio(cell.gbps(transport), cell.gbps(RAW_NIXL_CONTIGUOUS)),
             "device_us": _device_microseconds(cell, transport),
-            "device_of_memcpy": ratio(_microseconds(cell, MEMCPY), _device_microseconds(cell, transport)),
+            "device_of_memcpy": ratio(
+                _microseconds(cell, MEMCPY), _device_microseconds(cell, transport)
+            ),
         }
         for cell in cells
         for transport in cell.copies
@@ -102,11 +108,15 @@ def make_baselines(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[TransferCell], facts: Mapping[str, Any]) -> str:
+def table(
+    rows: Sequence[Mapping[str, Any]], cells: Sequence[TransferCell], facts: Mapping[str, Any]
+) -> str:
     lines = [
-        f"{facts['moved_mib']} MiB a move in {facts['regions']} regions, spread {facts['spread']}, median of {facts['rounds']}; "
+        f"{facts['moved_mib']} MiB a move in {facts['regions']} regions, spread "
+        f"{facts['spread']}, median of {facts['rounds']}; "
         f"{facts['processor']}, {facts['cores']} cores, copied by {facts['copied_by']}",
-        f"{'segment':>9}  {'pattern':<10}{'way':<20}{'GB/s':>8}{'÷ memcpy':>10}{'÷ raw NIXL':>12}{'copies':>9}",
+        f"{'segment':>9}  "
+        f"{'pattern':<10}{'way':<20}{'GB/s':>8}{'÷ memcpy':>10}{'÷ raw NIXL':>12}{'copies':>9}",
     ]
     size_bytes = cells[0].move.total_bytes
     for cell in cells:
@@ -115,10 +125,30 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[TransferCell], fact
             lines.append(f"{size_bytes // MIB} MiB a move")
         for method in (MEMCPY, RAW_NIXL, RAW_NIXL_WRITE, RAW_NIXL_CONTIGUOUS):
             if cell.gbps(method) is not None:
-                lines.append(_line(cell, method, rounded(cell.gbps(method), 2), ratio(cell.gbps(method), cell.gbps(MEMCPY))))
+                lines.append(
+                    _line(
+                        cell,
+                        method,
+                        rounded(cell.gbps(method), 2),
+                        ratio(cell.gbps(method), cell.gbps(MEMCPY)),
+                    )
+                )
         for row in rows:
-            if (row["segment_bytes"], row["pattern"], row.get("moved_bytes", cell.move.total_bytes)) == _key(cell):
-                lines.append(_line(cell, row["transport"], row["gbps"], row["of_memcpy"], row["of_raw_nixl"], row["copies"]))
+            if (
+                row["segment_bytes"],
+                row["pattern"],
+                row.get("moved_bytes", cell.move.total_bytes),
+            ) == _key(cell):
+                lines.append(
+                    _line(
+                        cell,
+                        row["transport"],
+                        row["gbps"],
+                        row["of_memcpy"],
+                        row["of_raw_nixl"],
+                        row["copies"],
+                    )
+                )
     return "\n".join(lines)
 
 
@@ -142,7 +172,10 @@ def _device_baseline(cell: TransferCell) -> dict[str, Any]:
 def _line(cell: TransferCell, method: str, *figures: float | None) -> str:
     shown = ["-" if figure is None else str(figure) for figure in figures] + ["", ""]
     segment = f"{cell.move.blocks.segment_bytes // 1024} KiB"
-    return f"{segment:>9}  {cell.pattern:<10}{method:<20}{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}".rstrip()
+    return (
+        f"{segment:>9}  "
+        f"{cell.pattern:<10}{method:<20}{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}"
+    ).rstrip()
 
 
 def _device_microseconds(cell: TransferCell, method: str) -> float | None:
@@ -159,8 +192,8 @@ def _microseconds(cell: TransferCell, method: str) -> float | None:
     return None if median is None else rounded(1e6 * median, 1)
 
 
-# -------------------- transfer plot --------------------
-# The plot of `kvferry bench transfer`, written as SVG by hand: a drawing of four lines does not deserve a plotting library. Pure.
+# -------------------- transfer plot -------------------- The plot of `kvferry bench transfer`,
+# written as SVG by hand: a drawing of four lines does not deserve a plotting library. Pure.
 
 
 WIDTH, HEIGHT = 720, 300
@@ -172,22 +205,47 @@ TICKS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """Share of memcpy against the size of segments, a panel for each pattern, a line for each transport."""
+    """Share of memcpy against the size of segments, a panel for each pattern, a line for each
+    transport.
+    """
     transports = list(dict.fromkeys(row["transport"] for row in rows))
     sizes = sorted({row["segment_bytes"] for row in rows})
     top = max([1.0, *(row["of_memcpy"] or 0.0 for row in rows)])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11" fill="#37352f">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="11" fill="#37352f">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 20, "KV between two processes, ÷ memcpy of the same bytes", 'font-size="14" font-weight="bold"'),
-        _text(LEFT, 36, f"{facts['processor']}, {facts['cores']} cores, {facts['moved_mib']} MiB a move, spread {facts['spread']}"),
+        _text(
+            LEFT,
+            20,
+            "KV between two processes, ÷ memcpy of the same bytes",
+            'font-size="14" font-weight="bold"',
+        ),
+        _text(
+            LEFT,
+            36,
+            f"{facts['processor']}, {facts['cores']} cores, {facts['moved_mib']} MiB a move, "
+            f"spread {facts['spread']}",
+        ),
     ]
     for number, pattern in enumerate(PATTERNS):
         left = LEFT + number * (PANEL_WIDTH + GAP)
         parts += _panel(left, pattern, sizes, top)
         for transport, colour in zip(transports, COLOURS, strict=False):
-            found = {row["segment_bytes"]: row["of_memcpy"] for row in rows if (row["transport"], row["pattern"]) == (transport, pattern)}
-            parts += _curve(left, [(_x(left, sizes, size), _y(top, found[size])) for size in sizes if found.get(size) is not None], colour)
+            found = {
+                row["segment_bytes"]: row["of_memcpy"]
+                for row in rows
+                if (row["transport"], row["pattern"]) == (transport, pattern)
+            }
+            parts += _curve(
+                left,
+                [
+                    (_x(left, sizes, size), _y(top, found[size]))
+                    for size in sizes
+                    if found.get(size) is not None
+                ],
+                colour,
+            )
     for number, (transport, colour) in enumerate(zip(transports, COLOURS, strict=False)):
         at = LEFT + number * 90
         parts.append(f'<rect x="{at}" y="{HEIGHT - 20}" width="14" height="4" fill="{colour}"/>')
@@ -196,15 +254,22 @@ def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
 
 
 def _panel(left: int, pattern: str, sizes: Sequence[int], top: float) -> list[str]:
-    parts = [_text(left + PANEL_WIDTH / 2, TOP - 4, pattern, 'text-anchor="middle" font-weight="bold"')]
+    parts = [
+        _text(left + PANEL_WIDTH / 2, TOP - 4, pattern, 'text-anchor="middle" font-weight="bold"')
+    ]
     for tick in TICKS:
         y = _y(top, tick)
         dashes = ' stroke-dasharray="4 3"' if tick == 0.8 else ""
-        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + PANEL_WIDTH}" y2="{y:.1f}" stroke="#d3d1cb"{dashes}/>')
+        parts.append(
+            f'<line x1="{left}" y1="{y:.1f}" x2="{left + PANEL_WIDTH}" y2="{y:.1f}" '
+            f'stroke="#d3d1cb"{dashes}/>'
+        )
         parts.append(_text(left - 6, y + 4, f"{tick:.1f}", 'text-anchor="end"'))
     for size in sizes:
         label = f"{size // 1024} KiB" if size < 1024 * 1024 else f"{size // (1024 * 1024)} MiB"
-        parts.append(_text(_x(left, sizes, size), TOP + PANEL_HEIGHT + 16, label, 'text-anchor="middle"'))
+        parts.append(
+            _text(_x(left, sizes, size), TOP + PANEL_HEIGHT + 16, label, 'text-anchor="middle"')
+        )
     return parts
 
 

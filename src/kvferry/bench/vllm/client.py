@@ -1,6 +1,8 @@
-"""The requests a benchmark makes to vLLM servers: a prefill that is kept for a peer, a first token with the clock running, a metric.
+"""The requests a benchmark makes to vLLM servers: a prefill that is kept for a peer, a first token
+with the clock running, a metric.
 
-Blocking, each with a deadline. A stream is read to its end, so that a server is done with it before the next one.
+Blocking, each with a deadline. A stream is read to its end, so that a server is done with it before
+the next one.
 """
 
 import http.client
@@ -17,7 +19,14 @@ from kvferry.bench.vllm.servers import MODEL_NAME
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = ["PromptMaker", "ServerTransferTotals", "VllmConnection", "prefill", "read_transfers", "time_to_first_token_s"]
+__all__ = [
+    "PromptMaker",
+    "ServerTransferTotals",
+    "VllmConnection",
+    "prefill",
+    "read_transfers",
+    "time_to_first_token_s",
+]
 
 REQUEST_S = 120.0
 REMOTE_DECODE_PARAMS = {
@@ -47,7 +56,9 @@ class ServerTransferTotals:
 
 
 class PromptMaker:
-    """Prompts of random tokens, no two alike, so that no cache knows one. The same ones for the same seed."""
+    """Prompts of random tokens, no two alike, so that no cache knows one. The same ones for the
+    same seed.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -59,14 +70,18 @@ class PromptMaker:
 def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
     """P computes the prompt and keeps its blocks; the parameters with which D finds them."""
     with VllmConnection(address) as connection:
-        answer = json.loads(connection.post({**_body(tokens), "kv_transfer_params": REMOTE_DECODE_PARAMS}).read())
+        answer = json.loads(
+            connection.post({**_body(tokens), "kv_transfer_params": REMOTE_DECODE_PARAMS}).read()
+        )
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise TransportError(f"{address} kept no blocks for a prompt of {len(tokens)} tokens")
     return params
 
 
-def time_to_first_token_s(address: Address, tokens: Sequence[int], params: dict[str, Any] | None = None) -> float:
+def time_to_first_token_s(
+    address: Address, tokens: Sequence[int], params: dict[str, Any] | None = None
+) -> float:
     """From sending the request to the first event of the stream that carries a token."""
     body = {**_body(tokens), "stream": True}
     if params is not None:
@@ -118,8 +133,12 @@ class VllmConnection:
                 return answer
             body_text = answer.read()[:500].decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise TransportError(f"{self._address} did not answer {method} {path}: {error or type(error).__name__}") from error
-        raise TransportError(f"{self._address} answered {method} {path} with status {answer.status}: {body_text}")
+            raise TransportError(
+                f"{self._address} did not answer {method} {path}: {error or type(error).__name__}"
+            ) from error
+        raise TransportError(
+            f"{self._address} answered {method} {path} with status {answer.status}: {body_text}"
+        )
 
     def __enter__(self) -> "VllmConnection":
         return self
@@ -129,13 +148,21 @@ class VllmConnection:
 
 
 def _body(tokens: Sequence[int]) -> dict[str, Any]:
-    return {"model": MODEL_NAME, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    return {
+        "model": MODEL_NAME,
+        "prompt": list(tokens),
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 def _check_event(address: Address, line: bytes) -> None:
     event = json.loads(line.removeprefix(b"data: "))
     if not event.get("choices"):
-        raise TransportError(f"{address} sent {line[:300].decode(errors='replace').strip()} instead of a token")
+        raise TransportError(
+            f"{address} sent {line[:300].decode(errors='replace').strip()} instead of a token"
+        )
 
 
 def _is_bucket(name: str) -> bool:

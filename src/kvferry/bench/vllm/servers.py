@@ -1,6 +1,8 @@
-"""Real vLLM servers as child processes: their command lines, their environment, waiting for them, pausing them, ending them.
+"""Real vLLM servers as child processes: their command lines, their environment, waiting for them,
+pausing them, ending them.
 
-Whatever ends the one who started them, kill -9 included, no process is left behind (see `kvferry.cli.cluster.processes`).
+Whatever ends the one who started them, kill -9 included, no process is left behind (see
+`kvferry.cli.cluster.processes`).
 """
 
 import argparse
@@ -53,7 +55,9 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 NON_EPHEMERAL_PORTS = range(20_000, 32_768)
-"""Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in the moment after it was looked at."""
+"""Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in
+the moment after it was looked at.
+"""
 MODEL_NAME = "tiny"
 START_S = 240.0
 POLL_INTERVAL_S = 0.5
@@ -82,8 +86,24 @@ class VllmServer:
         return Address(LOOPBACK, self.port)
 
     def command(self, python: Path) -> list[str]:
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--served-model-name", MODEL_NAME]
-        command += ["--host", LOOPBACK, "--port", str(self.port), "--enforce-eager", "--dtype", "float32"]
+        command = [
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            MODEL_NAME,
+        ]
+        command += [
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(self.port),
+            "--enforce-eager",
+            "--dtype",
+            "float32",
+        ]
         command += ["--max-model-len", "2048", "--block-size", "32", *self.flags]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(dict(self.transfer))]
@@ -91,7 +111,12 @@ class VllmServer:
 
     def variables(self) -> dict[str, str]:
         """What it finds in its environment beside what we have in ours."""
-        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        own = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         if self.core is not None:
             own["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
         if self.side_channel_port is not None:
@@ -100,15 +125,21 @@ class VllmServer:
 
 
 class RunningServers:
-    """Healthy servers in the order they were asked for. They can be stopped in their tracks and let go on."""
+    """Healthy servers in the order they were asked for. They can be stopped in their tracks and let
+    go on.
+    """
 
-    def __init__(self, group: int, processes: Sequence[ChildProcess], addresses: Sequence[Address]) -> None:
+    def __init__(
+        self, group: int, processes: Sequence[ChildProcess], addresses: Sequence[Address]
+    ) -> None:
         self._group = group
         self.processes = tuple(processes)
         self.addresses = tuple(addresses)
 
     def pause(self) -> None:
-        """Every process of every server stands still: it takes no time from others and answers nobody."""
+        """Every process of every server stands still: it takes no time from others and answers
+        nobody.
+        """
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -124,10 +155,17 @@ class RunningServers:
 
 @contextmanager
 def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
-    """Started side by side and healthy; gone after the block. They share one secret, so that they may hand over to each other."""
+    """Started side by side and healthy; gone after the block. They share one secret, so that they
+    may hand over to each other.
+    """
     directory = Path(tempfile.gettempdir()) / f"kvferry-vllm-{secrets.token_hex(8)}"
     shared = {"KVFERRY_SECRET": secrets.token_hex(32)}
-    processes = [ChildProcess(server.name, server.command(python), {**os.environ, **shared, **server.variables()}) for server in servers]
+    processes = [
+        ChildProcess(
+            server.name, server.command(python), {**os.environ, **shared, **server.variables()}
+        )
+        for server in servers
+    ]
     with ProcessGroup(directory, REAPER_GRACE_S) as group:
         running = RunningServers(group.id, processes, [server.address for server in servers])
         try:
@@ -145,7 +183,9 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
 
 
 def default_python() -> Path:
-    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else our own."""
+    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else
+    our own.
+    """
     beside = Path(".venv-vllm/bin/python")
     return beside.absolute() if beside.exists() else Path(sys.executable)
 
@@ -154,11 +194,18 @@ def check_vllm(python: Path) -> None:
     """ConfigError when there is no vLLM, before anything slow is started."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        done = subprocess.run([str(python), "-c", code], capture_output=True, timeout=IMPORT_S, check=False)
+        done = subprocess.run(
+            [str(python), "-c", code], capture_output=True, timeout=IMPORT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM in it") from error
+        raise ConfigError(
+            f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM in it"
+        ) from error
     if done.returncode != 0:
-        raise ConfigError(f"{python} has no vLLM; run `make setup-vllm`, or name an interpreter that has it with --vllm-python")
+        raise ConfigError(
+            f"{python} has no vLLM; run `make setup-vllm`, or name an interpreter that has it "
+            "with --vllm-python"
+        )
 
 
 def free_ports(count: int) -> list[int]:
@@ -170,7 +217,8 @@ def free_ports(count: int) -> list[int]:
         with suppress(OSError), socket.create_server((LOOPBACK, port)):
             found.append(port)
     raise KVFerryError(
-        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are not free; what listens on all of them?"
+        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are "
+        "not free; what listens on all of them?"
     )
 
 
@@ -182,7 +230,11 @@ def _wait_healthy(running: RunningServers) -> None:
         for process, _ in waiting:
             _check(process)
             if time.monotonic() > deadline:
-                raise KVFerryError(_with_log(process, f"{process.name} did not become healthy within {START_S:g} s"))
+                raise KVFerryError(
+                    _with_log(
+                        process, f"{process.name} did not become healthy within {START_S:g} s"
+                    )
+                )
         if waiting:
             time.sleep(POLL_INTERVAL_S)
 
@@ -198,21 +250,27 @@ def _with_log(process: ChildProcess, what: str) -> str:
     return "\n".join([f"{what}; last log lines:", *(f"  {line}" for line in process.tail(40))])
 
 
-# -------------------- vllm pairs --------------------
-# A prefill and a decode server with one connector, as an operator of a two-core machine starts them, and what both benchmarks ask for.
+# -------------------- vllm pairs -------------------- A prefill and a decode server with one
+# connector, as an operator of a two-core machine starts them, and what both benchmarks ask for.
 
 
 OURS, STOCK = "ours", "stock"
 ROLES = ("prefill", "decode")
 _TRANSFER = {
-    OURS: {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"},
+    OURS: {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_role": "kv_both",
+    },
     STOCK: {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """`connector`: OURS or STOCK. `transfer` is added to its configuration; `environments` are added by role, prefill and decode."""
+    """`connector`: OURS or STOCK. `transfer` is added to its configuration; `environments` are
+    added by role, prefill and decode.
+    """
 
     connector: str
     python: Path
@@ -237,7 +295,10 @@ class ServerPair:
 @contextmanager
 def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
     """P computes on core 0, D on core 1."""
-    print_progress(f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector (about a minute)")
+    print_progress(
+        f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector "
+        "(about a minute)"
+    )
     ports = free_ports(4)
     servers = [
         VllmServer(
@@ -263,7 +324,12 @@ def add_vllm_arguments(parser: Parser) -> None:
         metavar="PATH",
         help="an interpreter with vLLM and kvferry in it (default: .venv-vllm/bin/python or ours)",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+    )
 
 
 @contextmanager
@@ -271,7 +337,10 @@ def model_directory(given: Path | None) -> Iterator[Path]:
     """The operator's model, or a tiny one for the occasion."""
     if given is not None:
         if not (given / "config.json").is_file():
-            raise ConfigError(f"--model {given} has no config.json; name a folder with a checkpoint, or leave it out")
+            raise ConfigError(
+                f"--model {given} has no config.json; name a folder with a checkpoint, or leave "
+                "it out"
+            )
         yield given
         return
     # Imported here because it brings torch, which takes a second.
@@ -285,7 +354,9 @@ def model_directory(given: Path | None) -> Iterator[Path]:
 def parse_count(text: str) -> int:
     """For argparse: how many of something, at least one."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 99999, got {text[:80]!a}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 1 to 99999, got {text[:80]!a}"
+        )
     return int(text)
 
 

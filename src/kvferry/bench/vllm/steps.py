@@ -1,7 +1,9 @@
-"""`kvferry bench vllm-steps`: the time the engine's own thread spends in the connector per step, measured inside real vLLM.
+"""`kvferry bench vllm-steps`: the time the engine's own thread spends in the connector per step,
+measured inside real vLLM.
 
-One pair of servers after the other gets the same load: requests through P and D side by side, then leases that nobody takes up for a
-while. `kvferry.vllm.stopwatch` times every call the engine makes and leaves totals in files; they are read before and after each part.
+One pair of servers after the other gets the same load: requests through P and D side by side, then
+leases that nobody takes up for a while. `kvferry.vllm.stopwatch` times every call the engine makes
+and leaves totals in files; they are read before and after each part.
 """
 
 import argparse
@@ -48,14 +50,18 @@ __all__ = [
 ]
 
 DESCRIPTION = (
-    "Measure the time that the main thread of vLLM's scheduler and worker processes spends in the connector, per step,\n"
+    "Measure the time that the main thread of vLLM's scheduler and worker processes spends in the "
+    "connector, per step,\n"
     "for kvferry's connector and vLLM's own under the same load in one run."
 )
 EXAMPLES = """\
   kvferry bench vllm-steps
   kvferry bench vllm-steps --json --requests 200 --concurrency 16"""
 
-WRAPPED = {OURS: "kvferry.vllm.connector:NixlConnector", STOCK: "vllm.distributed.kv_transfer.kv_connector.v1.nixl:NixlConnector"}
+WRAPPED = {
+    OURS: "kvferry.vllm.connector:NixlConnector",
+    STOCK: "vllm.distributed.kv_transfer.kv_connector.v1.nixl:NixlConnector",
+}
 SIDES = ("scheduler", "worker")
 STEP_METHODS = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}
 """Called exactly once in each step."""
@@ -78,14 +84,18 @@ WARM_UPS = 4
 IDLE_LEASES = 4
 IDLE_S = 3.0
 SETTLE_S = 2.0
-"""Longer than a server needs to be done with its last request, and than the stopwatch takes to write."""
+"""Longer than a server needs to be done with its last request, and than the stopwatch takes to
+write.
+"""
 MOST_EXPENSIVE = 3
 SEED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of one method: how often it was called, the seconds it took, those on the core, and the longest call."""
+    """Of one method: how often it was called, the seconds it took, those on the core, and the
+    longest call.
+    """
 
     calls: int = 0
     total_s: float = 0.0
@@ -115,7 +125,12 @@ class SideTotals:
     def most_expensive(self) -> list[dict[str, Any]]:
         slowest = sorted(self.methods.items(), key=lambda item: -item[1].total_s)[:MOST_EXPENSIVE]
         return [
-            {"method": name, "calls": method.calls, "us_per_step": _us(method.total_s, self.steps), "max_us": rounded(method.max_s * 1e6)}
+            {
+                "method": name,
+                "calls": method.calls,
+                "us_per_step": _us(method.total_s, self.steps),
+                "max_us": rounded(method.max_s * 1e6),
+            }
             for name, method in slowest
         ]
 
@@ -126,7 +141,9 @@ Measured = Mapping[tuple[str, str], SideTotals]
 
 @dataclass(frozen=True, slots=True)
 class PairTotals:
-    """Of one connector: under load, idle with leases, and how long D's first tokens took under load."""
+    """Of one connector: under load, idle with leases, and how long D's first tokens took under
+    load.
+    """
 
     load: Measured
     idle: Measured
@@ -135,18 +152,36 @@ class PairTotals:
 
 def add_arguments(parser: Parser) -> None:
     add_vllm_arguments(parser)
-    parser.add_argument("--requests", type=parse_count, default=100, metavar="N", help="through P and D (default: %(default)s)")
-    parser.add_argument("--concurrency", type=parse_count, default=8, metavar="N", help="of them at a time (default: %(default)s)")
+    parser.add_argument(
+        "--requests",
+        type=parse_count,
+        default=100,
+        metavar="N",
+        help="through P and D (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=parse_count,
+        default=8,
+        metavar="N",
+        help="of them at a time (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     python = vllm_python(arguments.vllm_python)
     totals: dict[str, PairTotals] = {}
-    with stop_signals(), model_directory(arguments.model) as model, TemporaryDirectory(prefix="kvferry-steps-") as directory:
+    with (
+        stop_signals(),
+        model_directory(arguments.model) as model,
+        TemporaryDirectory(prefix="kvferry-steps-") as directory,
+    ):
         for connector in (OURS, STOCK):
             watched = Path(directory) / connector
             with start_pair(_settings(connector, python, model, watched)) as pair:
-                totals[connector] = _measure(pair, watched, arguments.requests, arguments.concurrency)
+                totals[connector] = _measure(
+                    pair, watched, arguments.requests, arguments.concurrency
+                )
     rows = make_rows({connector: pair.load for connector, pair in totals.items()})
     idle_rows = make_rows({connector: pair.idle for connector, pair in totals.items()})
     handover = make_handover({connector: pair.first_token_s for connector, pair in totals.items()})
@@ -157,7 +192,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_table(rows, load))
         print(_table(idle_rows, f"\n{IDLE_LEASES} leases, nothing to compute"))
-        print(f"\nms from P's answer to D's first token under that load: {', '.join(f'{key} {value}' for key, value in handover.items())}")
+        print(
+            "\nms from P's answer to D's first token under that load: "
+            f"{', '.join(f'{key} {value}' for key, value in handover.items())}"
+        )
     return 0
 
 
@@ -168,10 +206,18 @@ def read_totals(directory: Path) -> Measured:
         for side in SIDES:
             files = list((directory / role).glob(f"{side}-*.json"))
             if len(files) != 1:
-                raise KVFerryError(f"the {side} of the {role} server left {len(files)} files of timings instead of one")
+                raise KVFerryError(
+                    f"the {side} of the {role} server left {len(files)} files of timings instead "
+                    "of one"
+                )
             methods = json.loads(files[0].read_text())
             found[role, side] = SideTotals(
-                side, {name: Totals(**totals) for name, totals in methods.items() if name not in STARTUP_METHODS}
+                side,
+                {
+                    name: Totals(**totals)
+                    for name, totals in methods.items()
+                    if name not in STARTUP_METHODS
+                },
             )
     return found
 
@@ -181,7 +227,10 @@ def subtract(after: Measured, before: Measured) -> Measured:
     return {
         key: SideTotals(
             totals.side,
-            {name: _difference(method, before[key].methods.get(name, Totals())) for name, method in totals.methods.items()},
+            {
+                name: _difference(method, before[key].methods.get(name, Totals()))
+                for name, method in totals.methods.items()
+            },
         )
         for key, totals in after.items()
     }
@@ -227,8 +276,17 @@ def _settings(connector: str, python: Path, model: Path, directory: Path) -> Pai
     environments = {}
     for role in ROLES:
         (directory / role).mkdir(parents=True)
-        environments[role] = {"KVFERRY_STOPWATCH_WRAPS": WRAPPED[connector], "KVFERRY_STOPWATCH_DIRECTORY": str(directory / role)}
-    return PairSettings(connector, python, model, {"kv_connector_module_path": "kvferry.vllm.stopwatch"}, environments)
+        environments[role] = {
+            "KVFERRY_STOPWATCH_WRAPS": WRAPPED[connector],
+            "KVFERRY_STOPWATCH_DIRECTORY": str(directory / role),
+        }
+    return PairSettings(
+        connector,
+        python,
+        model,
+        {"kv_connector_module_path": "kvferry.vllm.stopwatch"},
+        environments,
+    )
 
 
 def _measure(pair: ServerPair, directory: Path, requests: int, concurrency: int) -> PairTotals:
@@ -237,7 +295,11 @@ def _measure(pair: ServerPair, directory: Path, requests: int, concurrency: int)
     _send(pair, [prompts.make(length) for length in PROMPT_TOKENS[:WARM_UPS]], 1)
     start = _read_settled(directory)
     print_progress(f"{requests} requests, {concurrency} at a time")
-    first_token_s = _send(pair, [prompts.make(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]) for number in range(requests)], concurrency)
+    first_token_s = _send(
+        pair,
+        [prompts.make(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]) for number in range(requests)],
+        concurrency,
+    )
     loaded = _read_settled(directory)
     print_progress(f"{IDLE_LEASES} leases, nothing to compute")
     waiting = [prompts.make(PROMPT_TOKENS[1]) for _ in range(IDLE_LEASES)]
@@ -264,7 +326,12 @@ def _read_settled(directory: Path) -> Measured:
 
 
 def _difference(after: Totals, before: Totals) -> Totals:
-    return Totals(after.calls - before.calls, after.total_s - before.total_s, after.cpu_s - before.cpu_s, after.max_s)
+    return Totals(
+        after.calls - before.calls,
+        after.total_s - before.total_s,
+        after.cpu_s - before.cpu_s,
+        after.max_s,
+    )
 
 
 def _us(seconds: float, steps: int) -> float | None:
@@ -272,10 +339,16 @@ def _us(seconds: float, steps: int) -> float | None:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    lines = [title, f"{'':<20}{'ours µs/step':>14}{'steps':>8}{'stock µs/step':>15}{'steps':>8}{'ratio':>8}  most expensive of ours"]
+    lines = [
+        title,
+        f"{'':<20}{'ours µs/step':>14}{'steps':>8}{'stock µs/step':>15}{'steps':>8}{'ratio':>8}  "
+        "most expensive of ours",
+    ]
     for row in rows:
         shown = {key: "-" if value is None else value for key, value in row.items()}
-        slowest = ", ".join(f"{method['method']} {method['us_per_step']}" for method in row["ours_methods"])
+        slowest = ", ".join(
+            f"{method['method']} {method['us_per_step']}" for method in row["ours_methods"]
+        )
         name = f"{row['role']} {row['side']}"
         lines.append(
             f"{name:<20}{shown['ours_us_per_step']:>14}{shown['ours_steps']:>8}{shown['stock_us_per_step']:>15}"

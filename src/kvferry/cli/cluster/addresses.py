@@ -1,4 +1,6 @@
-"""Addresses as people use them: whether one can be listened on, what to dial for it, a request to try. Opens sockets for a moment."""
+"""Addresses as people use them: whether one can be listened on, what to dial for it, a request to
+try. Opens sockets for a moment.
+"""
 
 import errno
 import json
@@ -10,30 +12,53 @@ from kvferry.config.side_channel import LOOPBACK, is_wildcard
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["ANNOUNCE_FD_VARIABLE", "announce_address", "check_listenable", "curl_command", "dialable", "parse_announcement"]
+__all__ = [
+    "ANNOUNCE_FD_VARIABLE",
+    "announce_address",
+    "check_listenable",
+    "curl_command",
+    "dialable",
+    "parse_announcement",
+]
 
 
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def check_listenable(address: Address) -> None:
-    """ConfigError when a server could not listen there now. Before anything slow is started: the server itself binds only at the end."""
+    """ConfigError when a server could not listen there now. Before anything slow is started: the
+    server itself binds only at the end.
+    """
     try:
-        found = socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (socket.gaierror, UnicodeError):
-        raise ConfigError(f"--host {address.host!a} cannot be resolved; give an address of this machine") from None
+        raise ConfigError(
+            f"--host {address.host!a} cannot be resolved; give an address of this machine"
+        ) from None
     refusals = [_refusal(socket.AddressFamily(family), where) for family, _, _, _, where in found]
     # `localhost` is two addresses, of which a container may have one.
     absent = [error for error in refusals if error is not None and error.errno in ABSENT]
-    refused = next((error for error in refusals if error is not None and error.errno not in ABSENT), None)
+    refused = next(
+        (error for error in refusals if error is not None and error.errno not in ABSENT), None
+    )
     if refused is None and len(absent) == len(refusals) and absent:
-        raise ConfigError(f"--host {address.host!a} is not an address of this machine; give one that is, or localhost")
+        raise ConfigError(
+            f"--host {address.host!a} is not an address of this machine; give one that is, or "
+            "localhost"
+        )
     if refused is not None:
-        raise ConfigError(f"port {address.port} cannot be used ({refused.strerror}); stop what listens there or choose another --port")
+        raise ConfigError(
+            f"port {address.port} cannot be used ({refused.strerror}); stop what listens there or "
+            "choose another --port"
+        )
 
 
 def dialable(address: Address) -> Address:
-    """The same, or the loopback for an address that means every interface and that nobody can dial."""
+    """The same, or the loopback for an address that means every interface and that nobody can
+    dial.
+    """
     if not is_wildcard(address.host):
         return address
     return Address("::1" if ":" in address.host else LOOPBACK, address.port)
@@ -42,7 +67,10 @@ def dialable(address: Address) -> Address:
 def curl_command(address: Address, model_name: str) -> str:
     """A request to copy into a shell."""
     body = json.dumps({"model": model_name, "prompt": "Hello", "max_tokens": 16, "stream": True})
-    return f"curl -N http://{dialable(address)}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return (
+        f"curl -N http://{dialable(address)}/v1/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)}"
+    )
 
 
 def _refusal(family: socket.AddressFamily, where: tuple[object, ...]) -> OSError | None:
@@ -58,8 +86,8 @@ def _refusal(family: socket.AddressFamily, where: tuple[object, ...]) -> OSError
     return None
 
 
-# -------------------- announce --------------------
-# How a child process tells its parent where it listens: one line on a pipe whose number is in the environment.
+# -------------------- announce -------------------- How a child process tells its parent where it
+# listens: one line on a pipe whose number is in the environment.
 #
 # The child binds port 0 itself, so no port is picked by one process and taken by another.
 

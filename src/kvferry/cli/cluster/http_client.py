@@ -1,4 +1,6 @@
-"""The few HTTP calls that `kvferry up` makes to what it has started. Blocking, each with a deadline, never through a configured proxy."""
+"""The few HTTP calls that `kvferry up` makes to what it has started. Blocking, each with a
+deadline, never through a configured proxy.
+"""
 
 import http.client
 import json
@@ -11,7 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = ["TransportTotals", "complete", "is_healthy", "read_transport_totals", "sum_transport_totals"]
+__all__ = [
+    "TransportTotals",
+    "complete",
+    "is_healthy",
+    "read_transport_totals",
+    "sum_transport_totals",
+]
 
 _HEALTH_S = 2.0
 _METRICS_S = 10.0
@@ -32,7 +40,10 @@ class TransportTotals:
 
     def __add__(self, other: "TransportTotals") -> "TransportTotals":
         return TransportTotals(
-            self.transport, self.transfers + other.transfers, self.total_bytes + other.total_bytes, self.seconds + other.seconds
+            self.transport,
+            self.transfers + other.transfers,
+            self.total_bytes + other.total_bytes,
+            self.seconds + other.seconds,
         )
 
 
@@ -45,7 +56,9 @@ def is_healthy(address: Address) -> bool:
 
 def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str:
     """The text of one completion. TransportError with what the server said instead."""
-    status, body = _call(address, "POST", "/v1/completions", json.dumps(request).encode(), timeout_s)
+    status, body = _call(
+        address, "POST", "/v1/completions", json.dumps(request).encode(), timeout_s
+    )
     try:
         answer = json.loads(body)
         if status == 200:
@@ -72,7 +85,10 @@ def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTota
     totals: dict[str, TransportTotals] = {}
     for part in parts:
         totals[part.transport] = totals.get(part.transport, TransportTotals(part.transport)) + part
-    return sorted((total for total in totals.values() if total.transfers or total.total_bytes), key=lambda total: -total.total_bytes)
+    return sorted(
+        (total for total in totals.values() if total.transfers or total.total_bytes),
+        key=lambda total: -total.total_bytes,
+    )
 
 
 def _samples(text: str) -> Iterable[TransportTotals]:
@@ -86,13 +102,17 @@ def _samples(text: str) -> Iterable[TransportTotals]:
                 yield TransportTotals(sample.labels["transport"], transfers=int(sample.value))
 
 
-def _call(address: Address, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+def _call(
+    address: Address, method: str, path: str, body: bytes | None, timeout_s: float
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, http.client.HTTPException) as error:
-        raise TransportError(f"{address} did not answer {method} {path}: {error or type(error).__name__}") from error
+        raise TransportError(
+            f"{address} did not answer {method} {path}: {error or type(error).__name__}"
+        ) from error
     finally:
         connection.close()

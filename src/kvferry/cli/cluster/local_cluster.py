@@ -18,7 +18,15 @@ from kvferry.cli.cluster.processes import ChildProcess
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
-__all__ = ["CONNECTORS", "Launch", "LocalCluster", "LocalLaunch", "StartupView", "UpOptions", "child_environment"]
+__all__ = [
+    "CONNECTORS",
+    "Launch",
+    "LocalCluster",
+    "LocalLaunch",
+    "StartupView",
+    "UpOptions",
+    "child_environment",
+]
 
 
 LOOPBACK = "127.0.0.1"
@@ -44,13 +52,20 @@ class UpOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for flag, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--tensor-parallel-size", self.tensor_parallel_size)):
+        for flag, value in (
+            ("--prefill", self.prefill),
+            ("--decode", self.decode),
+            ("--tensor-parallel-size", self.tensor_parallel_size),
+        ):
             if value < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be from 0 to 65535, got {self.port}")
         if self.model is not None and not self.model.is_dir():
-            raise ConfigError(f"--model {self.model} is not a directory; name a folder with config.json and safetensors, or leave it out")
+            raise ConfigError(
+                f"--model {self.model} is not a directory; name a folder with config.json and "
+                "safetensors, or leave it out"
+            )
 
     @property
     def model_name(self) -> str:
@@ -63,7 +78,9 @@ class Launch(Protocol):
 
     def engine(self) -> Sequence[str]: ...
 
-    def router(self, prefillers: Sequence[Address], decoders: Sequence[Address]) -> Sequence[str]: ...
+    def router(
+        self, prefillers: Sequence[Address], decoders: Sequence[Address]
+    ) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,11 @@ class LocalLaunch:
     model: Path
 
     def engine(self) -> list[str]:
-        extra = {"kv_connector_extra_config": {"transports": list(self.options.transports)}} if self.options.transports else {}
+        extra = (
+            {"kv_connector_extra_config": {"transports": list(self.options.transports)}}
+            if self.options.transports
+            else {}
+        )
         transfer = {"kv_connector": CONNECTORS[self.options.mode], "kv_role": "kv_both", **extra}
         return [
             *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),
@@ -89,7 +110,11 @@ class LocalLaunch:
     def _device(self) -> list[str]:
         """Engines that share a GPU must not each take what is left of it."""
         device = self.options.device
-        return [] if device == "cpu" else ["--device", device, "--kv-cache-memory-bytes", GPU_CACHE_BYTES]
+        return (
+            []
+            if device == "cpu"
+            else ["--device", device, "--kv-cache-memory-bytes", GPU_CACHE_BYTES]
+        )
 
     def router(self, prefillers: Sequence[Address], decoders: Sequence[Address]) -> list[str]:
         command = _kvferry("proxy", "--host", LOOPBACK, "--port", str(self.options.port))
@@ -101,11 +126,15 @@ class LocalLaunch:
     def make_model(self) -> list[str]:
         """With as many KV heads as there are ranks, where the usual two are too few."""
         ranks = self.options.tensor_parallel_size
-        return _kvferry("make-model", str(self.model), *(("--heads", str(2 * ranks)) if ranks > 2 else ()))
+        return _kvferry(
+            "make-model", str(self.model), *(("--heads", str(2 * ranks)) if ranks > 2 else ())
+        )
 
 
 def child_environment(environ: Mapping[str, str], secret_file: Path) -> dict[str, str]:
-    """Side channels take any free port of the loopback; the secret is the operator's, or one for this cluster alone."""
+    """Side channels take any free port of the loopback; the secret is the operator's, or one for
+    this cluster alone.
+    """
     own = {
         "KVFERRY_SIDE_CHANNEL_HOST": LOOPBACK,
         "KVFERRY_SIDE_CHANNEL_BIND": LOOPBACK,
@@ -121,51 +150,75 @@ def _kvferry(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvferry", *arguments]
 
 
-# -------------------- startup view --------------------
-# What `kvferry up` shows while processes start: a spinner each on a terminal, plain lines elsewhere.
+# -------------------- startup view -------------------- What `kvferry up` shows while processes
+# start: a spinner each on a terminal, plain lines elsewhere.
 
 
 class StartupView:
-    """`begin`, `show` and `finish` each step by name, in any order. A context manager: the display ends with it."""
+    """`begin`, `show` and `finish` each step by name, in any order. A context manager: the display
+    ends with it.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._since: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
-        columns = (SpinnerColumn(finished_text="[green]✓[/]"), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console) if console.is_terminal else None
 
     def begin(self, name: str, what: str) -> None:
         self._since[name] = time.monotonic()
         if self._progress is not None:
-            self._tasks[name] = self._progress.add_task(f"[bold]{escape(name)}[/] {escape(what)}", total=1)
+            self._tasks[name] = self._progress.add_task(
+                f"[bold]{escape(name)}[/] {escape(what)}", total=1
+            )
         else:
             self._console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
     def show(self, name: str, what: str) -> None:
         """A stage on the way; elsewhere than on a terminal it would only be noise."""
         if self._progress is not None:
-            self._progress.update(self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}")
+            self._progress.update(
+                self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}"
+            )
 
     def finish(self, name: str, what: str) -> None:
         took_s = time.monotonic() - self._since[name]
         if self._progress is not None:
-            self._progress.update(self._tasks[name], completed=1, description=f"[bold]{escape(name)}[/] {escape(what)}")
+            self._progress.update(
+                self._tasks[name],
+                completed=1,
+                description=f"[bold]{escape(name)}[/] {escape(what)}",
+            )
         else:
-            self._console.print(f"{name}: {what} after {took_s:.1f} s", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{name}: {what} after {took_s:.1f} s",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def __enter__(self) -> "StartupView":
         if self._progress is not None:
             self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._progress is not None:
             self._progress.stop()
 
 
-# -------------------- local cluster --------------------
-# Prefill, decode and router processes on this machine, from start to a clean end. Used by one thread.
+# -------------------- local cluster -------------------- Prefill, decode and router processes on
+# this machine, from start to a clean end. Used by one thread.
 
 
 _POLL_INTERVAL_S = 0.05
@@ -175,9 +228,13 @@ _STAGE_PREFIX = "kvferry: "
 
 
 class LocalCluster:
-    """Starts engines side by side, then the router that knows their ports. `close` ends all that was started."""
+    """Starts engines side by side, then the router that knows their ports. `close` ends all that
+    was started.
+    """
 
-    def __init__(self, launch: Launch, environment: Mapping[str, str], group: int, start_timeout_s: float) -> None:
+    def __init__(
+        self, launch: Launch, environment: Mapping[str, str], group: int, start_timeout_s: float
+    ) -> None:
         self._launch = launch
         self._environment = environment
         self._group = group
@@ -186,12 +243,16 @@ class LocalCluster:
         self.decoders: tuple[Address, ...] = ()
 
     def start(self, prefill: int, decode: int, view: StartupView) -> Address:
-        """The router's address, once everybody is healthy. KVFerryError names the one that failed."""
+        """The router's address, once everybody is healthy. KVFerryError names the one that
+        failed.
+        """
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
         engines = [self._start(name, self._launch.engine(), view) for name in names]
         addresses = self._wait_healthy(engines, view)
         self.decoders = tuple(addresses[prefill:])
-        router = self._start("router", self._launch.router(addresses[:prefill], addresses[prefill:]), view)
+        router = self._start(
+            "router", self._launch.router(addresses[:prefill], addresses[prefill:]), view
+        )
         return self._wait_healthy([router], view)[0]
 
     def run_to_end(self, name: str, command: Iterable[str], view: StartupView) -> None:
@@ -206,12 +267,16 @@ class LocalCluster:
                 child.check_alive()
 
     def last_log_lines(self) -> list[tuple[str, list[str]]]:
-        """Name and last log lines of everyone who has ended badly, or, when all live, of everyone."""
+        """Name and last log lines of everyone who has ended badly, or, when all live, of
+        everyone.
+        """
         ended = [child for child in self._children if child.has_failed]
         return [(child.name, child.tail()) for child in ended or self._children]
 
     def close(self) -> None:
-        """The router first, so that nobody is asked who is gone. Requests get the time that router and engines give them after Ctrl-C."""
+        """The router first, so that nobody is asked who is gone. Requests get the time that router
+        and engines give them after Ctrl-C.
+        """
         for child in reversed(self._children):
             child.interrupt()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
@@ -219,7 +284,9 @@ class LocalCluster:
             child.close(max(0.0, deadline - time.monotonic()))
 
     def terminate_all(self) -> None:
-        """Let `close` wait for no request. May be called from a signal handler in the middle of it."""
+        """Let `close` wait for no request. May be called from a signal handler in the middle of
+        it.
+        """
         for child in reversed(self._children):
             child.terminate()
 
@@ -243,12 +310,16 @@ class LocalCluster:
             self.check_alive()
             if time.monotonic() > deadline:
                 late = ", ".join(child.name for child in children if child.name not in found)
-                raise KVFerryError(f"{late} did not become healthy within {self._start_timeout_s:g} s")
+                raise KVFerryError(
+                    f"{late} did not become healthy within {self._start_timeout_s:g} s"
+                )
             time.sleep(_POLL_INTERVAL_S)
         return [found[child.name] for child in children]
 
 
 def _stage(child: ChildProcess) -> str:
     """What it last said of itself to people, as opposed to its log."""
-    stages = [line.removeprefix(_STAGE_PREFIX) for line in child.tail() if line.startswith(_STAGE_PREFIX)]
+    stages = [
+        line.removeprefix(_STAGE_PREFIX) for line in child.tail() if line.startswith(_STAGE_PREFIX)
+    ]
     return stages[-1] if stages else "starting"

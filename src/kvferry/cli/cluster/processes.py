@@ -1,7 +1,8 @@
 """Processes that one command starts and that must not outlive it.
 
-`ProcessGroup` owns the group: whatever happens to us, its guardian stops every member. `ChildProcess` owns one member: its log, its
-announcement and its end. The owner's thread makes every call; one reader thread per child fills the log.
+`ProcessGroup` owns the group: whatever happens to us, its guardian stops every member.
+`ChildProcess` owns one member: its log, its announcement and its end. The owner's thread makes
+every call; one reader thread per child fills the log.
 """
 
 import os
@@ -41,9 +42,17 @@ class ProcessGroup:
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "ProcessGroup":
-        command = [sys.executable, "-m", "kvferry.cli.cluster.reaper", str(self._grace_s), str(self._directory)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry.cli.cluster.reaper",
+            str(self._grace_s),
+            str(self._directory),
+        ]
         quiet = subprocess.DEVNULL
-        self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0)
+        self._reaper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0
+        )
         return self
 
     @property
@@ -52,7 +61,9 @@ class ProcessGroup:
         return self._reaper.pid
 
     def close(self) -> None:
-        """Stop whoever is left and remove the directory. KVFerryError when that did not work out."""
+        """Stop whoever is left and remove the directory. KVFerryError when that did not work
+        out.
+        """
         if self._reaper is None:
             return
         guardian, self._reaper = self._reaper, None
@@ -65,10 +76,16 @@ class ProcessGroup:
             code = guardian.wait(_REAP_S)
         if code != 0:
             raise KVFerryError(
-                f"some processes of group {guardian.pid} could not be stopped in time; look for them with `ps -eo pid,pgid,args`"
+                f"some processes of group {guardian.pid} could not be stopped in time; look for "
+                "them with `ps -eo pid,pgid,args`"
             )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -92,11 +109,17 @@ class ProcessHandle(Protocol):
 
 
 class ProcessStarter(Protocol):
-    def __call__(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
-        """It inherits the file `announcement`, and what it writes can be read from its `stdout`. OSError when it cannot be started."""
+    def __call__(
+        self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int
+    ) -> ProcessHandle:
+        """It inherits the file `announcement`, and what it writes can be read from its `stdout`.
+        OSError when it cannot be started.
+        """
 
 
-def spawn_process(command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
+def spawn_process(
+    command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int
+) -> ProcessHandle:
     return subprocess.Popen(
         command,
         env=environment,
@@ -111,7 +134,13 @@ def spawn_process(command: Sequence[str], environment: Mapping[str, str], announ
 class ChildProcess:
     """One process with its log. `close` is idempotent and returns when the process is gone."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], start: ProcessStarter = spawn_process) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        start: ProcessStarter = spawn_process,
+    ) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
@@ -126,7 +155,12 @@ class ChildProcess:
     def start(self, group: int) -> None:
         reading, writing = os.pipe()
         try:
-            self._process = self._start(self._command, self._environment | {ANNOUNCE_FD_VARIABLE: str(writing)}, writing, group)
+            self._process = self._start(
+                self._command,
+                self._environment | {ANNOUNCE_FD_VARIABLE: str(writing)},
+                writing,
+                group,
+            )
         except OSError as error:
             os.close(reading)
             raise KVFerryError(f"{self.name} cannot be started: {error.strerror}") from error
@@ -134,7 +168,9 @@ class ChildProcess:
             os.close(writing)
         self._announcements = reading
         assert self._process.stdout is not None
-        self._reader = threading.Thread(target=self._read_log, args=(self._process.stdout,), name=f"log-{self.name}")
+        self._reader = threading.Thread(
+            target=self._read_log, args=(self._process.stdout,), name=f"log-{self.name}"
+        )
         self._reader.start()
 
     @property
@@ -159,7 +195,11 @@ class ChildProcess:
         """KVFerryError once the process has ended, for whatever reason."""
         code = self._process.poll() if self._process else None
         if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             raise KVFerryError(f"{self.name} {how}")
 
     def poll_address(self) -> Address | None:
@@ -170,7 +210,9 @@ class ChildProcess:
             if self._address is None:
                 self._wait_for_end()
                 self.check_alive()
-                raise KVFerryError(f"{self.name} closed its announcement without saying where it listens")
+                raise KVFerryError(
+                    f"{self.name} closed its announcement without saying where it listens"
+                )
         if self._address is None:
             self.check_alive()
         return self._address
@@ -194,8 +236,10 @@ class ChildProcess:
         self._send_signal(signal.SIGINT)
 
     def close(self, grace_s: float = 10.0) -> None:
-        """End it, by kill when it does not go by itself. One that was asked before is not asked again while the patience lasts: engines
-        take a second signal as the wish that they break off."""
+        """End it, by kill when it does not go by itself. One that was asked before is not asked
+        again while the patience lasts: engines take a second signal as the wish that they break
+        off.
+        """
         if self._process is None:
             return
         if not self._was_signaled or not self._ends_within(grace_s):
@@ -206,7 +250,8 @@ class ChildProcess:
                 self._process.wait(_REAP_S)
         self._process = None
         os.close(self._announcements)
-        # Its own children may hold the pipe a little longer. The group's guardian ends them, and the reader with them.
+        # Its own children may hold the pipe a little longer. The group's guardian ends them, and
+        # the reader with them.
         assert self._reader is not None
         self._reader.join(_LOG_DRAIN_S)
 
@@ -226,9 +271,15 @@ class ChildProcess:
         return True
 
     def _wait_for_end(self) -> None:
-        """A closed announcement usually means that it is ending; give it the moment to become an exit code and last lines."""
+        """A closed announcement usually means that it is ending; give it the moment to become an
+        exit code and last lines.
+        """
         deadline = time.monotonic() + _REAP_S
-        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+        while (
+            self._process is not None
+            and self._process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         if self._reader is not None:
             self._reader.join(_LOG_DRAIN_S)

@@ -1,7 +1,9 @@
-"""A process that outlives its starter briefly: it stops every other process in its process group and removes a directory.
+"""A process that outlives its starter briefly: it stops every other process in its process group
+and removes a directory.
 
-`kvferry up` starts it first, as the leader of a group, and every other process into that group. It waits for the end of its standard
-input, which comes when the starter closes it or dies, kill -9 included. Imports nothing but the standard library, so that it is small.
+`kvferry up` starts it first, as the leader of a group, and every other process into that group. It
+waits for the end of its standard input, which comes when the starter closes it or dies, kill -9
+included. Imports nothing but the standard library, so that it is small.
 """
 
 import os
@@ -18,7 +20,9 @@ _POLL_INTERVAL_S = 0.02
 
 
 def main(arguments: list[str]) -> int:
-    """`guardian PATIENCE_S DIRECTORY`: how long others may take after SIGTERM before they are killed."""
+    """`guardian PATIENCE_S DIRECTORY`: how long others may take after SIGTERM before they are
+    killed.
+    """
     grace_s, directory = float(arguments[0]), arguments[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
@@ -30,8 +34,14 @@ def main(arguments: list[str]) -> int:
 
 
 def members_of_group(group: int) -> set[int]:
-    """Living processes of a process group. Zombies are dead: they wait for their parent, not for us."""
-    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _is_member(entry, group)}
+    """Living processes of a process group. Zombies are dead: they wait for their parent, not for
+    us.
+    """
+    return {
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and _is_member(entry, group)
+    }
 
 
 def _stop_others(number: signal.Signals, grace_s: float) -> bool:
@@ -59,7 +69,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def _is_member(entry: Path, group: int) -> bool:
     try:
         # pid (name, which may hold anything) state parent group …
-        state, _, found = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+        state, _, found = (
+            (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+        )
     except (OSError, ValueError):
         return False
     return int(found) == group and state not in "ZX"

@@ -1,4 +1,5 @@
-"""From a checked request and its token ids to what the engine is asked: lengths, vocabulary, sampling, ids. Pure.
+"""From a checked request and its token ids to what the engine is asked: lengths, vocabulary,
+sampling, ids. Pure.
 
 `nonces` bring the randomness, so that an id is never trusted to be unique because a client sent it.
 """
@@ -38,22 +39,32 @@ class RequestAdmission:
     logprobs: int | None
 
     def add_requests(self, ready: CoreReady, nonces: Sequence[str]) -> list[AddRequest]:
-        """One per choice, choices of the same prompt next to each other. RequestRefused when one does not fit the model."""
+        """One per choice, choices of the same prompt next to each other. RequestRefused when one
+        does not fit the model.
+        """
         samples = self.request.samples
         if len(self.prompts) * samples > MAX_SEQUENCES:
-            raise RequestRefused(f"{len(self.prompts)} prompts times n = {samples} is more than {MAX_SEQUENCES} sequences: send fewer")
+            raise RequestRefused(
+                f"{len(self.prompts)} prompts times n = {samples} is more than {MAX_SEQUENCES} "
+                "sequences: send fewer"
+            )
         sampling = [self._sampling(prompt, ready) for prompt in self.prompts]
-        choices = [(which, sample) for which in range(len(self.prompts)) for sample in range(samples)]
+        choices = [
+            (which, sample) for which in range(len(self.prompts)) for sample in range(samples)
+        ]
         return [
             AddRequest(
                 request_id=f"{self.request_id}-{index}-{nonces[index]}",
                 prompt_token_ids=self.prompts[which],
                 sampling=sampling[which],
-                # The params describe one prompt's KV. Other prompts of the same body are computed plainly.
+                # The params describe one prompt's KV. Other prompts of the same body are computed
+                # plainly.
                 kv_transfer_params=self.request.kv_transfer_params if which == 0 else None,
                 cache_salt=self.request.cache_salt or "",
                 family=f"{self.request_id}-{nonces[0]}" if which == 0 and samples > 1 else None,
-                draw_seed=None if self.request.seed is None else (self.request.seed + sample) & _SEED_MASK,
+                draw_seed=None
+                if self.request.seed is None
+                else (self.request.seed + sample) & _SEED_MASK,
             )
             for index, (which, sample) in enumerate(choices)
         ]
@@ -65,7 +76,10 @@ class RequestAdmission:
         max_tokens = self._max_tokens(len(prompt), ready.max_model_len)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
-            raise RequestRefused(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})", param="min_tokens")
+            raise RequestRefused(
+                f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})",
+                param="min_tokens",
+            )
         temperature = 1.0 if request.temperature is None else request.temperature
         return SamplingParams(
             max_tokens=max_tokens,
@@ -85,14 +99,16 @@ class RequestAdmission:
         room = max_model_len - prompt_tokens
         if room < 1:
             raise RequestRefused(
-                f"the prompt has {prompt_tokens} tokens, but this model takes {max_model_len} in all, one of them output: shorten it",
+                f"the prompt has {prompt_tokens} tokens, but this model takes {max_model_len} in "
+                "all, one of them output: shorten it",
                 param="prompt",
             )
         if self.max_tokens is None:
             return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
         if self.max_tokens > room:
             raise RequestRefused(
-                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {self.max_tokens} more, but this model takes "
+                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {self.max_tokens} "
+                "more, but this model takes "
                 f"{max_model_len} in all: lower max_tokens to {room} or shorten the prompt",
                 param="max_tokens",
             )
@@ -102,11 +118,15 @@ class RequestAdmission:
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise RequestRefused(f"{param} holds the token id {wrong}, but this model's ids go from 0 to {vocab_size - 1}", param=param)
+        raise RequestRefused(
+            f"{param} holds the token id {wrong}, but this model's ids go from 0 to "
+            f"{vocab_size - 1}",
+            param=param,
+        )
 
 
-# -------------------- unused transfers --------------------
-# Requests that ask an engine without a connector for a KV transfer: they are computed plainly, and the log says so now and then. Pure.
+# -------------------- unused transfers -------------------- Requests that ask an engine without a
+# connector for a KV transfer: they are computed plainly, and the log says so now and then. Pure.
 
 
 _ASKING = ("do_remote_prefill", "do_remote_decode")
@@ -125,4 +145,7 @@ class IgnoredTransfers:
         if not asked or now < self._next_at:
             return None
         self._next_at = now + self.interval_s
-        return f"{asked[0]} is ignored: this engine was started without --kv-transfer-config, so the prompt is computed here"
+        return (
+            f"{asked[0]} is ignored: this engine was started without --kv-transfer-config, so the "
+            "prompt is computed here"
+        )

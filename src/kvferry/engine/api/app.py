@@ -1,4 +1,6 @@
-"""The routes that generate nothing: health, models, version, metrics, transfers, tokenize and detokenize."""
+"""The routes that generate nothing: health, models, version, metrics, transfers, tokenize and
+detokenize.
+"""
 
 import logging
 import time
@@ -13,7 +15,16 @@ import kvferry
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.api.admission import IgnoredTransfers, check_token_ids
 from kvferry.engine.api.completions import handle_chat, handle_completion
-from kvferry.engine.api.context import CONTEXT, REQUEST_ID, ApiContext, ApiSettings, Engine, RequestDrain, context_of, read_body
+from kvferry.engine.api.context import (
+    CONTEXT,
+    REQUEST_ID,
+    ApiContext,
+    ApiSettings,
+    Engine,
+    RequestDrain,
+    context_of,
+    read_body,
+)
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
 from kvferry.engine.api.prompts import ChatTemplate, PromptReader
 from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode_body
@@ -78,15 +89,22 @@ async def handle_health(http: web.Request) -> web.Response:
         raise RequestRefused("the engine core is not running", status=503)
     if context.drain.is_closed:
         left = context.engine.remaining or Remaining()
-        state = Draining(requests=context.drain.num_live, leases=left.num_leases, blocks=left.num_blocks)
-        return web.Response(status=503, body=msgspec.json.encode(state), content_type="application/json")
+        state = Draining(
+            requests=context.drain.num_live, leases=left.num_leases, blocks=left.num_blocks
+        )
+        return web.Response(
+            status=503, body=msgspec.json.encode(state), content_type="application/json"
+        )
     return web.Response()
 
 
 async def handle_models(http: web.Request) -> web.Response:
     context = context_of(http)
     card = ModelCard(
-        id=context.model_name, root=context.model_name, max_model_len=context.engine.ready.max_model_len, created=int(time.time())
+        id=context.model_name,
+        root=context.model_name,
+        max_model_len=context.engine.ready.max_model_len,
+        created=int(time.time()),
     )
     return _json(ModelList([card]))
 
@@ -100,21 +118,29 @@ async def handle_metrics(http: web.Request) -> web.Response:
     try:
         status = await context.engine.status()
     except KVFerryError as error:
-        # A scrape must not fail because the core is busy or dead: that is when its other numbers matter.
+        # A scrape must not fail because the core is busy or dead: that is when its other numbers
+        # matter.
         _log.warning("metrics without the core's part: %s", error)
         status = None
-    return web.Response(body=context.metrics.render(status), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return web.Response(
+        body=context.metrics.render(status),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
 
 
 async def handle_transfers(http: web.Request) -> web.Response:
-    """Where the time of requests went whose KV came from a peer: of one, by the id that its client sent, or of the newest."""
+    """Where the time of requests went whose KV came from a peer: of one, by the id that its client
+    sent, or of the newest.
+    """
     name = http.match_info.get("request_id", "")
     try:
         records = await context_of(http).engine.transfer_records(name)
     except KVFerryError as error:
         raise RequestRefused(str(error), status=503) from error
     if name and not records:
-        raise RequestRefused("no transfer for a request of that id is known here, or no longer", status=404)
+        raise RequestRefused(
+            "no transfer for a request of that id is known here, or no longer", status=404
+        )
     return _json(TransferRecords(records))
 
 
@@ -125,11 +151,19 @@ async def handle_tokenize(http: web.Request) -> web.Response:
     if request.messages is not None:
         tokens = await context.prompts.chat(request)
     elif request.prompt is not None:
-        special = SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
+        special = (
+            SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
+        )
         tokens = await context.prompts.text(request.prompt, special)
     else:
-        raise RequestRefused("there is nothing to tokenize: send prompt or messages", param="prompt")
-    names = [context.tokenizer.text_of(token) for token in tokens] if request.return_token_strs else None
+        raise RequestRefused(
+            "there is nothing to tokenize: send prompt or messages", param="prompt"
+        )
+    names = (
+        [context.tokenizer.text_of(token) for token in tokens]
+        if request.return_token_strs
+        else None
+    )
     return _json(Tokenized(len(tokens), context.engine.ready.max_model_len, tokens, names))
 
 
@@ -148,15 +182,18 @@ def _json(value: object) -> web.Response:
 # -------------------- app --------------------
 # The aiohttp application: routes, one guard around every request, and what is closed at the end.
 #
-# The guard gives each request its id and turns whatever goes wrong into an OpenAI-style error, so that no handler can answer with a
-# traceback and no client can take the server down.
+# The guard gives each request its id and turns whatever goes wrong into an OpenAI-style error, so
+# that no handler can answer with a traceback and no client can take the server down.
 
 
 _MAX_REQUEST_ID_CHARS = 256
 
 
 def build_app(
-    engine: Engine, options: EngineOptions, settings: ApiSettings | None = None, metric_sources: Sequence[MetricSource] = ()
+    engine: Engine,
+    options: EngineOptions,
+    settings: ApiSettings | None = None,
+    metric_sources: Sequence[MetricSource] = (),
 ) -> web.Application:
     """An application that serves one engine. Call it on the loop it will run on.
 
@@ -169,7 +206,9 @@ def build_app(
         engine=engine,
         model_name=model_name,
         tokenizer=tokenizer,
-        prompts=PromptReader(tokenizer, ChatTemplate.load(options.model), engine.ready.max_model_len),
+        prompts=PromptReader(
+            tokenizer, ChatTemplate.load(options.model), engine.ready.max_model_len
+        ),
         settings=settings,
         metrics=ApiMetrics(model_name, metric_sources, _transfer_mode(options)),
         drain=RequestDrain(),
@@ -214,7 +253,9 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except RequestRefused as refusal:
         return error_response(refusal)
     except web.HTTPException as refusal:
-        response = error_response(RequestRefused(f"{_shown_route(request)}: {refusal.reason}", status=refusal.status))
+        response = error_response(
+            RequestRefused(f"{_shown_route(request)}: {refusal.reason}", status=refusal.status)
+        )
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response
@@ -222,7 +263,9 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:
         _log.exception("a request failed method=%s path=%s", request.method, request.path)
-        return error_response(RequestRefused("the server failed to serve this request; its log says why", status=500))
+        return error_response(
+            RequestRefused("the server failed to serve this request; its log says why", status=500)
+        )
 
 
 def _shown_route(request: web.Request) -> str:
@@ -231,12 +274,16 @@ def _shown_route(request: web.Request) -> str:
 
 
 def _request_id(http: web.Request) -> str:
-    """The client's X-Request-Id, if it is fit for logs and headers, or a fresh one. Not unique: the engine's ids get a random tail."""
+    """The client's X-Request-Id, if it is fit for logs and headers, or a fresh one. Not unique: the
+    engine's ids get a random tail.
+    """
     given = http.headers.get("X-Request-Id")
     if not given:
         return uuid.uuid4().hex
     if len(given) > _MAX_REQUEST_ID_CHARS or not given.isascii() or not given.isprintable():
-        raise RequestRefused(f"X-Request-Id must be at most {_MAX_REQUEST_ID_CHARS} printable ASCII characters")
+        raise RequestRefused(
+            f"X-Request-Id must be at most {_MAX_REQUEST_ID_CHARS} printable ASCII characters"
+        )
     return given
 
 

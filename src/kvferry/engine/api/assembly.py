@@ -1,7 +1,8 @@
 """Finding stop strings in text that arrives in segments.
 
-Text that might be the beginning of a stop string is held back until it cannot be one any more, so nothing that has been
-emitted is ever part of a stop string. What comes out does not depend on how the text was cut into segments. Pure.
+Text that might be the beginning of a stop string is held back until it cannot be one any more, so
+nothing that has been emitted is ever part of a stop string. What comes out does not depend on how
+the text was cut into segments. Pure.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ __all__ = ["Delta", "StopMatcher", "StopScan", "TextAssembler"]
 
 @dataclass(frozen=True, slots=True)
 class StopScan:
-    """What one segment of text led to: text that may be shown, and the stop string that was completed, if any."""
+    """What one segment of text led to: text that may be shown, and the stop string that was
+    completed, if any.
+    """
 
     text: str
     stop: str | None = None
@@ -24,13 +27,17 @@ class StopScan:
 
 @dataclass(slots=True)
 class StopMatcher:
-    """Looks for the stop string that is completed first; of two completed by the same character, the longer."""
+    """Looks for the stop string that is completed first; of two completed by the same character,
+    the longer.
+    """
 
     stops: Sequence[str]
     _held: str = field(default="", init=False)
 
     def push(self, chunk: str) -> StopScan:
-        """Take the next segment. After a hit the matcher is spent: `text` ends where the stop string begins."""
+        """Take the next segment. After a hit the matcher is spent: `text` ends where the stop
+        string begins.
+        """
         if not self.stops:
             return StopScan(chunk)
         text = self._held + chunk
@@ -50,7 +57,11 @@ class StopMatcher:
         return held
 
     def _first_hit(self, text: str) -> tuple[int, str] | None:
-        found = [(start + len(stop), start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self.stops
+            if (start := text.find(stop)) >= 0
+        ]
         if not found:
             return None
         _, start, stop = min(found)
@@ -67,8 +78,8 @@ class StopMatcher:
         return longest
 
 
-# -------------------- assembly --------------------
-# From a sequence's tokens to what a client is shown of them: text, stop strings, finish reasons. Pure.
+# -------------------- assembly -------------------- From a sequence's tokens to what a client is
+# shown of them: text, stop strings, finish reasons. Pure.
 #
 # The result does not depend on how the engine grouped the tokens into outputs.
 
@@ -109,11 +120,20 @@ class TextAssembler:
     def push(self, output: RequestOutput) -> Delta:
         parts = [self.echo_text]
         self.echo_text = ""
-        hidden = len(output.tokens) - 1 if output.finish_reason == "stop" and not self.includes_stop else len(output.tokens)
+        hidden = (
+            len(output.tokens) - 1
+            if output.finish_reason == "stop" and not self.includes_stop
+            else len(output.tokens)
+        )
         for position, token in enumerate(output.tokens):
             self._seen += 1
-            if position < hidden and (stop := self._show(self.detokeniser.push(token.token_id), parts)) is not None:
-                return self._delta(output, parts, taken=position + 1, finish_reason="stop", stop_reason=stop)
+            if (
+                position < hidden
+                and (stop := self._show(self.detokeniser.push(token.token_id), parts)) is not None
+            ):
+                return self._delta(
+                    output, parts, taken=position + 1, finish_reason="stop", stop_reason=stop
+                )
         if output.finish_reason is None:
             return self._delta(output, parts, len(output.tokens), None, None)
         stop = self._show(self.detokeniser.finish(), parts)
@@ -135,7 +155,12 @@ class TextAssembler:
         return scan.stop
 
     def _delta(
-        self, output: RequestOutput, parts: list[str], taken: int, finish_reason: str | None, stop_reason: int | str | None
+        self,
+        output: RequestOutput,
+        parts: list[str],
+        taken: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
     ) -> Delta:
         return Delta(
             index=self.index,

@@ -43,7 +43,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 class CompletionFormatter:
     """Shapes completions; whole answers and chunks have the same form."""
 
-    def __init__(self, request: CompletionRequest, submission: Submission, names: TokenNames) -> None:
+    def __init__(
+        self, request: CompletionRequest, submission: Submission, names: TokenNames
+    ) -> None:
         self._request = request
         self._asked = submission
         self._names = names
@@ -61,10 +63,16 @@ class CompletionFormatter:
     def _reply(self, choices: list[CompletionChoice]) -> ResponseBody:
         submission = self._asked
         return ResponseBody(
-            id=submission.request_id, object="text_completion", created=submission.created, model=submission.model, choices=choices
+            id=submission.request_id,
+            object="text_completion",
+            created=submission.created,
+            model=submission.model,
+            choices=choices,
         )
 
-    def _choice(self, part: CollectedChoice | Delta, tokens: Sequence[SampledToken]) -> CompletionChoice:
+    def _choice(
+        self, part: CollectedChoice | Delta, tokens: Sequence[SampledToken]
+    ) -> CompletionChoice:
         is_first = part.index not in self._name_offsets
         offset = self._name_offsets.setdefault(part.index, 0)
         choice = CompletionChoice(
@@ -75,7 +83,9 @@ class CompletionFormatter:
             stop_reason=part.stop_reason,
         )
         if self._request.logprobs is not None:
-            choice.logprobs = completion_logprobs(tokens, self._names, self._request.logprobs, offset)
+            choice.logprobs = completion_logprobs(
+                tokens, self._names, self._request.logprobs, offset
+            )
             self._name_offsets[part.index] += sum(len(name) for name in choice.logprobs.tokens)
         if self._request.return_token_ids:
             choice.token_ids = part.token_ids
@@ -89,7 +99,10 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
     request = decode_body(await read_body(http), CompletionRequest)
     context.check_model(request.model)
     if request.echo and request.logprobs is not None:
-        raise RequestRefused("echo together with logprobs is not supported by this engine: leave one of them out", param="echo")
+        raise RequestRefused(
+            "echo together with logprobs is not supported by this engine: leave one of them out",
+            param="echo",
+        )
     prompts = await context.prompts.completion(request)
     responder = GenerationResponder(http, "cmpl", request)
     admission = RequestAdmission(
@@ -100,12 +113,20 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
     )
-    echo_texts = [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)] if request.echo else []
+    echo_texts = (
+        [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)]
+        if request.echo
+        else []
+    )
     submission = responder.submission(admission)
-    return await responder.answer(submission, CompletionFormatter(request, submission, responder.names), echo_texts)
+    return await responder.answer(
+        submission, CompletionFormatter(request, submission, responder.names), echo_texts
+    )
 
 
-def _prompt_text(http: web.Request, request: CompletionRequest, which: int, token_ids: list[int]) -> str:
+def _prompt_text(
+    http: web.Request, request: CompletionRequest, which: int, token_ids: list[int]
+) -> str:
     """What `echo` shows of a prompt: the text as it was sent, or the text of its token ids."""
     sent = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
     if which < len(sent) and isinstance(sent[which], str):
@@ -147,15 +168,25 @@ class ChatFormatter:
         self._opened: set[int] = set()
 
     def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
-        choices = [self._filled(ChatChoice(index=answer.index, message=AssistantMessage(answer.text)), answer) for answer in answers]
+        choices = [
+            self._filled(
+                ChatChoice(index=answer.index, message=AssistantMessage(answer.text)), answer
+            )
+            for answer in answers
+        ]
         return self._with_prompt(self._reply("chat.completion", choices))
 
     def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
-        choice = self._filled(ChatChoice(index=delta.index, delta=MessageDelta(content=delta.text)), delta)
+        choice = self._filled(
+            ChatChoice(index=delta.index, delta=MessageDelta(content=delta.text)), delta
+        )
         chunk = self._reply("chat.completion.chunk", [choice])
         if delta.index in self._opened:
             return [chunk]
-        role = self._reply("chat.completion.chunk", [ChatChoice(index=delta.index, delta=MessageDelta("assistant", ""))])
+        role = self._reply(
+            "chat.completion.chunk",
+            [ChatChoice(index=delta.index, delta=MessageDelta("assistant", ""))],
+        )
         if not self._opened:
             self._with_prompt(role)
         self._opened.add(delta.index)
@@ -166,7 +197,13 @@ class ChatFormatter:
 
     def _reply(self, kind: str, choices: list[ChatChoice]) -> ResponseBody:
         submission = self._asked
-        return ResponseBody(id=submission.request_id, object=kind, created=submission.created, model=submission.model, choices=choices)
+        return ResponseBody(
+            id=submission.request_id,
+            object=kind,
+            created=submission.created,
+            model=submission.model,
+            choices=choices,
+        )
 
     def _with_prompt(self, reply: ResponseBody) -> ResponseBody:
         if self._request.return_token_ids:
@@ -182,7 +219,11 @@ class ChatFormatter:
         return choice
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> ChatLogprobs | None:
-        return chat_logprobs(tokens, self._names, self._request.top_logprobs or 0) if self._request.logprobs else None
+        return (
+            chat_logprobs(tokens, self._names, self._request.top_logprobs or 0)
+            if self._request.logprobs
+            else None
+        )
 
 
 async def handle_chat(http: web.Request) -> web.StreamResponse:
@@ -197,9 +238,13 @@ async def handle_chat(http: web.Request) -> web.StreamResponse:
         request,
         responder.request_id,
         [prompt],
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        max_tokens=request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens,
         default_max_tokens=None,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     submission = responder.submission(admission)
-    return await responder.answer(submission, ChatFormatter(request, submission, responder.names), echo_texts=[])
+    return await responder.answer(
+        submission, ChatFormatter(request, submission, responder.names), echo_texts=[]
+    )

@@ -18,7 +18,16 @@ from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
 from kvferry.errors import RequestRefused
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = ["CONTEXT", "REQUEST_ID", "ApiContext", "ApiSettings", "Engine", "RequestDrain", "context_of", "read_body"]
+__all__ = [
+    "CONTEXT",
+    "REQUEST_ID",
+    "ApiContext",
+    "ApiSettings",
+    "Engine",
+    "RequestDrain",
+    "context_of",
+    "read_body",
+]
 
 
 class Engine(Protocol):
@@ -32,14 +41,18 @@ class Engine(Protocol):
         """Wait until the core is gone; the reason."""
 
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
-        """All requests enter before the same step. Closing a stream that has not ended aborts its request."""
+        """All requests enter before the same step. Closing a stream that has not ended aborts its
+        request.
+        """
 
     def abandon(self, request_id: str) -> None:
         """The answer of this request reached nobody. Harmless for unknown ones."""
 
     async def status(self, timeout_s: float = 5.0) -> CoreStatus: ...
 
-    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
+    async def transfer_records(
+        self, name: str = "", timeout_s: float = 5.0
+    ) -> list[TransferRecord]:
         """Of requests of that name whose KV came from a peer; of the newest, without one."""
 
     def drain(self) -> None:
@@ -53,12 +66,14 @@ class Engine(Protocol):
         """Wait until nobody does."""
 
 
-# -------------------- drain --------------------
-# Which requests are being served, so that a stopping server can let them finish or, at last, break them off. Runs on the API's loop.
+# -------------------- drain -------------------- Which requests are being served, so that a
+# stopping server can let them finish or, at last, break them off. Runs on the API's loop.
 
 
 _RETRY_AFTER_S = 1
-"""Another instance can serve it at once; this one will not come back before its replacement does."""
+"""Another instance can serve it at once; this one will not come back before its replacement
+does.
+"""
 
 
 class RequestDrain:
@@ -73,12 +88,18 @@ class RequestDrain:
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether a cancellation means that the server is stopping: a stream then says so before it ends."""
+        """Whether a cancellation means that the server is stopping: a stream then says so before it
+        ends.
+        """
         return self._is_cancelling
 
     @property
     def refusal(self) -> RequestRefused:
-        return RequestRefused("the server is stopping: send the request to another", status=503, retry_after_s=_RETRY_AFTER_S)
+        return RequestRefused(
+            "the server is stopping: send the request to another",
+            status=503,
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
     @property
     def is_closed(self) -> bool:
@@ -90,10 +111,13 @@ class RequestDrain:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Around one generation. RequestRefused with 503 when the server is stopping, once `cancel_all` was called also in the middle."""
+        """Around one generation. RequestRefused with 503 when the server is stopping, once
+        `cancel_all` was called also in the middle.
+        """
         if self._is_closed:
             raise self.refusal
-        # A deadline that is set when there is one: it cancels this request and nothing else, however deep it waits.
+        # A deadline that is set when there is one: it cancels this request and nothing else,
+        # however deep it waits.
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -123,8 +147,8 @@ class RequestDrain:
         await self._idle.wait()
 
 
-# -------------------- context --------------------
-# What every handler works with: the engine, the model's text side, settings and metrics; and how a body is read.
+# -------------------- context -------------------- What every handler works with: the engine, the
+# model's text side, settings and metrics; and how a body is read.
 #
 # Owned by the application; one per process, used on its loop.
 
@@ -152,7 +176,11 @@ class ApiContext:
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model_name:
-            raise RequestRefused(f"the model {model!r} does not exist here; this server has {self.model_name!r}", status=404, param="model")
+            raise RequestRefused(
+                f"the model {model!r} does not exist here; this server has {self.model_name!r}",
+                status=404,
+                param="model",
+            )
 
 
 CONTEXT: web.AppKey[ApiContext] = web.AppKey("context", ApiContext)
@@ -165,18 +193,27 @@ def context_of(http: web.Request) -> ApiContext:
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The raw body, whatever its content type says. RequestRefused when it is too large, broken or does not arrive in time."""
+    """The raw body, whatever its content type says. RequestRefused when it is too large, broken or
+    does not arrive in time.
+    """
     settings = context_of(http).settings
-    too_large = RequestRefused(f"the request body is larger than {settings.max_body_bytes} bytes", status=413)
+    too_large = RequestRefused(
+        f"the request body is larger than {settings.max_body_bytes} bytes", status=413
+    )
     if (http.content_length or 0) > settings.max_body_bytes:
         raise too_large
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             return await http.read()
     except TimeoutError:
-        raise RequestRefused(f"the request body did not arrive within {settings.body_timeout_s:g} s", status=408) from None
+        raise RequestRefused(
+            f"the request body did not arrive within {settings.body_timeout_s:g} s", status=408
+        ) from None
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
     except web.RequestPayloadError as error:
         # Its text quotes the bytes at fault.
-        raise RequestRefused("the request body cannot be read: it is cut short, or its chunks or its compression are broken") from error
+        raise RequestRefused(
+            "the request body cannot be read: it is cut short, or its chunks or its compression "
+            "are broken"
+        ) from error

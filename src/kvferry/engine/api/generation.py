@@ -1,7 +1,7 @@
 """Server-sent events to one client.
 
-Headers go out with the first event, so that whatever fails before it can still be answered with a status. A client that does not
-read holds up nobody but itself, and only until the stall deadline.
+Headers go out with the first event, so that whatever fails before it can still be answered with a
+status. A client that does not read holds up nobody but itself, and only until the stall deadline.
 """
 
 import asyncio
@@ -20,7 +20,12 @@ from aiohttp import web
 from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.assembly import Delta, StopMatcher, TextAssembler
 from kvferry.engine.api.context import REQUEST_ID, Engine, context_of
-from kvferry.engine.api.responses import CollectedChoice, ResponseFormatter, TokenNames, UsageCounter
+from kvferry.engine.api.responses import (
+    CollectedChoice,
+    ResponseFormatter,
+    TokenNames,
+    UsageCounter,
+)
 from kvferry.engine.api.schema import GenerationRequest
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.client import OutputStream
@@ -50,7 +55,9 @@ class EventStream:
         """Write events, in one segment; returns when the client's buffer has room again."""
         if not self.response.prepared:
             await self.response.prepare(self._http)
-        await self._bounded(self.response.write(b"".join(b"data: " + payload + b"\n\n" for payload in payloads)))
+        await self._bounded(
+            self.response.write(b"".join(b"data: " + payload + b"\n\n" for payload in payloads))
+        )
 
     async def finish(self) -> None:
         await self.send(b"[DONE]")
@@ -63,20 +70,24 @@ class EventStream:
         except TimeoutError:
             if self._http.transport is not None:
                 self._http.transport.abort()
-            raise ConnectionResetError(f"the client has not read for {self._stall_timeout_s:g} s") from None
+            raise ConnectionResetError(
+                f"the client has not read for {self._stall_timeout_s:g} s"
+            ) from None
 
 
-# -------------------- generation --------------------
-# The sequences of one HTTP request, running in the engine: their outputs merged as they come, and aborted when the request is left.
+# -------------------- generation -------------------- The sequences of one HTTP request, running in
+# the engine: their outputs merged as they come, and aborted when the request is left.
 #
-# Runs on the API's loop. Whatever way a handler ends (answer sent, stop string, error, client gone), leaving the context
-# closes every stream, and that aborts what still runs.
+# Runs on the API's loop. Whatever way a handler ends (answer sent, stop string, error, client
+# gone), leaving the context closes every stream, and that aborts what still runs.
 
 
 class Generation:
     """An async context; entering it hands the requests to the engine, all in one frame."""
 
-    def __init__(self, engine: Engine, requests: Sequence[AddRequest], assemblers: Sequence[TextAssembler]) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[AddRequest], assemblers: Sequence[TextAssembler]
+    ) -> None:
         assert len(requests) == len(assemblers)
         self._engine = engine
         self._requests = requests
@@ -95,16 +106,26 @@ class Generation:
             raise RequestRefused(str(error)) from error
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for stream in self._streams:
             stream.close()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What each choice gains, as it comes, until all have finished. RequestRefused when the engine fails one of them."""
+        """What each choice gains, as it comes, until all have finished. RequestRefused when the
+        engine fails one of them.
+        """
         async with aclosing(_merged(self._streams)) as outputs:
             async for position, output in outputs:
                 if output.finish_reason == "error":
-                    raise RequestRefused(output.error or "the engine could not finish this request", status=_error_status(output))
+                    raise RequestRefused(
+                        output.error or "the engine could not finish this request",
+                        status=_error_status(output),
+                    )
                 delta = self._assemblers[position].push(output)
                 if delta.finish_reason is not None:
                     self._streams[position].close()
@@ -115,13 +136,19 @@ def _error_status(output: RequestOutput) -> int:
     return output.error_status if 400 <= output.error_status <= 599 else 500
 
 
-async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams with their position, in order of arrival. A stream closed by the consumer is not asked again."""
+async def _merged(
+    streams: Sequence[OutputStream],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all streams with their position, in order of arrival. A stream closed by the
+    consumer is not asked again.
+    """
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(streams)}
+    waiting = {
+        asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(streams)
+    }
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -139,8 +166,8 @@ async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, 
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-# -------------------- answering --------------------
-# One generation request from admission to the last byte of its answer, streamed or whole. Runs on the API's loop.
+# -------------------- answering -------------------- One generation request from admission to the
+# last byte of its answer, streamed or whole. Runs on the API's loop.
 
 
 _log = logging.getLogger(__name__)
@@ -174,37 +201,61 @@ class GenerationResponder:
         self._is_client_gone = False
         self.request_id = f"{prefix}-{REQUEST_ID.get()}"
         tokenizer = self._context.tokenizer
-        self.names = TokenNames.as_ids(tokenizer) if request.return_tokens_as_token_ids else TokenNames(tokenizer)
+        self.names = (
+            TokenNames.as_ids(tokenizer)
+            if request.return_tokens_as_token_ids
+            else TokenNames(tokenizer)
+        )
 
     def submission(self, admission: RequestAdmission) -> Submission:
         """Check the request against the model; RequestRefused when it does not fit."""
         self._note_unused_transfer()
         count = len(admission.prompts) * self._request.samples
-        requests = admission.add_requests(self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)])
+        requests = admission.add_requests(
+            self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)]
+        )
         return Submission(self.request_id, int(time.time()), self._context.model_name, requests)
 
     def _note_unused_transfer(self) -> None:
         unused = self._context.ignored_transfers
-        note = None if unused is None else unused.note(self._request.kv_transfer_params, time.monotonic())
+        note = (
+            None
+            if unused is None
+            else unused.note(self._request.kv_transfer_params, time.monotonic())
+        )
         if note is not None:
             _log.warning("%s request=%s", note, self.request_id)
 
-    async def answer(self, submission: Submission, replies: ResponseFormatter, echo_texts: Sequence[str]) -> web.StreamResponse:
-        """Run it and answer. `echo_texts` hold, per prompt, text that precedes each of its choices; may be empty."""
-        assemblers = [self._assembler(index, echo_texts) for index in range(len(submission.requests))]
+    async def answer(
+        self, submission: Submission, replies: ResponseFormatter, echo_texts: Sequence[str]
+    ) -> web.StreamResponse:
+        """Run it and answer. `echo_texts` hold, per prompt, text that precedes each of its choices;
+        may be empty.
+        """
+        assemblers = [
+            self._assembler(index, echo_texts) for index in range(len(submission.requests))
+        ]
         async with Generation(self._context.engine, submission.requests, assemblers) as generation:
             tally = UsageCounter(submission.prompts, self._request.samples)
             if self._request.is_prefill_for_peer or self._request.is_turn:
-                return await self._respond_or_abandon(submission, self._respond(generation, replies, tally))
+                return await self._respond_or_abandon(
+                    submission, self._respond(generation, replies, tally)
+                )
             return await self._respond(generation, replies, tally)
 
-    async def _respond(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.StreamResponse:
+    async def _respond(
+        self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter
+    ) -> web.StreamResponse:
         if self._request.stream:
             return await self._stream(generation, replies, tally)
         return await self._respond_whole(generation, replies, tally)
 
-    async def _respond_or_abandon(self, submission: Submission, answering: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-        """Write the answer here and now: if its ticket cannot be delivered, the engine keeps blocks that nobody will come for."""
+    async def _respond_or_abandon(
+        self, submission: Submission, answering: Awaitable[web.StreamResponse]
+    ) -> web.StreamResponse:
+        """Write the answer here and now: if its ticket cannot be delivered, the engine keeps blocks
+        that nobody will come for.
+        """
         try:
             response = await answering
             if not response.prepared:
@@ -233,12 +284,15 @@ class GenerationResponder:
 
     def _assembler(self, index: int, echo_texts: Sequence[str]) -> TextAssembler:
         request = self._request
-        special = SpecialTokens.WITH if request.skip_special_tokens is False else SpecialTokens.WITHOUT
+        special = (
+            SpecialTokens.WITH if request.skip_special_tokens is False else SpecialTokens.WITHOUT
+        )
         eos = frozenset(self._context.engine.ready.eos_token_ids)
         return TextAssembler(
             index,
             self._context.tokenizer.detokeniser(special),
-            # The decode side applies stop strings: cutting the prefill short would throw away the KV it was run for.
+            # The decode side applies stop strings: cutting the prefill short would throw away the
+            # KV it was run for.
             StopMatcher(() if request.is_prefill_for_peer else request.stop_strings),
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output),
@@ -246,7 +300,9 @@ class GenerationResponder:
             echo_text=echo_texts[index // request.samples] if echo_texts else "",
         )
 
-    async def _respond_whole(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.Response:
+    async def _respond_whole(
+        self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter
+    ) -> web.Response:
         answers = [CollectedChoice(index) for index in range(len(generation.prompts))]
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
@@ -258,7 +314,9 @@ class GenerationResponder:
         reply.kv_transfer_params = tally.kv_transfer_params
         return web.Response(body=_encode(reply), content_type="application/json")
 
-    async def _stream(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.StreamResponse:
+    async def _stream(
+        self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter
+    ) -> web.StreamResponse:
         events = EventStream(self._http, self._context.settings.stall_timeout_s)
         try:
             await self._send_all(events, generation, replies, tally)
@@ -273,14 +331,25 @@ class GenerationResponder:
             await self._fail(events, self._context.drain.refusal)
         except Exception:
             _log.exception("answering failed request=%s", self.request_id)
-            await self._fail(events, RequestRefused("the server failed while answering; its log says why", status=500))
+            await self._fail(
+                events,
+                RequestRefused("the server failed while answering; its log says why", status=500),
+            )
         return events.response
 
-    async def _send_all(self, events: EventStream, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> None:
+    async def _send_all(
+        self,
+        events: EventStream,
+        generation: Generation,
+        replies: ResponseFormatter,
+        tally: UsageCounter,
+    ) -> None:
         options = self._request.stream_options
         has_usage = options is not None and bool(options.include_usage)
         has_params = self._request.is_prefill_for_peer
-        has_running_usage = options is not None and bool(options.continuous_usage_stats) and has_usage
+        has_running_usage = (
+            options is not None and bool(options.continuous_usage_stats) and has_usage
+        )
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 self._timer.observe(delta)
@@ -289,7 +358,12 @@ class GenerationResponder:
                 for chunk in chunks:
                     if has_usage:
                         chunk.usage = tally.usage() if has_running_usage else None
-                if tally.is_complete and not has_usage and has_params and tally.kv_transfer_params is not None:
+                if (
+                    tally.is_complete
+                    and not has_usage
+                    and has_params
+                    and tally.kv_transfer_params is not None
+                ):
                     chunks[-1].kv_transfer_params = tally.kv_transfer_params
                 await events.send(*map(_encode, chunks))
         if has_usage:

@@ -1,5 +1,5 @@
-"""What the connector has carried, as Prometheus families: `kvferry:*` per transport, and vLLM's `vllm:nixl_*` names for existing
-dashboards.
+"""What the connector has carried, as Prometheus families: `kvferry:*` per transport, and vLLM's
+`vllm:nixl_*` names for existing dashboards.
 """
 
 import time
@@ -8,7 +8,12 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from kvferry.connectors.stats import (
     COUNTERS,
@@ -39,11 +44,18 @@ def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
         level.add_metric([model_name], sum(stats.get("levels", {}).get(name, {}).values()))
         yield level
     if SIDE_CHANNEL_METRIC in stats:
-        where = GaugeMetricFamily(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP, labels=["model_name", "address"])
+        where = GaugeMetricFamily(
+            f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP, labels=["model_name", "address"]
+        )
         where.add_metric([model_name, stats[SIDE_CHANNEL_METRIC]], 1)
         yield where
     for name, parts in NIXL_COUNTERS.items():
-        yield _counter(f"vllm:nixl_{name}", "As in vLLM.", sum(stats.get(part, 0) for part in parts), model_name)
+        yield _counter(
+            f"vllm:nixl_{name}",
+            "As in vLLM.",
+            sum(stats.get(part, 0) for part in parts),
+            model_name,
+        )
     for name, observed in stats.get("histograms", {}).items():
         yield _histogram(name, observed, model_name)
 
@@ -54,7 +66,11 @@ def _transport_families(status: CoreStatus) -> Iterator[Metric]:
         ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data transport."),
         ("kvferry:transfer_seconds", "seconds", "Time spent moving bytes by data transport."),
         ("kvferry:transfer_segments", "segments", "Descriptors or copies used by data transport."),
-        ("kvferry:transfer_planned_segments", "planned_segments", "Segments asked for by data transport, before neighbours were joined."),
+        (
+            "kvferry:transfer_planned_segments",
+            "planned_segments",
+            "Segments asked for by data transport, before neighbours were joined.",
+        ),
     ):
         family = CounterMetricFamily(name, help_text, labels=["transport"])
         for summary in status.transfers:
@@ -80,8 +96,8 @@ def _histogram(name: str, observed: Mapping[str, Any], model_name: str) -> Metri
 # -------------------- metrics --------------------
 # /metrics in the Prometheus text format, under vLLM's names.
 #
-# The engine's numbers come from the core's `CoreStatus`, fetched at each scrape; the latency histograms are kept here. Other parts add
-# their own families through `MetricSource`s.
+# The engine's numbers come from the core's `CoreStatus`, fetched at each scrape; the latency
+# histograms are kept here. Other parts add their own families through `MetricSource`s.
 
 
 MetricSource = Callable[[CoreStatus, str], Iterable[Metric]]
@@ -109,33 +125,71 @@ _FIRST_TOKEN_BUCKETS_S = (
     80.0,
     160.0,
 )
-_LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_LATENCY_BUCKETS_S = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+)
 
 
 class ApiMetrics:
     """What the front-end measures itself, and how everything is written out."""
 
-    def __init__(self, model_name: str, sources: Sequence[MetricSource] = (), transfer_mode: str = "") -> None:
+    def __init__(
+        self, model_name: str, sources: Sequence[MetricSource] = (), transfer_mode: str = ""
+    ) -> None:
         self._model_name = model_name
         self._sources = (engine_families, transfer_families, *sources)
         self._registry = CollectorRegistry()
-        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Time to a choice's first token.", _FIRST_TOKEN_BUCKETS_S)
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "Time to a choice's first token.",
+            _FIRST_TOKEN_BUCKETS_S,
+        )
         if transfer_mode:
-            mode = Gauge(f"kvferry:{MODE_METRIC}", MODE_HELP, ["model_name", "mode"], registry=self._registry)
+            mode = Gauge(
+                f"kvferry:{MODE_METRIC}", MODE_HELP, ["model_name", "mode"], registry=self._registry
+            )
             mode.labels(model_name, transfer_mode).set(1)
-        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time to a choice's last token.", _LATENCY_BUCKETS_S)
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time to a choice's last token.", _LATENCY_BUCKETS_S
+        )
 
     def timer(self) -> "RequestTimer":
         """Starts now, for one HTTP request."""
         return RequestTimer(self._first_token, self._latency)
 
     def render(self, status: CoreStatus | None) -> bytes:
-        """Everything in the text format; without a status (the core does not answer) only what is measured here."""
-        families = [] if status is None else [family for source in self._sources for family in source(status, self._model_name)]
+        """Everything in the text format; without a status (the core does not answer) only what is
+        measured here.
+        """
+        families = (
+            []
+            if status is None
+            else [family for source in self._sources for family in source(status, self._model_name)]
+        )
         return generate_latest(_Families(families)) + generate_latest(self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, help_text, ["model_name"], registry=self._registry, buckets=buckets)
+        family = Histogram(
+            name, help_text, ["model_name"], registry=self._registry, buckets=buckets
+        )
         return family.labels(model_name=self._model_name)
 
 
@@ -162,13 +216,25 @@ def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     usage = status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0
     gauges: dict[str, tuple[str, float]] = {
         "vllm:num_requests_running": ("Requests in the running batch.", status.num_running),
-        "vllm:num_requests_waiting": ("Requests that wait to be scheduled or for remote KV.", status.num_waiting),
-        "kvferry:num_requests_waiting_for_remote_kvs": ("Requests whose KV is on its way.", status.num_waiting_for_remote_kvs),
+        "vllm:num_requests_waiting": (
+            "Requests that wait to be scheduled or for remote KV.",
+            status.num_waiting,
+        ),
+        "kvferry:num_requests_waiting_for_remote_kvs": (
+            "Requests whose KV is on its way.",
+            status.num_waiting_for_remote_kvs,
+        ),
         "vllm:kv_cache_usage_perc": ("Used part of the KV cache; 1 is all of it.", usage),
         "kvferry:num_blocks": ("Blocks in the KV cache.", status.num_blocks),
         "kvferry:num_used_blocks": ("Blocks held by a request or a lease.", status.num_used_blocks),
-        "kvferry:num_delayed_frees": ("Finished requests whose blocks a peer may still read.", status.num_delayed_frees),
-        "kvferry:device_memory_bytes": ("Memory of its GPU that rank 0 holds by way of torch; 0 on CPUs.", status.device_bytes),
+        "kvferry:num_delayed_frees": (
+            "Finished requests whose blocks a peer may still read.",
+            status.num_delayed_frees,
+        ),
+        "kvferry:device_memory_bytes": (
+            "Memory of its GPU that rank 0 holds by way of torch; 0 on CPUs.",
+            status.device_bytes,
+        ),
     }
     counters: dict[str, tuple[str, float]] = {
         "vllm:prompt_tokens": ("Prompt tokens processed.", status.prompt_tokens_total),
@@ -176,17 +242,34 @@ def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
         "vllm:num_preemptions": ("Preemptions.", status.preemptions_total),
     }
     for name, (help_text, value) in gauges.items():
-        yield _labelled(GaugeMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value})
+        yield _labelled(
+            GaugeMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value}
+        )
     for name, (help_text, value) in counters.items():
-        yield _labelled(CounterMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value})
-    by_source: dict[tuple[str, ...], float] = {(model_name, source): count for source, count in status.prompt_tokens_by_source.items()}
+        yield _labelled(
+            CounterMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value}
+        )
+    by_source: dict[tuple[str, ...], float] = {
+        (model_name, source): count for source, count in status.prompt_tokens_by_source.items()
+    }
     yield _labelled(
-        CounterMetricFamily("vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from.", labels=["model_name", "source"]),
+        CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from.",
+            labels=["model_name", "source"],
+        ),
         by_source,
     )
-    by_reason: dict[tuple[str, ...], float] = {(model_name, reason): count for reason, count in status.requests_finished_by_reason.items()}
+    by_reason: dict[tuple[str, ...], float] = {
+        (model_name, reason): count for reason, count in status.requests_finished_by_reason.items()
+    }
     yield _labelled(
-        CounterMetricFamily("vllm:request_success", "Finished requests by reason.", labels=["model_name", "finished_reason"]), by_reason
+        CounterMetricFamily(
+            "vllm:request_success",
+            "Finished requests by reason.",
+            labels=["model_name", "finished_reason"],
+        ),
+        by_reason,
     )
 
 

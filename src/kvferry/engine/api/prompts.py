@@ -1,6 +1,7 @@
 """A checkpoint's chat template: messages to prompt text, in a jinja2 sandbox.
 
-The template comes with the checkpoint, the messages from strangers. Read-only after loading, so any thread may use it.
+The template comes with the checkpoint, the messages from strangers. Read-only after loading, so any
+thread may use it.
 """
 
 import asyncio
@@ -23,7 +24,15 @@ from kvferry.errors import ConfigError, RequestRefused
 __all__ = ["ChatTemplate", "PromptReader", "template_message"]
 
 
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """What a template raises when messages have a shape it does not expect."""
 
 
@@ -33,36 +42,62 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         try:
-            self._templates = {name: environment.from_string(source) for name, source in templates.items()}
+            self._templates = {
+                name: environment.from_string(source) for name, source in templates.items()
+            }
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the checkpoint's chat template is not valid ({error}): correct it") from error
+            raise ConfigError(
+                f"the checkpoint's chat template is not valid ({error}): correct it"
+            ) from error
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate":
-        """From chat_template.jinja, else from tokenizer_config.json; without either, chat requests are refused."""
+        """From chat_template.jinja, else from tokenizer_config.json; without either, chat requests
+        are refused.
+        """
         config = _read_json(folder / "tokenizer_config.json")
-        specials = {name: _token_text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
+        specials = {
+            name: _token_text(config[name])
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if config.get(name)
+        }
         own_file = folder / "chat_template.jinja"
         if own_file.is_file():
             return cls({"default": own_file.read_text(encoding="utf-8")}, specials)
         return cls(_named_templates(config.get("chat_template"), folder), specials)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
-        """The prompt, ending where the assistant is to speak. `variables` are the template's own switches."""
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt, ending where the assistant is to speak. `variables` are the template's own
+        switches.
+        """
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get(
+            "default"
+        )
         if template is None:
-            raise RequestRefused("this model has no chat template: use /v1/completions, or add chat_template.jinja to the model folder")
+            raise RequestRefused(
+                "this model has no chat template: use /v1/completions, or add chat_template.jinja "
+                "to the model folder"
+            )
         names: dict[str, Any] = {"add_generation_prompt": True, **self._special_tokens, **variables}
         names |= {"messages": messages, "tools": tools, "documents": None}
         try:
             return template.render(names)
         except _TEMPLATE_FAULTS as error:
-            raise RequestRefused(f"the model's chat template does not take these messages: {error}", param="messages") from error
+            raise RequestRefused(
+                f"the model's chat template does not take these messages: {error}", param="messages"
+            ) from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -103,15 +138,21 @@ def _named_templates(value: Any, folder: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list) and all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in value):
+    if isinstance(value, list) and all(
+        isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in value
+    ):
         return {str(entry["name"]): str(entry["template"]) for entry in value}
-    raise ConfigError(f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates: correct it")
+    raise ConfigError(
+        f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named "
+        "templates: correct it"
+    )
 
 
 # -------------------- prompts --------------------
 # Prompts in all their forms (text, texts, token ids, chats) to token ids.
 #
-# Long texts are tokenised on one worker thread, so that they do not hold up other clients' streams; the owner calls `close`.
+# Long texts are tokenised on one worker thread, so that they do not hold up other clients' streams;
+# the owner calls `close`.
 
 
 _INLINE_CHARS = 4096
@@ -123,7 +164,9 @@ Result = TypeVar("Result")
 class PromptReader:
     """Reads prompts for one model."""
 
-    def __init__(self, tokenizer: ModelTokenizer, template: ChatTemplate, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, template: ChatTemplate, max_model_len: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_model_len = max_model_len
@@ -134,24 +177,43 @@ class PromptReader:
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The token ids of each prompt of the body."""
-        special = SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
+        special = (
+            SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
+        )
         prompts = _split_prompts(request.prompt)
-        return [prompt if isinstance(prompt, list) else await self.text(prompt, special) for prompt in prompts]
+        return [
+            prompt if isinstance(prompt, list) else await self.text(prompt, special)
+            for prompt in prompts
+        ]
 
     async def chat(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        """The token ids of the rendered conversation. The template has its special tokens in it already."""
-        messages = [template_message(message, position) for position, message in enumerate(request.messages or [])]
+        """The token ids of the rendered conversation. The template has its special tokens in it
+        already.
+        """
+        messages = [
+            template_message(message, position)
+            for position, message in enumerate(request.messages or [])
+        ]
         variables = dict(request.chat_template_kwargs or {})
         if request.add_generation_prompt is not None:
             variables["add_generation_prompt"] = request.add_generation_prompt
-        size_chars = sum(len(message.content) for message in request.messages or [] if isinstance(message.content, str))
-        text = await self._off_loop(size_chars, lambda: self._template.render(messages, request.tools, variables))
-        return await self.text(text, SpecialTokens.WITH if request.add_special_tokens else SpecialTokens.WITHOUT)
+        size_chars = sum(
+            len(message.content)
+            for message in request.messages or []
+            if isinstance(message.content, str)
+        )
+        text = await self._off_loop(
+            size_chars, lambda: self._template.render(messages, request.tools, variables)
+        )
+        return await self.text(
+            text, SpecialTokens.WITH if request.add_special_tokens else SpecialTokens.WITHOUT
+        )
 
     async def text(self, text: str, special: SpecialTokens) -> list[int]:
         if len(text) > self._max_model_len * self._tokenizer.longest_token_chars:
             raise RequestRefused(
-                f"the prompt has {len(text)} characters, which cannot fit into this model's {self._max_model_len} tokens: shorten it",
+                f"the prompt has {len(text)} characters, which cannot fit into this model's "
+                f"{self._max_model_len} tokens: shorten it",
                 param="prompt",
             )
         return await self._off_loop(len(text), lambda: self._tokenizer.encode(text, special))
@@ -163,8 +225,13 @@ class PromptReader:
 
 
 def template_message(message: ChatMessage, position: int) -> dict[str, Any]:
-    """A message as templates know it: text content, and tool arguments as objects rather than JSON in a string."""
-    shown: dict[str, Any] = {"role": message.role, "content": _text_content(message.content, position)}
+    """A message as templates know it: text content, and tool arguments as objects rather than JSON
+    in a string.
+    """
+    shown: dict[str, Any] = {
+        "role": message.role,
+        "content": _text_content(message.content, position),
+    }
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             shown[name] = value
@@ -176,10 +243,15 @@ def template_message(message: ChatMessage, position: int) -> dict[str, Any]:
 def _text_content(content: str | list[Any] | None, position: int) -> str:
     if not isinstance(content, list):
         return content or ""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise RequestRefused(
-            f"messages[{position}].content may hold only parts of type text: this model reads nothing else", param="messages"
+            f"messages[{position}].content may hold only parts of type text: this model reads "
+            "nothing else",
+            param="messages",
         )
     return "\n".join(str(text) for text in texts)
 
@@ -191,7 +263,10 @@ def _parsed_call(call: Any, position: int) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"messages[{position}].tool_calls has arguments that are not valid JSON", param="messages") from error
+        raise RequestRefused(
+            f"messages[{position}].tool_calls has arguments that are not valid JSON",
+            param="messages",
+        ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -199,14 +274,24 @@ def _split_prompts(prompt: str | Sequence[Any] | None) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestRefused("the prompt is missing or empty: send text or token ids", param="prompt")
+        raise RequestRefused(
+            "the prompt is missing or empty: send text or token ids", param="prompt"
+        )
     if len(prompt) > MAX_SEQUENCES and not _is_token_list(prompt):
-        raise RequestRefused(f"{len(prompt)} prompts are more than {MAX_SEQUENCES}: send fewer", param="prompt")
+        raise RequestRefused(
+            f"{len(prompt)} prompts are more than {MAX_SEQUENCES}: send fewer", param="prompt"
+        )
     if _is_token_list(prompt):
         return [list(prompt)]
-    if all(isinstance(entry, str) for entry in prompt) or all(_is_token_list(entry) for entry in prompt):
+    if all(isinstance(entry, str) for entry in prompt) or all(
+        _is_token_list(entry) for entry in prompt
+    ):
         return list(prompt)
-    raise RequestRefused("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids", param="prompt")
+    raise RequestRefused(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of lists of "
+        "token ids",
+        param="prompt",
+    )
 
 
 def _is_token_list(value: Any) -> TypeGuard[list[int]]:

@@ -1,4 +1,6 @@
-"""Log probabilities in the two forms of the OpenAI API: completions (columns) and chat (one record per token). Pure."""
+"""Log probabilities in the two forms of the OpenAI API: completions (columns) and chat (one record
+per token). Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,7 +56,9 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokenNames:
-    """How tokens are spelled in logprobs: as text, or as `token_id:17` when the client asked for that."""
+    """How tokens are spelled in logprobs: as text, or as `token_id:17` when the client asked for
+    that.
+    """
 
     def __init__(self, tokenizer: ModelTokenizer, template: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -65,13 +69,19 @@ class TokenNames:
         return cls(tokenizer, "token_id:{}")
 
     def name(self, token_id: int) -> str:
-        return self._tokenizer.text_of(token_id) if self._template is None else self._template.format(token_id)
+        return (
+            self._tokenizer.text_of(token_id)
+            if self._template is None
+            else self._template.format(token_id)
+        )
 
     def bytes_of(self, token_id: int) -> list[int]:
         return list(self._tokenizer.bytes_of(token_id))
 
 
-def completion_logprobs(tokens: Sequence[SampledToken], names: TokenNames, limit: int, offset: int) -> CompletionLogprobs:
+def completion_logprobs(
+    tokens: Sequence[SampledToken], names: TokenNames, limit: int, offset: int
+) -> CompletionLogprobs:
     """`offset` is the length of all token names before these."""
     spelled = [names.name(token.token_id) for token in tokens]
     offsets: list[int] = []
@@ -82,7 +92,10 @@ def completion_logprobs(tokens: Sequence[SampledToken], names: TokenNames, limit
         text_offset=offsets,
         token_logprobs=[_finite(token.logprob) for token in tokens],
         tokens=spelled,
-        top_logprobs=[{names.name(token_id): _finite(value) for token_id, value in _ranked(token, limit)} for token in tokens],
+        top_logprobs=[
+            {names.name(token_id): _finite(value) for token_id, value in _ranked(token, limit)}
+            for token in tokens
+        ],
     )
 
 
@@ -115,8 +128,8 @@ def _finite(value: float | None) -> float:
     return _LEAST if value is None else max(value, _LEAST)
 
 
-# -------------------- replies --------------------
-# What completions and chat answers have in common: usage, collected choices, and the seam between answering and shaping. Pure.
+# -------------------- replies -------------------- What completions and chat answers have in
+# common: usage, collected choices, and the seam between answering and shaping. Pure.
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -175,14 +188,18 @@ class ResponseFormatter(Protocol):
         """Everything at once; the caller adds usage and kv_transfer_params."""
 
     def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
-        """One step of a stream: usually one chunk; at a choice's beginning there may be one before it."""
+        """One step of a stream: usually one chunk; at a choice's beginning there may be one before
+        it.
+        """
 
     def closing(self) -> ResponseBody:
         """A last chunk without choices, for usage."""
 
 
 class UsageCounter:
-    """Counts what has been generated, for `usage`, and remembers the first choice's kv_transfer_params."""
+    """Counts what has been generated, for `usage`, and remembers the first choice's
+    kv_transfer_params.
+    """
 
     def __init__(self, prompts: Sequence[Sequence[int]], samples: int) -> None:
         self._prompt_tokens = sum(len(prompt) for prompt in prompts[::samples])
@@ -200,8 +217,12 @@ class UsageCounter:
         self._completion_tokens += len(delta.tokens)
         self._unfinished -= delta.finish_reason is not None
         if delta.index % self._samples == 0:
-            self._cached[delta.index] = max(self._cached.get(delta.index, 0), delta.num_cached_tokens)
-        if delta.kv_transfer_params is not None and (delta.index == 0 or self.kv_transfer_params is None):
+            self._cached[delta.index] = max(
+                self._cached.get(delta.index, 0), delta.num_cached_tokens
+            )
+        if delta.kv_transfer_params is not None and (
+            delta.index == 0 or self.kv_transfer_params is None
+        ):
             self.kv_transfer_params = delta.kv_transfer_params
 
     def usage(self) -> Usage:

@@ -1,7 +1,8 @@
-"""What clients send, as types; decoding a body checks it once, and every refusal is a sentence. Pure.
+"""What clients send, as types; decoding a body checks it once, and every refusal is a sentence.
+Pure.
 
-Field names and meanings are vLLM's. Fields that nobody knows are ignored, as there; fields that are known but not served and would
-change the output are refused (`refuse_unserved`).
+Field names and meanings are vLLM's. Fields that nobody knows are ignored, as there; fields that are
+known but not served and would change the output are refused (`refuse_unserved`).
 """
 
 import re
@@ -25,7 +26,9 @@ __all__ = [
 
 _INT64_MAX = 2**63 - 1
 _MAX_NESTING = 32
-"""Of kv_transfer_params and chat values; what the core and templates walk through must not exhaust their stacks."""
+"""Of kv_transfer_params and chat values; what the core and templates walk through must not exhaust
+their stacks.
+"""
 
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -102,12 +105,19 @@ class GenerationRequest(SamplingFields, frozen=True, kw_only=True):
     @property
     def is_prefill_for_peer(self) -> bool:
         """A prefill whose KV a decode peer will fetch: one serves all n of its samples."""
-        return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode") is True)
+        return bool(
+            self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode") is True
+        )
 
     @property
     def is_turn(self) -> bool:
-        """What is left of it may be kept for the next turn of its conversation, and whoever sent it wants to know."""
-        return not self.is_prefill_for_peer and (self.kv_transfer_params or {}).get("conversation") is not None
+        """What is left of it may be kept for the next turn of its conversation, and whoever sent it
+        wants to know.
+        """
+        return (
+            not self.is_prefill_for_peer
+            and (self.kv_transfer_params or {}).get("conversation") is not None
+        )
 
     @property
     def samples(self) -> int:
@@ -200,7 +210,9 @@ def _refusal_of_validation(message: str) -> RequestRefused:
     if located is None:
         return RequestRefused(f"the request body is not valid: {_lower_first(message)}")
     where = located["where"] or "the request body"
-    return RequestRefused(f"{where} is not valid: {_lower_first(located['what'])}", param=located["field"] or None)
+    return RequestRefused(
+        f"{where} is not valid: {_lower_first(located['what'])}", param=located["field"] or None
+    )
 
 
 def _lower_first(text: str) -> str:
@@ -208,7 +220,9 @@ def _lower_first(text: str) -> str:
 
 
 def _refuse_extremes(value: Any, name: str, depth: int) -> None:
-    """Nothing that the core's message format or a template cannot carry: deep nesting, integers beyond 64 bits."""
+    """Nothing that the core's message format or a template cannot carry: deep nesting, integers
+    beyond 64 bits.
+    """
     if depth > _MAX_NESTING:
         raise RequestRefused(f"{name} is nested more than {_MAX_NESTING} levels deep", param=name)
     if isinstance(value, int) and not -_INT64_MAX - 1 <= value <= _INT64_MAX:
@@ -235,8 +249,14 @@ def _refuse_unserved(request: GenerationRequest) -> None:
     for name in UnservedFields.__struct_fields__:
         value = getattr(request, name)
         if value and value not in _NEUTRAL.get(name, ()):
-            raise RequestRefused(f"{name} is not supported by this engine: leave it out", param=name)
+            raise RequestRefused(
+                f"{name} is not supported by this engine: leave it out", param=name
+            )
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
-        raise RequestRefused("best_of is only supported when it equals n: leave it out", param="best_of")
+        raise RequestRefused(
+            "best_of is only supported when it equals n: leave it out", param="best_of"
+        )
     if request.stream_options is not None and not request.stream:
-        raise RequestRefused("stream_options is only allowed when stream is true", param="stream_options")
+        raise RequestRefused(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )

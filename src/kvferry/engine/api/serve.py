@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM as events of the running loop, from before the engine core is started until the last request has been answered."""
+"""SIGINT and SIGTERM as events of the running loop, from before the engine core is started until
+the last request has been answered.
+"""
 
 import asyncio
 import errno
@@ -52,7 +54,9 @@ class StoppedBySignal:
 
 
 class StopSignals:
-    """Counts them. SIGTERM, a supervisor's, asks to drain; SIGINT is a person at the keyboard, who waits."""
+    """Counts them. SIGTERM, a supervisor's, asks to drain; SIGINT is a person at the keyboard, who
+    waits.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -71,8 +75,12 @@ class StopSignals:
         self._number = number
         self.first.set()
 
-    async def run_unless_stopped(self, work: Coroutine[Any, Any, WorkResult]) -> WorkResult | StoppedBySignal:
-        """The result of `work`; Stopped when a signal comes first, after `work` has been cancelled and has cleaned up."""
+    async def run_unless_stopped(
+        self, work: Coroutine[Any, Any, WorkResult]
+    ) -> WorkResult | StoppedBySignal:
+        """The result of `work`; Stopped when a signal comes first, after `work` has been cancelled
+        and has cleaned up.
+        """
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self.first.wait())
         try:
@@ -103,8 +111,8 @@ def stop_signals() -> Iterator[StopSignals]:
 # -------------------- listening --------------------
 # Listening sockets for a host name and a port, one per address that the name has on this machine.
 #
-# `localhost` is two addresses, and one of them (IPv6, in many containers) may not exist: what exists is used, all on the same port.
-# The caller owns the sockets.
+# `localhost` is two addresses, and one of them (IPv6, in many containers) may not exist: what
+# exists is used, all on the same port. The caller owns the sockets.
 
 
 _BACKLOG = 1024
@@ -112,7 +120,9 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 async def open_listeners(host: str, port: int) -> list[socket.socket]:
-    """ConfigError when the name is unknown, nothing can be bound, or a port is taken; no socket is left open then."""
+    """ConfigError when the name is unknown, nothing can be bound, or a port is taken; no socket is
+    left open then.
+    """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, got {port}")
     listeners: list[socket.socket] = []
@@ -120,7 +130,14 @@ async def open_listeners(host: str, port: int) -> list[socket.socket]:
     try:
         for family, where in await _addresses(host, port):
             try:
-                listeners.append(_bind_listener(family, (where[0], address_of(listeners[0]).port, *where[2:]) if listeners else where))
+                listeners.append(
+                    _bind_listener(
+                        family,
+                        (where[0], address_of(listeners[0]).port, *where[2:])
+                        if listeners
+                        else where,
+                    )
+                )
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise
@@ -131,7 +148,9 @@ async def open_listeners(host: str, port: int) -> list[socket.socket]:
         for listener in listeners:
             listener.close()
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"cannot listen on {host or '*'} port {port} ({why}): choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot listen on {host or '*'} port {port} ({why}): choose another --host or --port"
+        ) from error
     return listeners
 
 
@@ -142,8 +161,13 @@ def address_of(listener: socket.socket) -> Address:
 
 async def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     """Without repeats, IPv4 first: it is what most people type."""
-    infos = await asyncio.get_running_loop().getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return sorted({(family, where) for family, _, _, _, where in infos}, key=lambda entry: entry[0] != socket.AF_INET)
+    infos = await asyncio.get_running_loop().getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    return sorted(
+        {(family, where) for family, _, _, _, where in infos},
+        key=lambda entry: entry[0] != socket.AF_INET,
+    )
 
 
 def _bind_listener(family: int, where: tuple[Any, ...]) -> socket.socket:
@@ -162,15 +186,19 @@ def _bind_listener(family: int, where: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-# -------------------- serve --------------------
-# Serving one engine over HTTP until a signal or the engine's death: what `kvferry serve` runs. Owns the sockets, not the engine.
+# -------------------- serve -------------------- Serving one engine over HTTP until a signal or the
+# engine's death: what `kvferry serve` runs. Owns the sockets, not the engine.
 
 
 _CANCEL_TIMEOUT_S = 0.1
-"""How long aiohttp waits, twice, before it cancels handlers; draining has given them their time already."""
+"""How long aiohttp waits, twice, before it cancels handlers; draining has given them their time
+already.
+"""
 
 _ERROR_REPLY_TIMEOUT_S = 2.0
-"""For running requests to be answered with the reason when the core has died, or when their time is up."""
+"""For running requests to be answered with the reason when the core has died, or when their time is
+up.
+"""
 
 Result = TypeVar("Result")
 
@@ -188,11 +216,15 @@ async def serve(
     metric_sources: Sequence[MetricSource] = (),
     on_listening: Callable[[str, Address], None] | None = None,
 ) -> None:
-    """Serve until a signal, then let what is under way finish, for a while (a second signal cuts it short), and end the rest with an error
-    that says so. After SIGINT that is running requests, for `shutdown_timeout_s`; after SIGTERM also what peers may still fetch, for
-    `drain_timeout_s`, while newcomers and /health hear of it. `signals`: those of a caller who has been listening for longer.
+    """Serve until a signal, then let what is under way finish, for a while (a second signal cuts it
+    short), and end the rest with an error that says so. After SIGINT that is running requests, for
+    `shutdown_timeout_s`; after SIGTERM also what peers may still fetch, for `drain_timeout_s`,
+    while newcomers and /health hear of it. `signals`: those of a caller who has been listening for
+    longer.
 
-    KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound. The caller closes the client."""
+    KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound.
+    The caller closes the client.
+    """
     app = build_app(client, options, settings, metric_sources)
     runner = make_runner(app)
     with stop_signals() if signals is None else nullcontext(signals) as signals:
@@ -203,8 +235,13 @@ async def serve(
             exit_reason = await _until_stopped(client, signals)
             grace_s = options.shutdown_timeout_s
             if exit_reason is None and signals.asks_to_drain:
-                exit_reason, grace_s = await _drain(app, client, signals, options.drain_timeout_s), 0.0
-            await _finish(runner, app, signals, grace_s if exit_reason is None else _ERROR_REPLY_TIMEOUT_S)
+                exit_reason, grace_s = (
+                    await _drain(app, client, signals, options.drain_timeout_s),
+                    0.0,
+                )
+            await _finish(
+                runner, app, signals, grace_s if exit_reason is None else _ERROR_REPLY_TIMEOUT_S
+            )
         finally:
             await runner.cleanup()
     if exit_reason is not None:
@@ -212,14 +249,25 @@ async def serve(
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """Handlers are cancelled when their client leaves, which aborts the client's requests; malformed HTTP is no traceback in the log."""
+    """Handlers are cancelled when their client leaves, which aborts the client's requests;
+    malformed HTTP is no traceback in the log.
+    """
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_server_fault)
-    return JsonErrorRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_CANCEL_TIMEOUT_S)
+    return JsonErrorRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        logger=logger,
+        shutdown_timeout=_CANCEL_TIMEOUT_S,
+    )
 
 
 def _is_server_fault(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+    return not (
+        record.exc_info
+        and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError)
+    )
 
 
 def announce(model_name: str, address: Address) -> None:
@@ -261,9 +309,12 @@ async def _until_stopped(client: Engine, signals: StopSignals) -> str | None:
         await _cancel(died, stopped)
 
 
-async def _drain(app: web.Application, client: Engine, signals: StopSignals, grace_s: float) -> str | None:
-    """Refuse new requests; wait for those under way and for peers that may still come for their blocks, for the grace period or until the
-    second signal. Why the core died, if it did."""
+async def _drain(
+    app: web.Application, client: Engine, signals: StopSignals, grace_s: float
+) -> str | None:
+    """Refuse new requests; wait for those under way and for peers that may still come for their
+    blocks, for the grace period or until the second signal. Why the core died, if it did.
+    """
     drain = app[CONTEXT].drain
     drain.close()
     client.drain()
@@ -272,25 +323,36 @@ async def _drain(app: web.Application, client: Engine, signals: StopSignals, gra
     second_signal = asyncio.ensure_future(signals.second.wait())
     died = asyncio.ensure_future(client.died())
     try:
-        done, _ = await asyncio.wait({drained, second_signal, died}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {drained, second_signal, died}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if died in done:
             return died.result()
         left = client.remaining
         if drained not in done and left is not None and left.num_leases:
-            _log.warning("stopping with blocks that peers have not fetched leases=%d blocks=%d", left.num_leases, left.num_blocks)
+            _log.warning(
+                "stopping with blocks that peers have not fetched leases=%d blocks=%d",
+                left.num_leases,
+                left.num_blocks,
+            )
         return None
     finally:
         await _cancel(drained, second_signal, died)
 
 
 async def _until_drained(app: web.Application, client: Engine) -> None:
-    # One after the other: no request comes in any more, and the core counts what a request leaves before its last output is seen here.
+    # One after the other: no request comes in any more, and the core counts what a request leaves
+    # before its last output is seen here.
     await app[CONTEXT].drain.wait_idle()
     await client.drained()
 
 
-async def _finish(runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float) -> None:
-    """Take no new requests; wait for the running ones, for the grace period or until the second signal; then end those that are left."""
+async def _finish(
+    runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float
+) -> None:
+    """Take no new requests; wait for the running ones, for the grace period or until the second
+    signal; then end those that are left.
+    """
     for site in list(runner.sites):
         await site.stop()
     drain = app[CONTEXT].drain
@@ -298,7 +360,9 @@ async def _finish(runner: web.AppRunner, app: web.Application, signals: StopSign
     idle = asyncio.ensure_future(drain.wait_idle())
     second_signal = asyncio.ensure_future(signals.second.wait())
     try:
-        await asyncio.wait({idle, second_signal}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {idle, second_signal}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if drain.num_live:
             print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
             drain.cancel_all()

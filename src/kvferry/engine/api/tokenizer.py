@@ -1,7 +1,9 @@
-"""Token ids to text, segment by segment, never half a character and never looking back further than a few tokens.
+"""Token ids to text, segment by segment, never half a character and never looking back further than
+a few tokens.
 
-Two ways. Byte-level vocabularies (GPT-2 style: Llama 3, Qwen) say exactly which bytes a token is, so an incremental UTF-8 decoder
-is right by construction. For every other decoder a short window of tokens is decoded again for each new one. Pure.
+Two ways. Byte-level vocabularies (GPT-2 style: Llama 3, Qwen) say exactly which bytes a token is,
+so an incremental UTF-8 decoder is right by construction. For every other decoder a short window of
+tokens is decoded again for each new one. Pure.
 """
 
 import codecs
@@ -19,7 +21,9 @@ __all__ = ["ByteDetokeniser", "Detokeniser", "ModelTokenizer", "SpecialTokens", 
 
 
 _MAX_UNFINISHED_TOKENS = 4
-"""A UTF-8 character has at most four bytes and a token at least one: longer unfinished text is garbage, not a character."""
+"""A UTF-8 character has at most four bytes and a token at least one: longer unfinished text is
+garbage, not a character.
+"""
 
 _REPLACEMENT = "\ufffd"
 
@@ -51,7 +55,8 @@ class WindowDetokeniser:
 
         window:  | context (already shown) | unfinished |
 
-    `decode` sees the whole window, so that a space before a word is kept; only what goes beyond the context's text is new.
+    `decode` sees the whole window, so that a space before a word is kept; only what goes beyond the
+    context's text is new.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -64,7 +69,9 @@ class WindowDetokeniser:
         self._window.append(token_id)
         text = self._decode(self._window)
         chunk = text[len(self._shown) :]
-        if (not chunk or text.endswith(_REPLACEMENT)) and len(self._window) - self._context < _MAX_UNFINISHED_TOKENS:
+        if (not chunk or text.endswith(_REPLACEMENT)) and len(
+            self._window
+        ) - self._context < _MAX_UNFINISHED_TOKENS:
             return ""
         self._slide()
         return chunk
@@ -100,35 +107,58 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str] = {}
-        self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.longest_token_chars = max(
+            (len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "ModelTokenizer":
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"there is no tokenizer.json in {folder}: give a Hugging Face model folder that has one")
+            raise ConfigError(
+                f"there is no tokenizer.json in {folder}: give a Hugging Face model folder that "
+                "has one"
+            )
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception for every malformed file
-            raise ConfigError(f"{path} cannot be read as a tokenizer ({error}): replace the file") from error
+            raise ConfigError(
+                f"{path} cannot be read as a tokenizer ({error}): replace the file"
+            ) from error
         return cls(tokenizer)
 
     def encode(self, text: str, special: SpecialTokens) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special is SpecialTokens.WITH).ids
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=special is SpecialTokens.WITH
+        ).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
-        """The text of all the ids at once, exactly what the incremental way gives segment by segment."""
+        """The text of all the ids at once, exactly what the incremental way gives segment by
+        segment.
+        """
         detokeniser = self.detokeniser(special)
-        return "".join([*(detokeniser.push(token_id) for token_id in token_ids), detokeniser.finish()])
+        return "".join(
+            [*(detokeniser.push(token_id) for token_id in token_ids), detokeniser.finish()]
+        )
 
     def detokeniser(self, special: SpecialTokens) -> Detokeniser:
-        whole = ByteDetokeniser(self.bytes_of) if self._is_byte_level else WindowDetokeniser(self._decode_window)
-        return whole if special is SpecialTokens.WITH else _WithoutSpecials(whole, self._special_ids)
+        whole = (
+            ByteDetokeniser(self.bytes_of)
+            if self._is_byte_level
+            else WindowDetokeniser(self._decode_window)
+        )
+        return (
+            whole if special is SpecialTokens.WITH else _WithoutSpecials(whole, self._special_ids)
+        )
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id that the vocabulary does not know."""
@@ -138,10 +168,16 @@ class ModelTokenizer:
         return known
 
     def text_of(self, token_id: int) -> str:
-        """One token on its own, as logprobs show it; a part of a character is a replacement character."""
+        """One token on its own, as logprobs show it; a part of a character is a replacement
+        character.
+        """
         known = self._text_of.get(token_id)
         if known is None:
-            decoded = self.bytes_of(token_id).decode(errors="replace") if self._is_byte_level else self._decode_window([token_id])
+            decoded = (
+                self.bytes_of(token_id).decode(errors="replace")
+                if self._is_byte_level
+                else self._decode_window([token_id])
+            )
             known = self._text_of[token_id] = decoded
         return known
 
@@ -152,8 +188,13 @@ class ModelTokenizer:
         if not self._is_byte_level:
             return self.text_of(token_id).encode()
         alphabet = _byte_alphabet()
-        # A token with any character outside the alphabet (an added one with a space, say) stands for itself.
-        return bytes(alphabet[char] for char in token) if all(char in alphabet for char in token) else token.encode()
+        # A token with any character outside the alphabet (an added one with a space, say) stands
+        # for itself.
+        return (
+            bytes(alphabet[char] for char in token)
+            if all(char in alphabet for char in token)
+            else token.encode()
+        )
 
     def _decode_window(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -176,7 +217,11 @@ class _WithoutSpecials:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies: itself if visible in Latin-1, else the next free one from 256."""
+    """The printable stand-in of every byte in byte-level vocabularies: itself if visible in
+    Latin-1, else the next free one from 256.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + index): byte for index, byte in enumerate(hidden)
+    }

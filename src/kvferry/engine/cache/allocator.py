@@ -1,4 +1,5 @@
-"""What changes the blocks a sequence holds, for all its KV-cache groups at once: beginning, growing, forgetting, publishing, ending.
+"""What changes the blocks a sequence holds, for all its KV-cache groups at once: beginning,
+growing, forgetting, publishing, ending.
 
     group 0, looks back for ever   | 4 5 6 7 8 9 |         places 0, 1, …: one per block of tokens, in all groups equally many
     group 1, with a window         | . . . . 2 3 |         . is a hole: no token from the next one on looks there
@@ -37,27 +38,42 @@ class BlockAllocator:
     limits: SchedulerLimits
     pool: BlockPool
 
-    # -- beginning -------------------------------------------------------------------------------------------------
+    # -- beginning --
 
     def find_cached(self, seq: Sequence) -> CachedPrefix:
         limits = self.limits
         if not limits.enable_prefix_caching:
             return CachedPrefix(0, tuple([] for _ in limits.groups))
-        return find_prefix(self.pool.published, limits.groups, seq.block_hashes(limits.block_size), seq.num_tokens, limits.block_size)
+        return find_prefix(
+            self.pool.published,
+            limits.groups,
+            seq.block_hashes(limits.block_size),
+            seq.num_tokens,
+            limits.block_size,
+        )
 
-    def plan_allocation(self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int) -> BlockAllocation:
-        """How `num_tokens` tokens would be held, of which `match` need no computing. Nothing is held by this."""
+    def plan_allocation(
+        self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int
+    ) -> BlockAllocation:
+        """How `num_tokens` tokens would be held, of which `match` need no computing. Nothing is
+        held by this.
+        """
         table_length = self.limits.blocks_for(num_tokens)
-        # A prompt that is there as a whole still has its last token computed, which looks further back than the one after it.
+        # A prompt that is there as a whole still has its last token computed, which looks further
+        # back than the one after it.
         first_computed = min(match.total_tokens, seq.num_tokens - 1)
         tables = []
         for group, blocks in zip(self.limits.groups, cached.tables, strict=True):
             first = self.limits.first_needed(group, first_computed)
-            # Of the block that a load's edge falls into, the producer may have had only a part: somebody whose window reaches further
-            # back must not find it.
+            # Of the block that a load's edge falls into, the producer may have had only a part:
+            # somebody whose window reaches further back must not find it.
             edge = self.limits.blocks_for(group.first_visible_token(match.total_tokens))
-            tables.append(GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge)))
-        return BlockAllocation(match, tuple(tables), tuple(table_length - len(table.block_ids) for table in tables))
+            tables.append(
+                GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge))
+            )
+        return BlockAllocation(
+            match, tuple(tables), tuple(table_length - len(table.block_ids) for table in tables)
+        )
 
     def num_left(self, allocation: BlockAllocation) -> int:
         """How many blocks would be free beside it; negative when it does not fit."""
@@ -65,7 +81,10 @@ class BlockAllocator:
 
     def allocate(self, seq: Sequence, allocation: BlockAllocation) -> None:
         """Let a sequence that holds nothing have a placement that fits."""
-        block_requests = [BlockRequest(table.last, count) for table, count in zip(allocation.tables, allocation.missing, strict=True)]
+        block_requests = [
+            BlockRequest(table.last, count)
+            for table, count in zip(allocation.tables, allocation.missing, strict=True)
+        ]
         fresh = self.pool.acquire(allocation.shared, block_requests)
         assert fresh is not None, "the caller has looked"
         for table, blocks in zip(allocation.tables, fresh, strict=True):
@@ -75,10 +94,12 @@ class BlockAllocator:
         if not seq.num_output_tokens:
             seq.num_cached_tokens = min(allocation.match.total_tokens, seq.num_prompt_tokens)
 
-    # -- running ---------------------------------------------------------------------------------------------------
+    # -- running --
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make place for so many tokens in all; False, and nothing has changed, when there are too few blocks."""
+        """Make place for so many tokens in all; False, and nothing has changed, when there are too
+        few blocks.
+        """
         missing = self.limits.blocks_for(num_tokens) - seq.table_length
         if missing <= 0:
             return True
@@ -95,7 +116,9 @@ class BlockAllocator:
         return max(0, missing * len(seq.tables) - self.pool.num_free)
 
     def free_unseen_blocks(self, seq: Sequence, position: int) -> None:
-        """Give back the blocks that no token from `position` on looks at. What was given back before is not looked at again."""
+        """Give back the blocks that no token from `position` on looks at. What was given back
+        before is not looked at again.
+        """
         for number, group in self.limits.windowed_groups:
             table = seq.tables[number]
             first = min(self.limits.first_needed(group, position), seq.table_length)
@@ -106,7 +129,9 @@ class BlockAllocator:
                 table.num_holes = first
 
     def num_still_needed(self, seq: Sequence) -> int:
-        """At most so many blocks more than it holds will a sequence hold at once, until all its known tokens are computed."""
+        """At most so many blocks more than it holds will a sequence hold at once, until all its
+        known tokens are computed.
+        """
         table_length = self.limits.blocks_for(seq.num_tokens)
         return sum(
             max(0, min(table_length - table.num_holes, most) - table.num_held)
@@ -114,7 +139,9 @@ class BlockAllocator:
         )
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are full and computed, or loaded and not to be written again."""
+        """Let others share the blocks that are full and computed, or loaded and not to be written
+        again.
+        """
         if not self.limits.enable_prefix_caching:
             return
         num_full = seq.num_computed_tokens // self.limits.block_size
@@ -124,7 +151,7 @@ class BlockAllocator:
                 self.pool.publish(table.block_ids[index], hashes[index], number)
             table.num_published = max(table.num_published, num_full)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- the end --
 
     def release(self, seq: Sequence) -> None:
         """Give back everything."""

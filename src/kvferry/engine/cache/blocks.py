@@ -1,7 +1,9 @@
-"""Free blocks as maximal runs of adjacent ones, so that whoever needs many gets few runs: a transfer moves a run as one segment.
+"""Free blocks as maximal runs of adjacent ones, so that whoever needs many gets few runs: a
+transfer moves a run as one segment.
 
-Runs are sorted into classes by length, [2^k, 2^(k+1)) each, so that a run that is long enough, and hardly longer than needed, is found
-without a search. Small needs use up small runs and leave the long ones whole.
+Runs are sorted into classes by length, [2^k, 2^(k+1)) each, so that a run that is long enough, and
+hardly longer than needed, is found without a search. Small needs use up small runs and leave the
+long ones whole.
 
 Pure. Adding a block and taking a run are O(1), whatever their number.
 """
@@ -17,7 +19,15 @@ from typing import NamedTuple
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["BlockPool", "BlockRequest", "BlockTable", "FreeExtents", "GroupTable", "hash_block", "hash_root"]
+__all__ = [
+    "BlockPool",
+    "BlockRequest",
+    "BlockTable",
+    "FreeExtents",
+    "GroupTable",
+    "hash_block",
+    "hash_root",
+]
 
 
 _MAX_CANDIDATES = 8
@@ -29,8 +39,11 @@ class FreeExtents:
         """Blocks 0 to `num_blocks` - 1, as one run."""
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
-        # Ordered dicts forget their first entry in O(1); plain ones step over all that have left before it.
-        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_blocks.bit_length())]
+        # Ordered dicts forget their first entry in O(1); plain ones step over all that have left
+        # before it.
+        self._classes: list[OrderedDict[int, None]] = [
+            OrderedDict() for _ in range(num_blocks.bit_length())
+        ]
         self._occupied = 0
         """Bit k: class k is not empty."""
         self._num_blocks = num_blocks
@@ -58,7 +71,9 @@ class FreeExtents:
         return range(0) if end is None or not count else self._cut(block + 1, end, count)
 
     def take(self, count: int) -> list[range]:
-        """`count` blocks, or all there are: one run where one is long enough, else the longest ones."""
+        """`count` blocks, or all there are: one run where one is long enough, else the longest
+        ones.
+        """
         taken: list[range] = []
         while count and self._occupied:
             start = self._choose(count)
@@ -100,12 +115,13 @@ class FreeExtents:
             self._occupied &= ~(1 << size)
 
 
-# -------------------- blocks --------------------
-# The blocks of a paged KV cache: who holds them, which are free, and which still hold a known prefix.
+# -------------------- blocks -------------------- The blocks of a paged KV cache: who holds them,
+# which are free, and which still hold a known prefix.
 #
-# A block is *held* (its count of holders is above zero) or *free*. A block that has been published under a hash keeps its contents when it
-# becomes free, and can be shared again until it is forgotten, so that it can be reused: the least recently freed first.
-# All KV-cache groups take from the same blocks; what is published is known per group.
+# A block is *held* (its count of holders is above zero) or *free*. A block that has been published
+# under a hash keeps its contents when it becomes free, and can be shared again until it is
+# forgotten, so that it can be reused: the least recently freed first. All KV-cache groups take from
+# the same blocks; what is published is known per group.
 #
 #     allocate -> held, blank --publish--> held, published --release--> free, published --share--> held, published
 #         ^            |                                                       |
@@ -116,13 +132,19 @@ class FreeExtents:
 
 _HASH_BYTES = 16
 _BLANK_SHARE = 8
-"""One in so many free blocks is blank, where the others are published. Single blocks that were freed at different times seldom lie side by
-side; out of a stock of blank ones long runs can be chosen. In a full cache an eighth makes four to twelve times fewer runs than none."""
+"""One in so many free blocks is blank, where the others are published. Single blocks that were
+freed at different times seldom lie side by side; out of a stock of blank ones long runs can be
+chosen. In a full cache an eighth makes four to twelve times fewer runs than none.
+"""
 
 
 def hash_root(cache_salt: str) -> bytes:
     """Where the hash chain of a prompt begins; different salts never share blocks."""
-    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES, person=b"kvferry-blocks").digest()
+    return blake2b(
+        cache_salt.encode("utf-8", "surrogatepass"),
+        digest_size=_HASH_BYTES,
+        person=b"kvferry-blocks",
+    ).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -132,7 +154,9 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class GroupTable:
-    """The blocks of one sequence in one KV-cache group, from token 0 on. Holes come first: attention forgets what is furthest back."""
+    """The blocks of one sequence in one KV-cache group, from token 0 on. Holes come first:
+    attention forgets what is furthest back.
+    """
 
     block_ids: list[int] = field(default_factory=list)
     num_holes: int = 0
@@ -154,7 +178,9 @@ class GroupTable:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks of one sequence as connectors see them: a list per KV-cache group, `HOLE` where there is none any more."""
+    """The blocks of one sequence as connectors see them: a list per KV-cache group, `HOLE` where
+    there is none any more.
+    """
 
     tables: Sequence[GroupTable]
 
@@ -203,11 +229,15 @@ class BlockPool:
         """How many blocks would be free if these were held."""
         return self.num_free - sum(not self._holders[block] for block in block_ids)
 
-    def acquire(self, shared: Sequence[int], block_requests: Sequence[BlockRequest]) -> list[list[int]] | None:
-        """Hold `shared`, which are published or held, once more, and new blocks for each want. The new ones, or None (and nothing
-        changed) when there are too few.
+    def acquire(
+        self, shared: Sequence[int], block_requests: Sequence[BlockRequest]
+    ) -> list[list[int]] | None:
+        """Hold `shared`, which are published or held, once more, and new blocks for each want. The
+        new ones, or None (and nothing changed) when there are too few.
 
-        Runs of adjacent blocks are preferred where they cost nothing: a transfer moves a run as one segment."""
+        Runs of adjacent blocks are preferred where they cost nothing: a transfer moves a run as one
+        segment.
+        """
         if self.num_free_beside(shared) < sum(count for _, count in block_requests):
             return None
         for block in shared:
@@ -217,7 +247,9 @@ class BlockPool:
         return self._take(block_requests)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up one hold on each. The last in the list is the first to be reused: a prefix is worth more than its tail."""
+        """Give up one hold on each. The last in the list is the first to be reused: a prefix is
+        worth more than its tail.
+        """
         for block in block_ids:
             if block < 0 or self._holders[block] < 1:
                 raise LocalProtocolError(f"block {block} was released more often than held")
@@ -231,7 +263,9 @@ class BlockPool:
                 self._free_published[block] = None
 
     def publish(self, block: int, block_hash: bytes, group: int = 0) -> None:
-        """Say that a held block is full and its contents are those of `block_hash`. The first block of a hash stays its block."""
+        """Say that a held block is full and its contents are those of `block_hash`. The first block
+        of a hash stays its block.
+        """
         if block < 0 or not self._holders[block]:
             raise LocalProtocolError(f"block {block} was published while nobody holds it")
         if self._hash_of[block] is None and block_hash not in self._block_of[group]:
@@ -240,7 +274,9 @@ class BlockPool:
             self._block_of[group][block_hash] = block
 
     def forget(self, block: int) -> None:
-        """Let nobody find a block any more: its contents are not what its hash says, or will not be. Blocks without a hash are ignored."""
+        """Let nobody find a block any more: its contents are not what its hash says, or will not
+        be. Blocks without a hash are ignored.
+        """
         block_hash = self._hash_of[block]
         if block_hash is None:
             return
@@ -251,27 +287,51 @@ class BlockPool:
             self._free_blank.add(block)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """LocalProtocolError unless the pool is consistent and `held` (one list per holder) is exactly what is held."""
+        """LocalProtocolError unless the pool is consistent and `held` (one list per holder) is
+        exactly what is held.
+        """
         expected = [0] * self._num_blocks
         for block_ids in held:
             for block in block_ids:
                 expected[block] += 1
         if expected != self._holders:
-            wrong = next(block for block in range(self._num_blocks) if expected[block] != self._holders[block])
-            raise LocalProtocolError(f"block {wrong} has {self._holders[wrong]} holds, {expected[wrong]} are accounted for")
-        blank = [b for b in range(self._num_blocks) if not self._holders[b] and self._hash_of[b] is None]
-        published = {b for b in range(self._num_blocks) if not self._holders[b] and self._hash_of[b] is not None}
-        if sorted(self._free_blank) != blank or len(self._free_blank) != len(blank) or set(self._free_published) != published:
+            wrong = next(
+                block
+                for block in range(self._num_blocks)
+                if expected[block] != self._holders[block]
+            )
+            raise LocalProtocolError(
+                f"block {wrong} has {self._holders[wrong]} holds, {expected[wrong]} are accounted "
+                "for"
+            )
+        blank = [
+            b for b in range(self._num_blocks) if not self._holders[b] and self._hash_of[b] is None
+        ]
+        published = {
+            b
+            for b in range(self._num_blocks)
+            if not self._holders[b] and self._hash_of[b] is not None
+        }
+        if (
+            sorted(self._free_blank) != blank
+            or len(self._free_blank) != len(blank)
+            or set(self._free_published) != published
+        ):
             raise LocalProtocolError("the free lists do not hold exactly the free blocks")
         for group, block_of in enumerate(self._block_of):
-            if block_of != {h: b for b, h in enumerate(self._hash_of) if h is not None and self._group_of[b] == group}:
+            if block_of != {
+                h: b
+                for b, h in enumerate(self._hash_of)
+                if h is not None and self._group_of[b] == group
+            }:
                 raise LocalProtocolError("the published hashes and the blocks' own disagree")
 
     def _take(self, block_requests: Sequence[BlockRequest]) -> list[list[int]]:
         """For each want, blocks that continue the run in front of it, then others in long runs."""
         self._make_blank(sum(block_request.num_blocks for block_request in block_requests))
         fresh = [
-            [] if block_request.after == HOLE else list(self._free_blank.take_after(*block_request)) for block_request in block_requests
+            [] if block_request.after == HOLE else list(self._free_blank.take_after(*block_request))
+            for block_request in block_requests
         ]
         for block_request, run in zip(block_requests, fresh, strict=True):
             run += self._take_blank(block_request.num_blocks - len(run))
@@ -280,7 +340,9 @@ class BlockPool:
         return fresh
 
     def _make_blank(self, count: int) -> None:
-        """Forget the contents of the least recently freed blocks until `count` and the stock are blank."""
+        """Forget the contents of the least recently freed blocks until `count` and the stock are
+        blank.
+        """
         wanted = count + (self.num_free - count) // _BLANK_SHARE if count else 0
         for _ in range(wanted - len(self._free_blank)):
             self.forget(next(iter(self._free_published)))

@@ -1,7 +1,8 @@
 """Which layers share a block table. Pure.
 
-All groups draw blocks from one pool: there are as many slots of memory per block as the largest group has layers, layer j of every group
-lies in slot j, and a block belongs to one group at a time. So groups are cut to the size of the scarcest kind, and few slots stay unused.
+All groups draw blocks from one pool: there are as many slots of memory per block as the largest
+group has layers, layer j of every group lies in slot j, and a block belongs to one group at a time.
+So groups are cut to the size of the scarcest kind, and few slots stay unused.
 
     layers     w0 w1 f2 w3 w4 f5        (f: full attention, w: with a window)
     groups     0: f2 f5    1: w0 w1    2: w3 w4
@@ -39,15 +40,16 @@ def form_groups(config: ModelConfig) -> tuple[KVCacheGroup, ...]:
     )
 
 
-# -------------------- kv cache --------------------
-# One layer's paged KV cache: writing the tokens of a step into their slots and gathering whole sequences out of it.
+# -------------------- kv cache -------------------- One layer's paged KV cache: writing the tokens
+# of a step into their slots and gathering whole sequences out of it.
 #
 # HND:     [num_blocks, kv_heads, block_size, 2 * head_dim]      the last dimension is K, then V
 # NHD:     [num_blocks, block_size, kv_heads, 2 * head_dim]
 # latent:  [num_blocks, block_size, width]                       the whole is K, its first part is V too
 #
-# The format of the cache may be narrower than that of the arithmetic. Values beyond its range are stored as its largest, never as infinite:
-# an infinite key would make NaN of all that its sequence computes.
+# The format of the cache may be narrower than that of the arithmetic. Values beyond its range are
+# stored as its largest, never as infinite: an infinite key would make NaN of all that its sequence
+# computes.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,19 +62,28 @@ class LayerCache:
     value_width: int
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, content: torch.Tensor) -> None:
-        """Token i, [kv_heads, width] of `content`, goes into slot `offsets[i]` of block `blocks[i]`."""
+        """Token i, [kv_heads, width] of `content`, goes into slot `offsets[i]` of block
+        `blocks[i]`.
+        """
         largest = torch.finfo(self.tensor.dtype).max
         if largest < torch.finfo(content.dtype).max:
-            # Not in a format that cannot hold the bound: bfloat16 would round that of float16 up, to what becomes infinite.
-            content = content.to(torch.promote_types(content.dtype, torch.float32)).clamp(-largest, largest)
+            # Not in a format that cannot hold the bound: bfloat16 would round that of float16 up,
+            # to what becomes infinite.
+            content = content.to(torch.promote_types(content.dtype, torch.float32)).clamp(
+                -largest, largest
+            )
         by_token = self._bits.transpose(1, 2) if self.layout is KVLayout.HND else self._bits
         by_token[blocks, offsets] = content.to(self.tensor.dtype).view(by_token.dtype)
 
     def gather(self, block_tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[sequences, blocks] of block ids -> a copy, [sequences, kv_heads, blocks * block_size, width]."""
+        """[sequences, blocks] of block ids -> a copy, [sequences, kv_heads, blocks * block_size,
+        width].
+        """
         chosen = self._bits.index_select(0, block_tables.reshape(-1)).view(self.tensor.dtype)
         blocks = chosen.unflatten(0, block_tables.shape)
-        by_head = blocks.transpose(1, 2) if self.layout is KVLayout.HND else blocks.permute(0, 3, 1, 2, 4)
+        by_head = (
+            blocks.transpose(1, 2) if self.layout is KVLayout.HND else blocks.permute(0, 3, 1, 2, 4)
+        )
         copied: torch.Tensor = by_head.to(dtype, memory_format=torch.contiguous_format)
         return copied.flatten(2, 3)
 
@@ -88,7 +99,9 @@ class LayerCache:
 
     @property
     def _bits(self) -> torch.Tensor:
-        """The tensor with a dimension for heads, in a format that can be copied: torch indexes no numbers of 8 bits but integers."""
+        """The tensor with a dimension for heads, in a format that can be copied: torch indexes no
+        numbers of 8 bits but integers.
+        """
         with_heads = self.tensor.unsqueeze(1) if self._is_latent else self.tensor
         return with_heads.view(torch.uint8) if self.tensor.dtype.itemsize == 1 else with_heads
 
@@ -96,7 +109,8 @@ class LayerCache:
 # -------------------- cache shape --------------------
 # The shape of one rank's whole cache, and how its memory is cut into a tensor per layer.
 #
-# Layers of different groups share memory (see `cache_groups`): there is a tensor per slot, and `kv_caches` of several layers are the same.
+# Layers of different groups share memory (see `cache_groups`): there is a tensor per slot, and
+# `kv_caches` of several layers are the same.
 #
 #     apart          | slot 0: block 0, 1, 2 … | pad to a page | slot 1: block 0, 1, 2 … |
 #     cross-layer    | block 0: slot 0, slot 1, … | block 1: slot 0, slot 1, … |            one segment moves a block of all layers
@@ -127,11 +141,15 @@ class CacheLayout:
 
     @property
     def size_bytes(self) -> int:
-        return self.num_slots * (self.num_blocks * self.layer_block_bytes if self.is_cross_layer else self._slot_bytes)
+        return self.num_slots * (
+            self.num_blocks * self.layer_block_bytes if self.is_cross_layer else self._slot_bytes
+        )
 
     def layer_caches(self, memory: torch.Tensor) -> Mapping[str, LayerCache]:
         """By layer name. `memory` is `size_bytes` of bytes, on whatever device."""
-        slots = self._cross_layer_slots(memory) if self.is_cross_layer else self._separate_slots(memory)
+        slots = (
+            self._cross_layer_slots(memory) if self.is_cross_layer else self._separate_slots(memory)
+        )
         return {
             name: LayerCache(name, index, slots[slot], self.layout, self.value_width)
             for index, group in enumerate(self.groups)
@@ -156,33 +174,51 @@ class CacheLayout:
 
     def _separate_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
         shape = (self.num_blocks, *self.layer_block)
-        return [_tensor_at(memory, slot * self._slot_bytes, shape, self.dtype) for slot in range(self.num_slots)]
+        return [
+            _tensor_at(memory, slot * self._slot_bytes, shape, self.dtype)
+            for slot in range(self.num_slots)
+        ]
 
     def _cross_layer_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        return _tensor_at(memory, 0, (self.num_blocks, self.num_slots, *self.layer_block), self.dtype).unbind(1)
+        return _tensor_at(
+            memory, 0, (self.num_blocks, self.num_slots, *self.layer_block), self.dtype
+        ).unbind(1)
 
 
 def plan_cache_layout(
-    config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype, memory_bytes: int
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    options: EngineOptions,
+    dtype: torch.dtype,
+    memory_bytes: int,
 ) -> CacheLayout:
-    """`memory_bytes` counts where the options do not say how many blocks there are. ConfigError when the cache would have fewer blocks than
-    groups: the shortest prompt needs one of each."""
+    """`memory_bytes` counts where the options do not say how many blocks there are. ConfigError
+    when the cache would have fewer blocks than groups: the shortest prompt needs one of each.
+    """
     attention, block_size = config.attention, options.block_size
     num_kv_heads = len(heads_of(parallel.tp_rank, parallel.tp_size, attention.num_kv_heads))
     layer_block: tuple[int, ...]
     if attention.latent is not None:
-        # Of one head both layouts are the same bytes; one name for them lets engines with either meet.
-        layout, layer_block, value_width = KVLayout.HND, (block_size, attention.head_dim), attention.latent.kv_lora_rank
+        # Of one head both layouts are the same bytes; one name for them lets engines with either
+        # meet.
+        layout, layer_block, value_width = (
+            KVLayout.HND,
+            (block_size, attention.head_dim),
+            attention.latent.kv_lora_rank,
+        )
     else:
         layout, value_width = options.kv_cache_layout, attention.head_dim
         inner = (num_kv_heads, block_size) if layout is KVLayout.HND else (block_size, num_kv_heads)
         layer_block = (*inner, 2 * attention.head_dim)
     groups = form_groups(config)
     num_slots = max(len(group.layer_names) for group in groups)
-    num_blocks = options.num_blocks or _blocks_that_fit(memory_bytes, prod(layer_block) * dtype.itemsize * num_slots)
+    num_blocks = options.num_blocks or _blocks_that_fit(
+        memory_bytes, prod(layer_block) * dtype.itemsize * num_slots
+    )
     if num_blocks < len(groups):
         raise ConfigError(
-            f"the KV cache would have {num_blocks} blocks and this model needs at least {len(groups)}, one for each group of its layers; "
+            f"the KV cache would have {num_blocks} blocks and this model needs at least "
+            f"{len(groups)}, one for each group of its layers; "
             "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
     return CacheLayout(
@@ -201,9 +237,14 @@ def plan_cache_layout(
 
 def _blocks_that_fit(total_bytes: int, block_bytes: int) -> int:
     if total_bytes < block_bytes:
-        raise ConfigError(f"--kv-cache-memory-bytes {total_bytes} holds no block; one takes {block_bytes} bytes in all layers")
+        raise ConfigError(
+            f"--kv-cache-memory-bytes {total_bytes} holds no block; one takes {block_bytes} bytes "
+            "in all layers"
+        )
     return total_bytes // block_bytes
 
 
-def _tensor_at(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _tensor_at(
+    memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)

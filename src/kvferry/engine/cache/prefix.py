@@ -1,7 +1,8 @@
-"""The longest prefix of a sequence that the prefix cache holds for all KV-cache groups at once. Pure.
+"""The longest prefix of a sequence that the prefix cache holds for all KV-cache groups at once.
+Pure.
 
-A group whose attention looks back for ever needs every block of the prefix; one that forgets needs only those that the token after the
-prefix looks at. Each hash is looked up at most twice per group.
+A group whose attention looks back for ever needs every block of the prefix; one that forgets needs
+only those that the token after the prefix looks at. Each hash is looked up at most twice per group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +20,39 @@ class CachedPrefix:
     tables: tuple[list[int], ...]
     """Per group `num_blocks` places; `HOLE` where nobody will look."""
     is_whole: bool = False
-    """The cache holds the sequence's last block too, which has to be computed again for the logits of its last token."""
+    """The cache holds the sequence's last block too, which has to be computed again for the logits
+    of its last token.
+    """
 
 
 def find_prefix(
-    published: Sequence[Mapping[bytes, int]], groups: Sequence[KVCacheGroup], hashes: Sequence[bytes], num_tokens: int, block_size: int
+    published: Sequence[Mapping[bytes, int]],
+    groups: Sequence[KVCacheGroup],
+    hashes: Sequence[bytes],
+    num_tokens: int,
+    block_size: int,
 ) -> CachedPrefix:
-    """`hashes` are those of the full blocks of a sequence of `num_tokens`. At least one token is left to compute."""
+    """`hashes` are those of the full blocks of a sequence of `num_tokens`. At least one token is
+    left to compute.
+    """
     most = (num_tokens - 1) // block_size
-    prefixes = {number: _leading(published[number].get, hashes) for number, group in enumerate(groups) if not group.has_local_attention}
+    prefixes = {
+        number: _leading(published[number].get, hashes)
+        for number, group in enumerate(groups)
+        if not group.has_local_attention
+    }
     count = min([most, *map(len, prefixes.values())])
-    scans = [_Scan(published[n].get, group, hashes, block_size, count) for n, group in enumerate(groups) if group.has_local_attention]
+    scans = [
+        _Scan(published[n].get, group, hashes, block_size, count)
+        for n, group in enumerate(groups)
+        if group.has_local_attention
+    ]
     count = _common_length(scans, count)
     firsts = [group.first_visible_token(count * block_size) // block_size for group in groups]
-    tables = tuple(prefixes[n][:count] if n in prefixes else _seen(published[n], first, hashes[:count]) for n, first in enumerate(firsts))
+    tables = tuple(
+        prefixes[n][:count] if n in prefixes else _seen(published[n], first, hashes[:count])
+        for n, first in enumerate(firsts)
+    )
     is_whole = count == most < len(hashes) and all(hashes[most] in known for known in published)
     return CachedPrefix(count, tables, is_whole)
 
@@ -73,7 +93,9 @@ class _Scan:
     """From here to the end of the prefix all blocks are known."""
 
     def shorten(self, count: int) -> int:
-        """The longest prefix of at most `count` blocks that this group can use. Ask for ever shorter ones."""
+        """The longest prefix of at most `count` blocks that this group can use. Ask for ever
+        shorter ones.
+        """
         self.low = min(self.low, count)
         first = self._first_needed(count)
         while self.low > first:

@@ -1,7 +1,8 @@
-"""The tokenizer of generated models: byte-level BPE over 256 bytes and the beginnings of common English words; any text comes back
-unchanged.
+"""The tokenizer of generated models: byte-level BPE over 256 bytes and the beginnings of common
+English words; any text comes back unchanged.
 
-The merges are written down here, not trained, so that the file is the same with every version of the library. Pure.
+The merges are written down here, not trained, so that the file is the same with every version of
+the library. Pure.
 """
 
 from collections.abc import Iterator
@@ -36,11 +37,16 @@ SPACE = "Ġ"
 """How byte-level BPE writes a space."""
 
 WORDS = (
-    "the and ing ion to of in a that is was he for it with as his on be at by had not are but from or have an they which one you "
-    "were all her she there would their we him been has when who will no more if out so up said what its about than into them can "
-    "only other time new some could these two may first then do any like my now over such our man me even most made after also did "
-    "many off before must well back through years much where your way down should because long each just state those people too mr "
-    "how little good world make very year still see work life being day under never same another know while last might us great "
+    "the and ing ion to of in a that is was he for it with as his on be at by had not are but "
+    "from or have an they which one you "
+    "were all her she there would their we him been has when who will no more if out so up said "
+    "what its about than into them can "
+    "only other time new some could these two may first then do any like my now over such our man "
+    "me even most made after also did "
+    "many off before must well back through years much where your way down should because long "
+    "each just state those people too mr "
+    "how little good world make very year still see work life being day under never same another "
+    "know while last might us great "
     "old since against go came right take three"
 )
 
@@ -56,7 +62,9 @@ def make_tokenizer_json() -> str:
     tokenizer = Tokenizer(BPE(vocab=_vocabulary(), merges=_merges()))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     text: str = tokenizer.to_str(pretty=True)
     return text
 
@@ -67,7 +75,11 @@ def token_id(special_token: str) -> int:
 
 def readable_token_ids() -> list[int]:
     """Of tokens that are printable ASCII or a space, alone or in sequence."""
-    return [number for token, number in _vocabulary().items() if all("!" <= char <= "~" or char == SPACE for char in token)]
+    return [
+        number
+        for token, number in _vocabulary().items()
+        if all("!" <= char <= "~" or char == SPACE for char in token)
+    ]
 
 
 @cache

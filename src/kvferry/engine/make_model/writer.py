@@ -1,9 +1,11 @@
-"""A tiny checkpoint from nothing, whose output is sensitive to its KV: one wrong block anywhere changes the tokens.
+"""A tiny checkpoint from nothing, whose output is sensitive to its KV: one wrong block anywhere
+changes the tokens.
 
-A complete Hugging Face folder that transformers and vLLM load too, except that vLLM's kernels take no latents as small as those of `mla`.
-Random weights alone would not do: attention of an untrained model is close to a plain mean, so its output barely depends on any one token,
-and greedy decoding soon repeats itself. `make_weights` scales them so that attention decides the hidden state. The same seed gives the same
-bytes on every machine. Writes files; no other effect.
+A complete Hugging Face folder that transformers and vLLM load too, except that vLLM's kernels take
+no latents as small as those of `mla`. Random weights alone would not do: attention of an untrained
+model is close to a plain mean, so its output barely depends on any one token, and greedy decoding
+soon repeats itself. `make_weights` scales them so that attention decides the hidden state. The same
+seed gives the same bytes on every machine. Writes files; no other effect.
 """
 
 import json
@@ -32,17 +34,28 @@ MARKER = "kvferry_make_model"
 """The key in config.json by which a folder is known as one of ours, which may be made anew."""
 
 
-def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: str = "tiny", heads: int | None = None) -> None:
-    """Write the checkpoint, over an older one made here if need be. Any other folder that is not empty is refused.
+def make_model(
+    directory: Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    size: str = "tiny",
+    heads: int | None = None,
+) -> None:
+    """Write the checkpoint, over an older one made here if need be. Any other folder that is not
+    empty is refused.
 
-    `heads` is the number of attention heads; None: the size's own."""
+    `heads` is the number of attention heads; None: the size's own.
+    """
     if family not in FAMILIES:
         raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     if not 0 <= seed < 2**64:
         raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {seed}")
-    shape = (SIZES[size] if heads is None else SIZES[size].with_heads(heads)).for_family(FAMILIES[family])
+    shape = (SIZES[size] if heads is None else SIZES[size].with_heads(heads)).for_family(
+        FAMILIES[family]
+    )
     config = make_config(FAMILIES[family], shape)
     config[MARKER] = {"family": family, "seed": seed, "size": size}
     tensors = dict(make_tensors(FAMILIES[family], shape, seed))
@@ -60,12 +73,15 @@ def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: s
 
 def _check_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # Hidden files may be those of another process that is just making the same model, or was killed doing so.
+    # Hidden files may be those of another process that is just making the same model, or was killed
+    # doing so.
     if all(path.name.startswith(".") for path in directory.iterdir()):
         return
     path = directory / "config.json"
     if not path.exists() or MARKER not in read_json_object(path):
-        raise ConfigError(f"{directory} is not empty and was not made by make-model; choose another directory")
+        raise ConfigError(
+            f"{directory} is not empty and was not made by make-model; choose another directory"
+        )
 
 
 def _write(path: Path, content: bytes) -> None:

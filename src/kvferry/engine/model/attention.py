@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.engine.cache.layout import LayerCache
-from kvferry.engine.model.config import AttentionShape, LatentShape, LinearScaling, Llama3Scaling, RopeConfig
+from kvferry.engine.model.config import (
+    AttentionShape,
+    LatentShape,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+)
 from kvferry.engine.model.flat_batch import AttentionPlan, DecodeTile, PrefillRange
 from kvferry.engine.model.weights import HeadWeights, LatentWeights
 
@@ -28,20 +34,27 @@ class RotaryTable:
         return RotaryTable(self.cos.to(device), self.sin.to(device))
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim / 2."""
+        """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim /
+        2.
+        """
         return torch.cat(self._rotated(*heads.chunk(2, dim=-1)), dim=-1)
 
     def rotate_interleaved(self, heads: torch.Tensor) -> torch.Tensor:
         """The same where dimension 2i turns with dimension 2i + 1."""
         return torch.stack(self._rotated(heads[..., 0::2], heads[..., 1::2]), dim=-1).flatten(-2)
 
-    def _rotated(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return first * self.cos - second * self.sin, second * self.cos + first * self.sin
 
 
-def make_rotary_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype) -> RotaryTable:
-    """Angles are made in float32 even when arithmetic is wider: exact ones would differ by up to 1e-4 at far positions from those the
-    checkpoint was trained and is served with elsewhere."""
+def make_rotary_table(
+    rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype
+) -> RotaryTable:
+    """Angles are made in float32 even when arithmetic is wider: exact ones would differ by up to
+    1e-4 at far positions from those the checkpoint was trained and is served with elsewhere.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -66,17 +79,23 @@ def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     return blend * frequencies + (1 - blend) * frequencies / scaling.factor
 
 
-# -------------------- projection --------------------
-# From a layer's input to queries and what is cached of each token, and from attention's result to the output projection's input.
+# -------------------- projection -------------------- From a layer's input to queries and what is
+# cached of each token, and from attention's result to the output projection's input.
 #
-# Latent attention never builds K and V: the query is turned into the latent's space instead (`keys` absorbed), and the weighted mean of
-# latents into the head's values afterwards (`values` absorbed). Then all heads attend to one shared vector per token. Pure.
+# Latent attention never builds K and V: the query is turned into the latent's space instead (`keys`
+# absorbed), and the weighted mean of latents into the head's values afterwards (`values` absorbed).
+# Then all heads attend to one shared vector per token. Pure.
 
 
 def project(
-    weights: HeadWeights | LatentWeights, shape: AttentionShape, inputs: torch.Tensor, rotary: RotaryTable
+    weights: HeadWeights | LatentWeights,
+    shape: AttentionShape,
+    inputs: torch.Tensor,
+    rotary: RotaryTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(queries, [rows, heads, key width]; content of the cache, [rows, kv_heads, width]), both rotated, of this rank's heads."""
+    """(queries, [rows, heads, key width]; content of the cache, [rows, kv_heads, width]), both
+    rotated, of this rank's heads.
+    """
     if isinstance(weights, HeadWeights):
         return _project_heads(weights, shape, inputs, rotary)
     assert shape.latent is not None
@@ -84,7 +103,9 @@ def project(
 
 
 def merge_heads(weights: HeadWeights | LatentWeights, attended: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, value width of the cache] -> [rows, this rank's columns of the output projection]"""
+    """[rows, heads, value width of the cache] -> [rows, this rank's columns of the output
+    projection]
+    """
     if isinstance(weights, LatentWeights):
         attended = torch.einsum("rhl,hvl->rhv", attended, weights.values)
     return attended.flatten(1)
@@ -108,30 +129,42 @@ def _project_latent(
     if weights.query_down is not None and weights.query_norm is not None:
         narrow = weights.query_norm(weights.query_down(inputs))
     plain, rotated = (
-        weights.query(narrow).unflatten(1, (-1, latent.query_dim)).split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
+        weights.query(narrow)
+        .unflatten(1, (-1, latent.query_dim))
+        .split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
     )
     in_latent_space = torch.einsum("rhn,hnl->rhl", plain, weights.keys)
     queries = torch.cat((in_latent_space, rotary.rotate_interleaved(rotated)), dim=-1)
-    compressed, key = weights.down(inputs).unsqueeze(1).split((latent.kv_lora_rank, latent.qk_rope_head_dim), -1)
+    compressed, key = (
+        weights.down(inputs).unsqueeze(1).split((latent.kv_lora_rank, latent.qk_rope_head_dim), -1)
+    )
     return queries, torch.cat((weights.norm(compressed), rotary.rotate_interleaved(key)), dim=-1)
 
 
 # -------------------- attention --------------------
 # Attention of a step's queries over the paged cache, K and V always as stored there.
 #
-# Reading back what was just written, instead of using the unrounded values, makes a token's result the same whether its context was
-# computed in this step, an earlier one or another engine. Pure but for reading the cache.
+# Reading back what was just written, instead of using the unrounded values, makes a token's result
+# the same whether its context was computed in this step, an earlier one or another engine. Pure but
+# for reading the cache.
 #
-# Slots that a query does not see (before its window, after its last token, of an earlier owner) are set to 0, because a NaN or an infinity
-# there would survive its weight of 0; blocks that no query sees are not read at all.
+# Slots that a query does not see (before its window, after its last token, of an earlier owner) are
+# set to 0, because a NaN or an infinity there would survive its weight of 0; blocks that no query
+# sees are not read at all.
 
 
 QUERY_TILE_ROWS = 128
-"""Rows of a prefill that attend at once: keys that none of them sees are skipped, and their scores stay small."""
+"""Rows of a prefill that attend at once: keys that none of them sees are skipped, and their scores
+stay small.
+"""
 
 
-def attend(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """`queries` is [rows, heads, key width]; the result is [rows, heads, value width], in `dtype`. `scale` is for the scores."""
+def attend(
+    queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """`queries` is [rows, heads, key width]; the result is [rows, heads, value width], in `dtype`.
+    `scale` is for the scores.
+    """
     scaled = queries.to(dtype) * scale
     result = scaled.new_empty((*queries.shape[:2], cache.value_width))
     for tile in plan.decodes:
@@ -156,7 +189,9 @@ def _attend_decodes(queries: torch.Tensor, cache: LayerCache, tile: DecodeTile) 
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange) -> torch.Tensor:
-    context = cache.gather(part.block_table, queries.dtype)[0, :, part.first_slot : part.first_row_slot + part.num_rows]
+    context = cache.gather(part.block_table, queries.dtype)[
+        0, :, part.first_slot : part.first_row_slot + part.num_rows
+    ]
     keys, values = cache.keys_and_values(context)
     kv_heads, group = len(keys), queries.shape[1] // len(keys)
     # [kv_heads, rows * group, width]: all queries that share a KV head are one matrix.
@@ -166,7 +201,9 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
     for first in range(0, part.num_rows, QUERY_TILE_ROWS):
         last = min(first + QUERY_TILE_ROWS, part.num_rows)
         rows = slice(first * group, last * group)
-        seen = slice(0 if part.window is None else max(0, own + first - part.window + 1), own + last)
+        seen = slice(
+            0 if part.window is None else max(0, own + first - part.window + 1), own + last
+        )
         scores = torch.bmm(grouped[:, rows], keys[:, seen].transpose(1, 2))
         _hide(scores, own + first - seen.start, group, part.window)
         torch.bmm(torch.softmax(scores, dim=-1), values[:, seen], out=result[:, rows])
@@ -174,12 +211,16 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
 
 
 def _hide(scores: torch.Tensor, own: int, group: int, window: int | None) -> None:
-    """`scores` is [kv_heads, rows * group, keys]: row i stands at key `own + i` and sees that and the window before it."""
+    """`scores` is [kv_heads, rows * group, keys]: row i stands at key `own + i` and sees that and
+    the window before it.
+    """
     num_rows, num_keys = scores.shape[1] // group, scores.shape[2]
     at = torch.arange(own, own + num_rows, device=scores.device).repeat_interleave(group)[:, None]
     if window is None:
         # All rows see what is before the first.
-        scores[:, :, own:].masked_fill_(torch.arange(own, num_keys, device=scores.device) > at, -torch.inf)
+        scores[:, :, own:].masked_fill_(
+            torch.arange(own, num_keys, device=scores.device) > at, -torch.inf
+        )
         return
     keys = torch.arange(num_keys, device=scores.device)
     scores.masked_fill_((keys > at) | (keys <= at - window), -torch.inf)

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder: where each lies, its shape, and parts of it on demand.
 
-One `model.safetensors`, or the shards that `model.safetensors.index.json` names. Headers are read and checked once; nothing a file says is
-trusted before that. Reads files; holds none open.
+One `model.safetensors`, or the shards that `model.safetensors.index.json` names. Headers are read
+and checked once; nothing a file says is trusted before that. Reads files; holds none open.
 """
 
 import json
@@ -52,21 +52,29 @@ class Checkpoint:
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
-    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        """A copy of part of a tensor; `columns` only for matrices. Only these bytes are read from disk."""
+    def read(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> torch.Tensor:
+        """A copy of part of a tensor; `columns` only for matrices. Only these bytes are read from
+        disk.
+        """
         stored = self.tensors[name]
         try:
             with safe_open(stored.path, framework="pt") as file:
                 view = file.get_slice(name)
                 part: torch.Tensor = view[rows, columns] if len(stored.shape) > 1 else view[rows]
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{stored.path}: tensor {name} cannot be read: {error}; copy the checkpoint again") from None
+            raise ConfigError(
+                f"{stored.path}: tensor {name} cannot be read: {error}; copy the checkpoint again"
+            ) from None
         return part
 
     def digest(self) -> str:
-        """Hash of every tensor's name, format, shape and bytes: of all bytes up to 1 MiB, beyond that of 16 evenly spaced samples of 4 KiB.
+        """Hash of every tensor's name, format, shape and bytes: of all bytes up to 1 MiB, beyond
+        that of 16 evenly spaced samples of 4 KiB.
 
-        Another revision changes nearly every weight, so it differs; resharding the same weights does not change it.
+        Another revision changes nearly every weight, so it differs; resharding the same weights
+        does not change it.
         """
         digest = blake2b(digest_size=16)
         for name in sorted(self.tensors):
@@ -80,15 +88,22 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read every header. ConfigError names the file or tensor that is missing, damaged or not supported."""
+    """Read every header. ConfigError names the file or tensor that is missing, damaged or not
+    supported.
+    """
     index = directory / "model.safetensors.index.json"
     tensors: dict[str, StoredTensor] = {}
     placed = _weight_map(index) if index.exists() else {}
-    for path in sorted({directory / shard for shard in placed.values()} or {directory / "model.safetensors"}):
+    for path in sorted(
+        {directory / shard for shard in placed.values()} or {directory / "model.safetensors"}
+    ):
         tensors.update((tensor.name, tensor) for tensor in _read_header(path))
     for name, shard in placed.items():
         if name not in tensors or tensors[name].path.name != shard:
-            raise ConfigError(f"{index} places tensor {name} in {shard}, which does not have it; copy the checkpoint again")
+            raise ConfigError(
+                f"{index} places tensor {name} in {shard}, which does not have it; copy the "
+                "checkpoint again"
+            )
     return Checkpoint(tensors)
 
 
@@ -98,8 +113,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ConfigError(f"{index}: weight_map must be an object from tensor names to file names")
     for shard in placed.values():
         # A shard is a plain file name, so that an index cannot point outside its folder.
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ConfigError(f"{index}: weight_map has {shard!r}, which is not the name of a safetensors file")
+        if (
+            not isinstance(shard, str)
+            or Path(shard).name != shard
+            or not shard.endswith(".safetensors")
+        ):
+            raise ConfigError(
+                f"{index}: weight_map has {shard!r}, which is not the name of a safetensors file"
+            )
     return placed
 
 
@@ -122,20 +143,31 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
             yield _stored_tensor(path, name, entry, 8 + length, size_bytes)
 
 
-def _stored_tensor(path: Path, name: str, entry: Any, data_start: int, file_bytes: int) -> StoredTensor:
+def _stored_tensor(
+    path: Path, name: str, entry: Any, data_start: int, file_bytes: int
+) -> StoredTensor:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        is_sound = all(type(value) is int and value >= 0 for value in (begin, end, *shape)) and data_start + end <= file_bytes
+        is_sound = (
+            all(type(value) is int and value >= 0 for value in (begin, end, *shape))
+            and data_start + end <= file_bytes
+        )
     except (TypeError, KeyError, ValueError):
         is_sound = False
     if not is_sound:
-        raise ConfigError(f"{path}: the header of tensor {name} does not fit the file; copy the checkpoint again")
+        raise ConfigError(
+            f"{path}: the header of tensor {name} does not fit the file; copy the checkpoint again"
+        )
     if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"{path}: tensor {name} has format {dtype}; only unquantised weights ({', '.join(ELEMENT_BYTES)}) are supported")
+        raise ConfigError(
+            f"{path}: tensor {name} has format {dtype}; only unquantised weights "
+            f"({', '.join(ELEMENT_BYTES)}) are supported"
+        )
     tensor = StoredTensor(path, name, dtype, shape, data_start + begin)
     if end - begin != tensor.size_bytes:
         raise ConfigError(
-            f"{path}: tensor {name} has {end - begin} bytes where its shape needs {tensor.size_bytes}; copy the checkpoint again"
+            f"{path}: tensor {name} has {end - begin} bytes where its shape needs "
+            f"{tensor.size_bytes}; copy the checkpoint again"
         )
     return tensor
 
@@ -159,19 +191,28 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """ConfigError names the first tensor that is missing, has another shape or has no place in the model."""
+    """ConfigError names the first tensor that is missing, has another shape or has no place in the
+    model.
+    """
     expected = dict(_expected_shapes(config))
     for name, shape in expected.items():
         stored = checkpoint.tensors.get(name)
         if stored is None:
-            raise ConfigError(f"{config.directory}: tensor {name} is missing from the weights; copy the whole checkpoint")
+            raise ConfigError(
+                f"{config.directory}: tensor {name} is missing from the weights; copy the whole "
+                "checkpoint"
+            )
         if stored.shape != shape:
-            raise ConfigError(f"{stored.path}: tensor {name} has shape {list(stored.shape)} where config.json needs {list(shape)}")
+            raise ConfigError(
+                f"{stored.path}: tensor {name} has shape {list(stored.shape)} where config.json "
+                f"needs {list(shape)}"
+            )
     for name in sorted(checkpoint.tensors.keys() - expected.keys()):
         is_tied_copy = name == "lm_head.weight" and config.has_tied_embeddings
         if not is_tied_copy and not any(fnmatch(name, pattern) for pattern in IGNORED_TENSORS):
             raise ConfigError(
-                f"{checkpoint.tensors[name].path}: tensor {name} is not part of a {config.architecture} as config.json describes it"
+                f"{checkpoint.tensors[name].path}: tensor {name} is not part of a "
+                f"{config.architecture} as config.json describes it"
             )
 
 
@@ -187,7 +228,11 @@ def _expected_shapes(config: ModelConfig) -> Shapes:
 
 def _layer_shapes(config: ModelConfig) -> Shapes:
     attention, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
-    yield from _head_shapes(config) if attention.latent is None else _latent_shapes(config, attention.latent)
+    yield from (
+        _head_shapes(config)
+        if attention.latent is None
+        else _latent_shapes(config, attention.latent)
+    )
     if attention.has_output_bias:
         yield "self_attn.o_proj.bias", (hidden,)
     yield "input_layernorm.weight", (hidden,)
@@ -202,7 +247,11 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
 
 def _head_shapes(config: ModelConfig) -> Shapes:
     attention, hidden = config.attention, config.hidden_size
-    for name, count in {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}.items():
+    for name, count in {
+        "q": attention.num_heads,
+        "k": attention.num_kv_heads,
+        "v": attention.num_kv_heads,
+    }.items():
         yield f"self_attn.{name}_proj.weight", (count * attention.head_dim, hidden)
         if attention.has_qkv_bias:
             yield f"self_attn.{name}_proj.bias", (count * attention.head_dim,)
@@ -222,7 +271,10 @@ def _latent_shapes(config: ModelConfig, latent: LatentShape) -> Shapes:
         yield "self_attn.q_b_proj.weight", (heads * latent.query_dim, rank)
     yield "self_attn.kv_a_proj_with_mqa.weight", (latent.width, hidden)
     yield "self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,)
-    yield "self_attn.kv_b_proj.weight", (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    yield (
+        "self_attn.kv_b_proj.weight",
+        (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank),
+    )
     yield "self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim)
     if config.attention.has_qkv_bias:
         yield "self_attn.kv_a_proj_with_mqa.bias", (latent.width,)

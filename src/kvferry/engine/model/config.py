@@ -1,4 +1,6 @@
-"""Typed access to the JSON files of a checkpoint; every complaint is a ConfigError that names file and key. Reads files; otherwise pure."""
+"""Typed access to the JSON files of a checkpoint; every complaint is a ConfigError that names file
+and key. Reads files; otherwise pure.
+"""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +31,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+        raise ConfigError(
+            f"{path} does not exist; give the folder of a Hugging Face checkpoint"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -67,7 +71,11 @@ class ConfigKeys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < float("inf")
+        ):
             raise self.fail(key, f"must be a positive number, got {value!r}")
         return float(value)
 
@@ -86,11 +94,11 @@ class ConfigKeys:
         return ConfigKeys(self.path, value)
 
 
-# -------------------- layer kinds --------------------
-# What may differ from layer to layer: how far back attention looks, and the rotation of positions. Pure.
+# -------------------- layer kinds -------------------- What may differ from layer to layer: how far
+# back attention looks, and the rotation of positions. Pure.
 #
-# Windows are read as transformers reads them, whose defaults differ by family. Where a file says two things, or says something that
-# transformers ignores and other engines do not, it is refused.
+# Windows are read as transformers reads them, whose defaults differ by family. Where a file says
+# two things, or says something that transformers ignores and other engines do not, it is refused.
 
 
 GEMMA = "Gemma3ForCausalLM"
@@ -104,7 +112,9 @@ DEFAULT_GEMMA_PATTERN = 6
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Frequencies are divided by `factor` where the wavelength is long against the context the model was first trained on."""
+    """Frequencies are divided by `factor` where the wavelength is long against the context the
+    model was first trained on.
+    """
 
     factor: float
     low_freq_factor: float
@@ -139,7 +149,9 @@ def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...
     if any(is_sliding):
         width = config.count("sliding_window") if config.has("sliding_window") else DEFAULT_WINDOW
         window = width if width < config.count("max_position_embeddings") else None
-    full_rope, sliding_rope = _gemma_ropes(config) if architecture == GEMMA else (_rope(config),) * 2
+    full_rope, sliding_rope = (
+        _gemma_ropes(config) if architecture == GEMMA else (_rope(config),) * 2
+    )
     kinds = {True: LayerConfig(sliding_rope, window), False: LayerConfig(full_rope)}
     return tuple(kinds[each] for each in is_sliding)
 
@@ -150,27 +162,39 @@ def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
     if architecture == MISTRAL:
         every = not config.has("sliding_window") or config.get("sliding_window") is not None
         if named is not None and named != [every] * num_layers:
-            raise config.fail("layer_types", "says other than sliding_window, which a Mistral has in all layers or in none")
+            raise config.fail(
+                "layer_types",
+                "says other than sliding_window, which a Mistral has in all layers or in none",
+            )
         return [every] * num_layers
     if architecture in QWENS:
         return _qwen_layers(config, named, num_layers)
     if architecture == GEMMA:
         pattern = config.count("sliding_window_pattern", DEFAULT_GEMMA_PATTERN)
-        return [bool((layer + 1) % pattern) for layer in range(num_layers)] if named is None else named
+        return (
+            [bool((layer + 1) % pattern) for layer in range(num_layers)] if named is None else named
+        )
     if config.flag("use_sliding_window") or (named is not None and any(named)):
         key = "layer_types" if named else "use_sliding_window"
-        raise config.fail(key, f"asks for sliding windows, which a {architecture} does not have in transformers")
+        raise config.fail(
+            key, f"asks for sliding windows, which a {architecture} does not have in transformers"
+        )
     return [False] * num_layers
 
 
 def _qwen_layers(config: ConfigKeys, named: list[bool] | None, num_layers: int) -> list[bool]:
     """Qwen files carry a window even when no layer uses it."""
-    is_used = config.flag("use_sliding_window") and (not config.has("sliding_window") or config.get("sliding_window") is not None)
+    is_used = config.flag("use_sliding_window") and (
+        not config.has("sliding_window") or config.get("sliding_window") is not None
+    )
     if named is None:
         first = config.count("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
         return [is_used and layer >= first for layer in range(num_layers)]
     if any(named) and not is_used:
-        raise config.fail("layer_types", "has sliding_attention, but use_sliding_window is not true or sliding_window is null")
+        raise config.fail(
+            "layer_types",
+            "has sliding_attention, but use_sliding_window is not true or sliding_window is null",
+        )
     return named
 
 
@@ -183,22 +207,36 @@ def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
         raise config.fail("layer_types", f"must be a list, got {names!r}")
     unknown = [name for name in names if name not in (FULL, SLIDING)]
     if unknown:
-        raise config.fail("layer_types", f"has {unknown[0]!r}, and only full and sliding attention are supported")
+        raise config.fail(
+            "layer_types", f"has {unknown[0]!r}, and only full and sliding attention are supported"
+        )
     if len(names) != num_layers:
-        raise config.fail("layer_types", f"names {len(names)} layers, but num_hidden_layers is {num_layers}")
+        raise config.fail(
+            "layer_types", f"names {len(names)} layers, but num_hidden_layers is {num_layers}"
+        )
     return [name == SLIDING for name in names]
 
 
 def _rope(config: ConfigKeys) -> RopeConfig:
     """Old files have rope_theta beside rope_scaling, new ones both in rope_parameters."""
-    section = config.section("rope_parameters") or config.section("rope_scaling") or ConfigKeys(config.path, {})
+    section = (
+        config.section("rope_parameters")
+        or config.section("rope_scaling")
+        or ConfigKeys(config.path, {})
+    )
     if section.has(FULL) or section.has(SLIDING):
-        raise config.fail("rope_parameters", "differ by kind of layer, which is supported for Gemma 3 only")
-    return _rope_of(config, section, section.positive("rope_theta", config.positive("rope_theta", 10000.0)))
+        raise config.fail(
+            "rope_parameters", "differ by kind of layer, which is supported for Gemma 3 only"
+        )
+    return _rope_of(
+        config, section, section.positive("rope_theta", config.positive("rope_theta", 10000.0))
+    )
 
 
 def _gemma_ropes(config: ConfigKeys) -> tuple[RopeConfig, RopeConfig]:
-    """Of full and of sliding layers. Old files have rope_local_base_freq for the latter; scaling is for the former."""
+    """Of full and of sliding layers. Old files have rope_local_base_freq for the latter; scaling is
+    for the former.
+    """
     parameters = config.section("rope_parameters")
     nothing = ConfigKeys(config.path, {})
     if parameters is None:
@@ -214,7 +252,10 @@ def _gemma_ropes(config: ConfigKeys) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _rope_of(config: ConfigKeys, section: ConfigKeys, theta: float) -> RopeConfig:
-    if section.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0)) != 1.0:
+    if (
+        section.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
+        != 1.0
+    ):
         raise config.fail("partial_rotary_factor", "must be 1: partial rotation is not supported")
     kind = section.get("rope_type") or section.get("type") or "default"
     if kind == "default":
@@ -230,26 +271,37 @@ def _rope_of(config: ConfigKeys, section: ConfigKeys, theta: float) -> RopeConfi
         original_max_position_embeddings=section.count("original_max_position_embeddings"),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise config.fail("high_freq_factor", f"must be more than low_freq_factor {scaling.low_freq_factor}")
+        raise config.fail(
+            "high_freq_factor", f"must be more than low_freq_factor {scaling.low_freq_factor}"
+        )
     return RopeConfig(theta, scaling)
 
 
 # -------------------- model config --------------------
 # What a checkpoint is, read from the config.json of a Hugging Face folder and checked once.
 #
-# Supported: decoders with dense feed-forward layers and rotary positions. Of the Llama shape: Llama, Mistral, Qwen2, Qwen3; with
-# alternating windows: Gemma 3 (text); with latent attention: DeepSeek-V2 without experts. Whatever would need other arithmetic is refused
-# with a ConfigError that names the key. Reads two small files; otherwise pure.
+# Supported: decoders with dense feed-forward layers and rotary positions. Of the Llama shape:
+# Llama, Mistral, Qwen2, Qwen3; with alternating windows: Gemma 3 (text); with latent attention:
+# DeepSeek-V2 without experts. Whatever would need other arithmetic is refused with a ConfigError
+# that names the key. Reads two small files; otherwise pure.
 
 
 DEEPSEEK = "DeepseekV2ForCausalLM"
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", GEMMA, DEEPSEEK)
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    GEMMA,
+    DEEPSEEK,
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Latent attention (MLA): what is cached of a token is one vector, from which each head makes its own K and V.
+    """Latent attention (MLA): what is cached of a token is one vector, from which each head makes
+    its own K and V.
 
     cached   | kv_lora_rank: normalised latent | qk_rope_head_dim: rotated key, shared by all heads |
     """
@@ -313,7 +365,9 @@ class ModelConfig:
 
     @property
     def is_gemma(self) -> bool:
-        """Embeddings are scaled, norms count their weights from 1 and stand behind both halves of a layer too, GELU instead of SiLU."""
+        """Embeddings are scaled, norms count their weights from 1 and stand behind both halves of a
+        layer too, GELU instead of SiLU.
+        """
         return self.architecture == GEMMA
 
     def layer_name(self, layer: int) -> str:
@@ -324,18 +378,30 @@ class ModelConfig:
         """The limit on prompt and output together; `requested` 0 means the checkpoint's own."""
         if requested > self.max_position_embeddings:
             limit = self.max_position_embeddings
-            raise ConfigError(f"--max-model-len {requested} is more than the model's {limit} positions; ask for at most {limit}")
+            raise ConfigError(
+                f"--max-model-len {requested} is more than the model's {limit} positions; ask for "
+                f"at most {limit}"
+            )
         return requested or self.max_position_embeddings
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """ConfigError unless every rank gets the same whole number of query heads and columns, and the same number of KV heads."""
-        for key, value in {"num_attention_heads": self.attention.num_heads, "intermediate_size": self.intermediate_size}.items():
+        """ConfigError unless every rank gets the same whole number of query heads and columns, and
+        the same number of KV heads.
+        """
+        for key, value in {
+            "num_attention_heads": self.attention.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }.items():
             if value % tp_size:
-                raise ConfigError(f"--tensor-parallel-size {tp_size} does not divide the model's {key} {value}; choose a divisor of it")
+                raise ConfigError(
+                    f"--tensor-parallel-size {tp_size} does not divide the model's {key} {value}; "
+                    "choose a divisor of it"
+                )
         kv_heads = self.attention.num_kv_heads
         if not can_divide(kv_heads, tp_size):
             raise ConfigError(
-                f"--tensor-parallel-size {tp_size} and the model's num_key_value_heads {kv_heads} do not fit: one must divide the other"
+                f"--tensor-parallel-size {tp_size} and the model's num_key_value_heads {kv_heads} "
+                "do not fit: one must divide the other"
             )
 
 
@@ -353,7 +419,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         hidden_size=config.count("hidden_size"),
         intermediate_size=config.count("intermediate_size"),
         layers=layers,
-        attention=_latent_attention(config) if architecture == DEEPSEEK else _attention(config, architecture),
+        attention=_latent_attention(config)
+        if architecture == DEEPSEEK
+        else _attention(config, architecture),
         norm_eps=config.positive("rms_norm_eps", 1e-6),
         max_position_embeddings=config.count("max_position_embeddings"),
         has_tied_embeddings=config.flag("tie_word_embeddings", default=architecture == GEMMA),
@@ -364,26 +432,49 @@ def read_model_config(directory: Path) -> ModelConfig:
 def _architecture(config: ConfigKeys) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise config.fail("architectures", f"must be one of {', '.join(ARCHITECTURES)}, got {names!r}")
+        raise config.fail(
+            "architectures", f"must be one of {', '.join(ARCHITECTURES)}, got {names!r}"
+        )
     return str(names[0])
 
 
 def _refuse_unsupported(config: ConfigKeys, architecture: str) -> None:
     if config.get("quantization_config") is not None:
-        raise config.fail("quantization_config", "is set, and quantised checkpoints are not supported; use an unquantised one")
-    key, only = ("hidden_activation", "gelu_pytorch_tanh") if architecture == GEMMA else ("hidden_act", "silu")
+        raise config.fail(
+            "quantization_config",
+            "is set, and quantised checkpoints are not supported; use an unquantised one",
+        )
+    key, only = (
+        ("hidden_activation", "gelu_pytorch_tanh")
+        if architecture == GEMMA
+        else ("hidden_act", "silu")
+    )
     if config.get(key) not in (None, only):
         raise config.fail(key, f"must be {only}, got {config.get(key)!r}")
     if config.flag("mlp_bias"):
-        raise config.fail("mlp_bias", "is true, and biases in feed-forward layers are not supported")
+        raise config.fail(
+            "mlp_bias", "is true, and biases in feed-forward layers are not supported"
+        )
     if architecture == GEMMA:
-        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        for key in (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ):
             if config.get(key):
-                raise config.fail(key, f"is {config.get(key)!r}, and only Gemma 3 without it is supported")
+                raise config.fail(
+                    key, f"is {config.get(key)!r}, and only Gemma 3 without it is supported"
+                )
     if architecture == DEEPSEEK:
-        num_layers, dense = config.count("num_hidden_layers"), config.count("first_k_dense_replace", 0, least=0)
+        num_layers, dense = (
+            config.count("num_hidden_layers"),
+            config.count("first_k_dense_replace", 0, least=0),
+        )
         if dense < num_layers:
-            raise config.fail("first_k_dense_replace", f"leaves {num_layers - dense} layers with experts, which are not supported")
+            raise config.fail(
+                "first_k_dense_replace",
+                f"leaves {num_layers - dense} layers with experts, which are not supported",
+            )
 
 
 def _dtype(config: ConfigKeys) -> str:
@@ -398,9 +489,14 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise config.fail("num_key_value_heads", f"must divide the {num_heads} attention heads, got {num_kv_heads}")
+        raise config.fail(
+            "num_key_value_heads",
+            f"must divide the {num_heads} attention heads, got {num_kv_heads}",
+        )
     # Files of some families may leave head_dim out, whatever hidden_size / heads gives.
-    usual = {"Qwen3ForCausalLM": 128, GEMMA: 256}.get(architecture, max(config.count("hidden_size") // num_heads, 1))
+    usual = {"Qwen3ForCausalLM": 128, GEMMA: 256}.get(
+        architecture, max(config.count("hidden_size") // num_heads, 1)
+    )
     head_dim = config.count("head_dim", usual)
     if head_dim % 2:
         raise config.fail("head_dim", f"must be even, got {head_dim}")
@@ -409,7 +505,10 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=(config.positive("query_pre_attn_scalar", 256.0) if architecture == GEMMA else head_dim) ** -0.5,
+        scale=(
+            config.positive("query_pre_attn_scalar", 256.0) if architecture == GEMMA else head_dim
+        )
+        ** -0.5,
         has_qk_norm=architecture in ("Qwen3ForCausalLM", GEMMA),
         has_qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
         has_output_bias=has_bias and architecture != "Qwen2ForCausalLM",
@@ -419,7 +518,11 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
 def _latent_attention(config: ConfigKeys) -> AttentionShape:
     num_heads = config.count("num_attention_heads")
     if config.count("num_key_value_heads", num_heads) != num_heads:
-        raise config.fail("num_key_value_heads", f"must equal the {num_heads} attention heads, because each has its own part of the latent")
+        raise config.fail(
+            "num_key_value_heads",
+            f"must equal the {num_heads} attention heads, because each has its own part of the "
+            "latent",
+        )
     latent = LatentShape(
         kv_lora_rank=config.count("kv_lora_rank", 512),
         qk_nope_head_dim=config.count("qk_nope_head_dim", 128),
@@ -431,7 +534,13 @@ def _latent_attention(config: ConfigKeys) -> AttentionShape:
         raise config.fail("qk_rope_head_dim", f"must be even, got {latent.qk_rope_head_dim}")
     has_bias = config.flag("attention_bias")
     return AttentionShape(
-        num_heads, 1, latent.width, latent.query_dim**-0.5, has_qkv_bias=has_bias, has_output_bias=has_bias, latent=latent
+        num_heads,
+        1,
+        latent.width,
+        latent.query_dim**-0.5,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        latent=latent,
     )
 
 
@@ -450,6 +559,8 @@ def _eos_token_ids(config: ConfigKeys, generation_path: Path) -> tuple[int, ...]
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise source.fail("eos_token_id", f"must be a token id or a list of them, got {value!r}")
+                raise source.fail(
+                    "eos_token_id", f"must be a token id or a list of them, got {value!r}"
+                )
             found[token] = None
     return tuple(found)

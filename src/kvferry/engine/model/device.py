@@ -1,6 +1,8 @@
-"""The device of one tensor-parallel rank: found, checked and measured at the start, given back at the end.
+"""The device of one tensor-parallel rank: found, checked and measured at the start, given back at
+the end.
 
-CUDA is first touched in `open_device`, so that only processes that compute have a context. One thread of a worker process makes every call.
+CUDA is first touched in `open_device`, so that only processes that compute have a context. One
+thread of a worker process makes every call.
 """
 
 import logging
@@ -35,16 +37,20 @@ class RankDevice:
         return self.torch_device.type == "cuda"
 
     def cache_bytes(self, utilization: float) -> int:
-        """How large the KV cache may be, once the weights of all ranks are there. On GPUs: this rank's share of what is left of
-        `utilization` of the memory, whoever uses the rest. ConfigError when nothing is left."""
+        """How large the KV cache may be, once the weights of all ranks are there. On GPUs: this
+        rank's share of what is left of `utilization` of the memory, whoever uses the rest.
+        ConfigError when nothing is left.
+        """
         if not self.is_cuda:
             return CPU_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.torch_device)
         left = int(total * utilization) - (total - free)
         if left <= 0:
             raise ConfigError(
-                f"{self.torch_device} has {free} of {total} bytes free, and --gpu-memory-utilization {utilization:g} leaves none of them "
-                "to the KV cache; end what else uses it, raise the share, or give --kv-cache-memory-bytes"
+                f"{self.torch_device} has {free} of {total} bytes free, and "
+                f"--gpu-memory-utilization {utilization:g} leaves none of them "
+                "to the KV cache; end what else uses it, raise the share, or give "
+                "--kv-cache-memory-bytes"
             )
         return left // self.num_sharing
 
@@ -57,12 +63,15 @@ class RankDevice:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             raise ConfigError(
                 f"{self.torch_device} has no room for {what}: {free} of {total} bytes are free; "
-                "end what else uses it, choose another --device, or give a smaller --kv-cache-memory-bytes"
+                "end what else uses it, choose another --device, or give a smaller "
+                "--kv-cache-memory-bytes"
             ) from None
 
     @property
     def held_bytes(self) -> int:
-        """What torch has of the device's memory for this process, in use or kept for later; 0 where it is the CPU."""
+        """What torch has of the device's memory for this process, in use or kept for later; 0 where
+        it is the CPU.
+        """
         return torch.cuda.memory_reserved(self.torch_device) if self.is_cuda else 0
 
     @property
@@ -76,7 +85,9 @@ class RankDevice:
     @property
     def spare_bytes(self) -> int:
         """What of it is not in use."""
-        return self.held_bytes - torch.cuda.memory_allocated(self.torch_device) if self.is_cuda else 0
+        return (
+            self.held_bytes - torch.cuda.memory_allocated(self.torch_device) if self.is_cuda else 0
+        )
 
     def trim(self) -> None:
         """Give back what is not in use. Waits for the device."""
@@ -88,28 +99,42 @@ CPU = RankDevice(torch.device("cpu"))
 
 
 def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
-    """The device of this rank, made current for this thread. ConfigError when it is not there or does not work."""
+    """The device of this rank, made current for this thread. ConfigError when it is not there or
+    does not work.
+    """
     first = first_gpu(device)
     if first is None:
         return CPU
     num_gpus = _count_gpus(device)
     if first >= num_gpus:
-        raise ConfigError(f"--device {device}: there is no such GPU here, the last is cuda:{num_gpus - 1}")
+        raise ConfigError(
+            f"--device {device}: there is no such GPU here, the last is cuda:{num_gpus - 1}"
+        )
     gpu = gpu_of_rank(first, parallel.tp_rank, num_gpus)
     found = torch.device("cuda", gpu)
     try:
         torch.cuda.set_device(found)
         torch.zeros(1, device=found).add_(1).item()
-    except RuntimeError as error:  # all that CUDA raises: a GPU that is lent to another, broken, or too old for this torch
-        raise ConfigError(f"--device {device}: {found} cannot be used: {_first_line(error)}") from None
+    # all that CUDA raises: a GPU that is lent to another, broken, or too old for this torch
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--device {device}: {found} cannot be used: {_first_line(error)}"
+        ) from None
     num_sharing = ranks_on_gpu(gpu, first, parallel.tp_size, num_gpus)
     if num_sharing > 1:
-        _log.warning("rank %d shares %s with %d other ranks of this engine", parallel.tp_rank, found, num_sharing - 1)
+        _log.warning(
+            "rank %d shares %s with %d other ranks of this engine",
+            parallel.tp_rank,
+            found,
+            num_sharing - 1,
+        )
     return RankDevice(found, num_sharing, parallel.tp_size <= num_gpus)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the order of the current stream."""
+    """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the
+    order of the current stream.
+    """
     if device.type == "cpu" or not tensor.numel():
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
@@ -118,11 +143,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _count_gpus(device: str) -> int:
     if torch.version.cuda is None:
         raise ConfigError(
-            f"--device {device} needs a torch that was built for CUDA, and {torch.__version__} was not; install one, or use --device cpu"
+            f"--device {device} needs a torch that was built for CUDA, and {torch.__version__} "
+            "was not; install one, or use --device cpu"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise ConfigError(f"--device {device}: torch finds no CUDA device here; `kvferry doctor` says what there is; or use --device cpu")
+        raise ConfigError(
+            f"--device {device}: torch finds no CUDA device here; `kvferry doctor` says what "
+            "there is; or use --device cpu"
+        )
     return count
 
 

@@ -5,9 +5,11 @@ Tokens of all sequences lie one after the other:
     slices   |   a (prefill, 5)   | b (1) | c (1) |  d (prefill, 3) |
     row        0   1   2   3   4     5       6       7    8    9
 
-A sequence with one new token is attended to together with others of like length (`DecodeTile`), any other by itself (`PrefillRange`).
-Each KV-cache group has block tables and therefore plans of its own; those of a group with a window begin at the first block it looks at.
-Pure: slices in, tensors out. They are made on the CPU, number by number, and then moved to the device as they are (`FlatBatch.on`).
+A sequence with one new token is attended to together with others of like length (`DecodeTile`), any
+other by itself (`PrefillRange`). Each KV-cache group has block tables and therefore plans of its
+own; those of a group with a window begin at the first block it looks at. Pure: slices in, tensors
+out. They are made on the CPU, number by number, and then moved to the device as they are
+(`FlatBatch.on`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +23,19 @@ from kvferry.engine.model.device import to_device
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["AttentionPlan", "DecodeTile", "FlatBatch", "GroupBatch", "PrefillRange", "make_flat_batch"]
+__all__ = [
+    "AttentionPlan",
+    "DecodeTile",
+    "FlatBatch",
+    "GroupBatch",
+    "PrefillRange",
+    "make_flat_batch",
+]
 
 DECODE_TILE_TOKENS = 4096
-"""Bound on the padded context tokens gathered at once, so that a tile's K and V stay small enough for the processor's caches."""
+"""Bound on the padded context tokens gathered at once, so that a tile's K and V stay small enough
+for the processor's caches.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +49,9 @@ class DecodeTile:
     hidden: torch.Tensor
     """[sequences, blocks * block_size]: slots that the query does not see."""
     stale: tuple[torch.Tensor, torch.Tensor]
-    """(sequence, slot) of those of them that may hold anything: all but padding with a block that the query sees as a whole."""
+    """(sequence, slot) of those of them that may hold anything: all but padding with a block that
+    the query sees as a whole.
+    """
 
     def on(self, device: torch.device) -> "DecodeTile":
         sequences, slots = self.stale
@@ -52,7 +65,9 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillRange:
-    """One sequence's rows [first_row, first_row + num_rows), next to each other in the cache too."""
+    """One sequence's rows [first_row, first_row + num_rows), next to each other in the cache
+    too.
+    """
 
     first_row: int
     num_rows: int
@@ -74,7 +89,10 @@ class AttentionPlan:
     prefills: tuple[PrefillRange, ...] = ()
 
     def on(self, device: torch.device) -> "AttentionPlan":
-        return AttentionPlan(tuple(tile.on(device) for tile in self.decodes), tuple(part.on(device) for part in self.prefills))
+        return AttentionPlan(
+            tuple(tile.on(device) for tile in self.decodes),
+            tuple(part.on(device) for part in self.prefills),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,9 +134,14 @@ class FlatBatch:
 
 
 def make_flat_batch(
-    slices: Sequence[SequenceSlice], groups: Sequence[KVCacheGroup], block_size: int, num_blocks: int, vocab_size: int
+    slices: Sequence[SequenceSlice],
+    groups: Sequence[KVCacheGroup],
+    block_size: int,
+    num_blocks: int,
+    vocab_size: int,
 ) -> FlatBatch:
-    # Lists, not a tensor per slice: most slices of most steps hold one token, and a tensor costs as much as a hundred numbers.
+    # Lists, not a tensor per slice: most slices of most steps hold one token, and a tensor costs as
+    # much as a hundred numbers.
     token_ids: list[int] = []
     positions: list[int] = []
     sampled_rows: list[int] = []
@@ -140,7 +163,13 @@ def make_flat_batch(
     )
 
 
-def _check(part: SequenceSlice, groups: Sequence[KVCacheGroup], block_size: int, num_blocks: int, vocab_size: int) -> None:
+def _check(
+    part: SequenceSlice,
+    groups: Sequence[KVCacheGroup],
+    block_size: int,
+    num_blocks: int,
+    vocab_size: int,
+) -> None:
     """A slice that does not fit would read or write another sequence's memory."""
     length = part.start + len(part.token_ids)
     problem = None
@@ -152,20 +181,37 @@ def _check(part: SequenceSlice, groups: Sequence[KVCacheGroup], block_size: int,
         problem = f"{len(part.block_ids)} block tables for {len(groups)} groups"
     else:
         tables = zip(groups, part.block_ids, strict=True)
-        problem = next(filter(None, (_table_problem(part, length, *table, block_size, num_blocks) for table in tables)), None)
+        problem = next(
+            filter(
+                None,
+                (_table_problem(part, length, *table, block_size, num_blocks) for table in tables),
+            ),
+            None,
+        )
     if problem:
         raise LocalProtocolError(f"request {part.request_id} was scheduled with {problem}")
 
 
 def _table_problem(
-    part: SequenceSlice, length: int, group: KVCacheGroup, block_ids: tuple[int, ...], block_size: int, num_blocks: int
+    part: SequenceSlice,
+    length: int,
+    group: KVCacheGroup,
+    block_ids: tuple[int, ...],
+    block_size: int,
+    num_blocks: int,
 ) -> str | None:
     if length > len(block_ids) * block_size:
         return f"{len(block_ids)} blocks for {length} tokens"
     if max(block_ids) >= num_blocks or min(block_ids) < HOLE:
         return f"a block outside the cache's {num_blocks}"
-    if HOLE in block_ids[group.first_visible_token(part.start) // block_size : -(-length // block_size)]:
-        return f"a hole where tokens {group.first_visible_token(part.start)} to {length - 1} are needed"
+    if (
+        HOLE
+        in block_ids[group.first_visible_token(part.start) // block_size : -(-length // block_size)]
+    ):
+        return (
+            f"a hole where tokens {group.first_visible_token(part.start)} to {length - 1} are "
+            "needed"
+        )
     return None
 
 
@@ -192,15 +238,24 @@ class _GroupPart:
 
     def add(self, part: SequenceSlice, block_ids: tuple[int, ...], first_row: int) -> None:
         count, length = len(part.token_ids), part.start + len(part.token_ids)
-        self.blocks.extend(block_ids[position // self.block_size] for position in range(part.start, length))
+        self.blocks.extend(
+            block_ids[position // self.block_size] for position in range(part.start, length)
+        )
         if count == 1:
             self.decodes.append(self._query(first_row, length, block_ids))
         else:
             first = self.group.first_visible_token(part.start)
             base = first // self.block_size
             table = torch.tensor([block_ids[base : -(-length // self.block_size)]])
-            first_slot, first_row_slot = first - base * self.block_size, part.start - base * self.block_size
-            self.prefills.append(PrefillRange(first_row, count, table, first_slot, first_row_slot, self.group.sliding_window))
+            first_slot, first_row_slot = (
+                first - base * self.block_size,
+                part.start - base * self.block_size,
+            )
+            self.prefills.append(
+                PrefillRange(
+                    first_row, count, table, first_slot, first_row_slot, self.group.sliding_window
+                )
+            )
         if part.sampling is not None:
             self.sampled.append(self._query(len(self.sampled), length, block_ids))
 
@@ -208,7 +263,9 @@ class _GroupPart:
         plan = AttentionPlan(_decode_tiles(self.decodes, self.block_size), tuple(self.prefills))
         # Most steps only decode: then all rows are sampled.
         is_same = not self.prefills and self.sampled == self.decodes
-        sampled_plan = plan if is_same else AttentionPlan(_decode_tiles(self.sampled, self.block_size))
+        sampled_plan = (
+            plan if is_same else AttentionPlan(_decode_tiles(self.sampled, self.block_size))
+        )
         return GroupBatch(torch.tensor(self.blocks), plan, sampled_plan)
 
     def _query(self, row: int, length: int, block_ids: tuple[int, ...]) -> _Query:
@@ -216,11 +273,15 @@ class _GroupPart:
         first = self.group.first_visible_token(length - 1)
         base = first // self.block_size
         start = base * self.block_size
-        return _Query(row, first - start, length - start, block_ids[base : -(-length // self.block_size)])
+        return _Query(
+            row, first - start, length - start, block_ids[base : -(-length // self.block_size)]
+        )
 
 
 def _decode_tiles(queries: Sequence[_Query], block_size: int) -> tuple[DecodeTile, ...]:
-    return tuple(_decode_tile(tile, block_size) for tile in _tiles_of_like_length(queries, block_size))
+    return tuple(
+        _decode_tile(tile, block_size) for tile in _tiles_of_like_length(queries, block_size)
+    )
 
 
 def _tiles_of_like_length(queries: Sequence[_Query], block_size: int) -> Iterator[list[_Query]]:
@@ -253,7 +314,9 @@ def _decode_tile(tile: list[_Query], block_size: int) -> DecodeTile:
         rows=torch.tensor([query.row for query in tile]),
         block_tables=torch.tensor(
             [
-                query.block_ids + (query.block_ids[0] if padding is None else padding,) * (width - len(query.block_ids))
+                query.block_ids
+                + (query.block_ids[0] if padding is None else padding,)
+                * (width - len(query.block_ids))
                 for query, padding in zip(tile, paddings, strict=True)
             ]
         ),
@@ -263,6 +326,8 @@ def _decode_tile(tile: list[_Query], block_size: int) -> DecodeTile:
 
 
 def _padding(query: _Query, block_size: int) -> int | None:
-    """A block that the query sees as a whole, so that what is read twice is its own; None if there is none."""
+    """A block that the query sees as a whole, so that what is read twice is its own; None if there
+    is none.
+    """
     index = 0 if query.first == 0 else 1
     return query.block_ids[index] if query.end >= (index + 1) * block_size else None

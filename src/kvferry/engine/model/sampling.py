@@ -1,7 +1,8 @@
-"""Choosing the next token from logits. Pure: equal logits, parameters, seed and index give equal tokens, whatever else is in the batch.
+"""Choosing the next token from logits. Pure: equal logits, parameters, seed and index give equal
+tokens, whatever else is in the batch.
 
-Order, as in vLLM: log-probabilities are taken of the raw logits; then banned tokens go, temperature divides, top-k cuts, top-p cuts, one
-uniform number chooses.
+Order, as in vLLM: log-probabilities are taken of the raw logits; then banned tokens go, temperature
+divides, top-k cuts, top-p cuts, one uniform number chooses.
 """
 
 import struct
@@ -30,7 +31,9 @@ def choose_tokens(logits: Logits, slices: Sequence[SequenceSlice]) -> dict[str, 
     return chosen
 
 
-def choose(logits: Logits, sampling: SamplingParams, banned_token_ids: Sequence[int], draw: float) -> SampledToken:
+def choose(
+    logits: Logits, sampling: SamplingParams, banned_token_ids: Sequence[int], draw: float
+) -> SampledToken:
     """`logits` is one row; `draw` is in [0, 1)."""
     allowed = _without(logits, banned_token_ids)
     token = int(np.argmax(allowed))
@@ -43,13 +46,16 @@ def choose(logits: Logits, sampling: SamplingParams, banned_token_ids: Sequence[
 
 
 def uniform(seed: int, index: int) -> float:
-    """Number `index` of the random stream `seed`, in [0, 1): any index without the ones before it."""
+    """Number `index` of the random stream `seed`, in [0, 1): any index without the ones before
+    it.
+    """
     digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), index), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _without(logits: Logits, banned_token_ids: Sequence[int]) -> Logits:
-    # Clients name stop tokens, so ids beyond the vocabulary come here; they cannot be chosen anyway.
+    # Clients name stop tokens, so ids beyond the vocabulary come here; they cannot be chosen
+    # anyway.
     banned = [token for token in banned_token_ids if 0 <= token < len(logits)]
     if not banned:
         return logits
@@ -59,7 +65,9 @@ def _without(logits: Logits, banned_token_ids: Sequence[int]) -> Logits:
 
 
 def _draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
-    """Walk the cumulative probabilities in order of token id: near ties then move a boundary by a hair, not by a whole token."""
+    """Walk the cumulative probabilities in order of token id: near ties then move a boundary by a
+    hair, not by a whole token.
+    """
     scaled = (logits - logits.max()) / sampling.temperature
     is_kept = np.isfinite(scaled)
     if 0 < sampling.top_k < len(scaled):
@@ -70,7 +78,8 @@ def _draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
     cumulative = np.cumsum(weights)
     if not 0.0 < cumulative[-1] < np.inf:
         return int(np.argmax(logits))
-    # The first token whose cumulative weight passes the mark has weight > 0; rounding must not push the mark to the very end.
+    # The first token whose cumulative weight passes the mark has weight > 0; rounding must not push
+    # the mark to the very end.
     mark = min(draw * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
     return int(np.searchsorted(cumulative, mark, side="right"))
 
@@ -85,7 +94,9 @@ def _is_among_top(values: Logits, count: int) -> npt.NDArray[np.bool_]:
 
 
 def _nucleus(weights: Logits, top_p: float) -> Logits:
-    """Keep the smallest set of likeliest tokens that holds at least `top_p` of the weight, and at least one."""
+    """Keep the smallest set of likeliest tokens that holds at least `top_p` of the weight, and at
+    least one.
+    """
     order = np.argsort(-weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     kept = order[: max(int(np.count_nonzero(before < top_p * weights.sum())), 1)]
@@ -101,7 +112,9 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def _top(logprobs: Logits, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens, likeliest first, whether the chosen one is among them or not."""
+    """The `count` likeliest tokens, likeliest first, whether the chosen one is among them or
+    not.
+    """
     if count <= 0:
         return ()
     ids = np.flatnonzero(_is_among_top(logprobs, min(count, len(logprobs))))

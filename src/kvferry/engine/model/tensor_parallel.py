@@ -1,8 +1,9 @@
 """The tensor-parallel ranks of one engine and the sums they make together.
 
-Ranks are processes of one machine, joined by gloo over loopback, and by NCCL where each has a GPU of its own. A rank that has died ends the
-other ranks' operations at once (its sockets close), one that has stopped ends them after `timeout_s`; both are a TransportError. Blocking;
-the worker's engine thread makes every call.
+Ranks are processes of one machine, joined by gloo over loopback, and by NCCL where each has a GPU
+of its own. A rank that has died ends the other ranks' operations at once (its sockets close), one
+that has stopped ends them after `timeout_s`; both are a TransportError. Blocking; the worker's
+engine thread makes every call.
 """
 
 import os
@@ -29,7 +30,9 @@ class TensorParallelGroup(Protocol):
         """The sum of all ranks' parts, the same bits on each rank. May overwrite `part`."""
 
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts side by side along the last dimension, in rank order. Parts have one shape."""
+        """All ranks' parts side by side along the last dimension, in rank order. Parts have one
+        shape.
+        """
 
     def close(self) -> None: ...
 
@@ -87,9 +90,13 @@ class GlooGroup:
             raise TransportError(f"{self._rank_name} {what}: {error}") from error
 
 
-def join_group(parallel: ParallelConfig, rendezvous: str, timeout_s: float, device: RankDevice = CPU) -> TensorParallelGroup:
-    """The group of this rank. `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`; prefer a file in a private directory, since a TCP
-    store listens on every interface. The caller removes the file."""
+def join_group(
+    parallel: ParallelConfig, rendezvous: str, timeout_s: float, device: RankDevice = CPU
+) -> TensorParallelGroup:
+    """The group of this rank. `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`; prefer a
+    file in a private directory, since a TCP store listens on every interface. The caller removes
+    the file.
+    """
     if parallel.tp_size == 1:
         return SoloGroup()
     store = _store(parallel, rendezvous, timeout_s)
@@ -108,7 +115,9 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Store
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
     if url.scheme != "tcp" or not url.hostname or not url.port:
-        raise ConfigError(f"rendezvous must be file:///path or tcp://127.0.0.1:port, got {rendezvous!r}")
+        raise ConfigError(
+            f"rendezvous must be file:///path or tcp://127.0.0.1:port, got {rendezvous!r}"
+        )
     try:
         return TCPStore(
             url.hostname,
@@ -118,11 +127,14 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Store
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        raise TransportError(f"tensor-parallel rank {parallel.tp_rank} could not reach {rendezvous}: {error}") from error
+        raise TransportError(
+            f"tensor-parallel rank {parallel.tp_rank} could not reach {rendezvous}: {error}"
+        ) from error
 
 
 def _gloo_on_loopback(parallel: ParallelConfig, store: Store, timeout_s: float) -> Any:
-    # The usual entry point takes the device from the host name and keeps the group in a global; the class itself does neither.
+    # The usual entry point takes the device from the host name and keeps the group in a global; the
+    # class itself does neither.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  the only way to choose the interface
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
@@ -130,17 +142,20 @@ def _gloo_on_loopback(parallel: ParallelConfig, store: Store, timeout_s: float) 
     return gloo(store, parallel.tp_rank, parallel.tp_size, options)
 
 
-# -------------------- nccl group --------------------
-# The sums of tensor-parallel ranks that have a GPU each: NCCL adds up between the GPUs, gloo keeps the promises of `parallel`.
+# -------------------- nccl group -------------------- The sums of tensor-parallel ranks that have a
+# GPU each: NCCL adds up between the GPUs, gloo keeps the promises of `parallel`.
 #
-# NCCL's operations are kernels: the host does not wait for them, and they wait for a rank that has died for ever. So at the end of each
-# step's operations the ranks meet once over gloo, where a death is noticed at once, and then wait for the device with a deadline.
-# Owned by the worker's engine thread.
+# NCCL's operations are kernels: the host does not wait for them, and they wait for a rank that has
+# died for ever. So at the end of each step's operations the ranks meet once over gloo, where a
+# death is noticed at once, and then wait for the device with a deadline. Owned by the worker's
+# engine thread.
 
 
 POLL_INTERVAL_S = 0.0001
 MONITORING_VARIABLE = "TORCH_NCCL_ENABLE_MONITORING"
-"""A thread of torch that looks into the store for as long as the group lives. Ours is gone once all ranks have met."""
+"""A thread of torch that looks into the store for as long as the group lives. Ours is gone once all
+ranks have met.
+"""
 
 
 def has_nccl() -> bool:
@@ -149,9 +164,17 @@ def has_nccl() -> bool:
 
 
 class NcclGroup:
-    def __init__(self, parallel: ParallelConfig, store: Store, gloo: GlooGroup, device: torch.device, timeout_s: float) -> None:
-        """Meet the other ranks at `store`; blocks until all are there, and uses it no more afterwards. `gloo` joins the same ranks, and
-        is closed with this."""
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        store: Store,
+        gloo: GlooGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Meet the other ranks at `store`; blocks until all are there, and uses it no more
+        afterwards. `gloo` joins the same ranks, and is closed with this.
+        """
         self._size = parallel.tp_size
         self._rank_name = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
         self._gloo = gloo
@@ -196,7 +219,9 @@ class NcclGroup:
         deadline = time.monotonic() + self._timeout_s
         while not done.query():
             if time.monotonic() > deadline:
-                raise TransportError(f"{self._rank_name} waited {self._timeout_s:g} s for the other ranks' GPUs")
+                raise TransportError(
+                    f"{self._rank_name} waited {self._timeout_s:g} s for the other ranks' GPUs"
+                )
             time.sleep(POLL_INTERVAL_S)
 
     @contextmanager

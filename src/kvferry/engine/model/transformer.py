@@ -13,7 +13,13 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from kvferry.engine.cache.layout import LayerCache
-from kvferry.engine.model.attention import RotaryTable, attend, make_rotary_table, merge_heads, project
+from kvferry.engine.model.attention import (
+    RotaryTable,
+    attend,
+    make_rotary_table,
+    merge_heads,
+    project,
+)
 from kvferry.engine.model.config import ModelConfig, RopeConfig
 from kvferry.engine.model.flat_batch import AttentionPlan, FlatBatch
 from kvferry.engine.model.tensor_parallel import TensorParallelGroup
@@ -23,7 +29,9 @@ __all__ = ["LayerHooks", "Model"]
 
 
 class LayerHooks(Protocol):
-    """What a worker does around each layer of a forward pass (a connector's `wait_for_layer_load` and `save_kv_layer`)."""
+    """What a worker does around each layer of a forward pass (a connector's `wait_for_layer_load`
+    and `save_kv_layer`).
+    """
 
     def before_layer(self, layer_name: str) -> None:
         """Called before the layer's cache is read or written."""
@@ -41,27 +49,46 @@ class Model:
     rotary: Mapping[RopeConfig, RotaryTable]
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: ModelWeights, precision: Precision, group: TensorParallelGroup) -> "Model":
+    def build(
+        cls,
+        config: ModelConfig,
+        weights: ModelWeights,
+        precision: Precision,
+        group: TensorParallelGroup,
+    ) -> "Model":
         rotary = {
-            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute).on(weights.device)
+            rope: make_rotary_table(
+                rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute
+            ).on(weights.device)
             for rope in {layer.rope for layer in config.layers}
         }
         return cls(config, weights, precision, group, rotary)
 
-    def forward(self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None) -> torch.Tensor:
-        """[sampled rows, vocabulary], the same on every rank. Writes K and V of every row into `caches`, one per layer."""
+    def forward(
+        self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None
+    ) -> torch.Tensor:
+        """[sampled rows, vocabulary], the same on every rank. Writes K and V of every row into
+        `caches`, one per layer.
+        """
         hidden = self._embed(batch.token_ids)
         rotary = {rope: table.at(batch.positions) for rope, table in self.rotary.items()}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
             if hooks is not None:
                 hooks.before_layer(cache.name)
             group, rope = batch.groups[cache.group], self.config.layers[index].rope
-            queries, content = project(layer.attention, self.config.attention, layer.input_norm(hidden), rotary[rope])
+            queries, content = project(
+                layer.attention, self.config.attention, layer.input_norm(hidden), rotary[rope]
+            )
             cache.write(group.blocks, batch.offsets, content)
             plan = group.plan
             if index == len(caches) - 1:
-                # Only sampled rows go on from here; nobody looks at what the last layer makes of the others.
-                plan, hidden, queries = group.sampled_plan, hidden[batch.sampled_rows], queries[batch.sampled_rows]
+                # Only sampled rows go on from here; nobody looks at what the last layer makes of
+                # the others.
+                plan, hidden, queries = (
+                    group.sampled_plan,
+                    hidden[batch.sampled_rows],
+                    queries[batch.sampled_rows],
+                )
             if len(hidden):
                 hidden = self._finish_layer(layer, cache, plan, queries, hidden)
             if hooks is not None:
@@ -73,12 +100,24 @@ class Model:
         if not self.config.is_gemma:
             return hidden
         # The factor is rounded to the format of the weights, as it was in training.
-        return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=self.precision.weights, device="cpu").item()
+        return (
+            hidden
+            * torch.tensor(
+                self.config.hidden_size**0.5, dtype=self.precision.weights, device="cpu"
+            ).item()
+        )
 
     def _finish_layer(
-        self, layer: LayerWeights, cache: LayerCache, plan: AttentionPlan, queries: torch.Tensor, hidden: torch.Tensor
+        self,
+        layer: LayerWeights,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        queries: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
-        attended = attend(queries, cache, plan, self.config.attention.scale, self.precision.attention).to(hidden.dtype)
+        attended = attend(
+            queries, cache, plan, self.config.attention.scale, self.precision.attention
+        ).to(hidden.dtype)
         output = self.group.sum(layer.output(merge_heads(layer.attention, attended)))
         hidden = hidden + (output if layer.output_norm is None else layer.output_norm(output))
         gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)

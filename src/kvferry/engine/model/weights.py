@@ -26,16 +26,24 @@ __all__ = [
 
 
 FLOAT64_WEIGHTS_LIMIT_BYTES = 256 * 1024 * 1024
-"""Checkpoints up to this size are computed in float64: those of float32 everywhere, those of half precision on GPUs.
+"""Checkpoints up to this size are computed in float64: those of float32 everywhere, those of half
+precision on GPUs.
 
-The order in which a matrix product adds up depends on the batch, on chunking and on the number of ranks. In float32 that moves a logit by
-about 1e-6, in half precision by about 1e-3, enough to change a greedy token now and then; in float64 by about 1e-14. It costs time and, for
-the weights, two to four times the memory, so models above the limit are computed in their own format. Half precision on CPUs is what one
-chooses for speed, and stays as it is. The cache keeps its own format everywhere: the bytes that move are those of any other model.
+The order in which a matrix product adds up depends on the batch, on chunking and on the number of
+ranks. In float32 that moves a logit by about 1e-6, in half precision by about 1e-3, enough to
+change a greedy token now and then; in float64 by about 1e-14. It costs time and, for the weights,
+two to four times the memory, so models above the limit are computed in their own format. Half
+precision on CPUs is what one chooses for speed, and stays as it is. The cache keeps its own format
+everywhere: the bytes that move are those of any other model.
 """
 
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CACHE_DTYPES = {**WEIGHT_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHE_DTYPES = {
+    **WEIGHT_DTYPES,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 COMPUTE_DTYPES = {**WEIGHT_DTYPES, "float64": torch.float64}
 
 
@@ -44,7 +52,9 @@ class Precision:
     weights: torch.dtype
     """The values of the weights are rounded to this; they are kept in `compute`."""
     cache: torch.dtype
-    """K and V are stored in this, with a scale of 1, and widened before anything is computed with them."""
+    """K and V are stored in this, with a scale of 1, and widened before anything is computed with
+    them.
+    """
     compute: torch.dtype
 
     @property
@@ -53,7 +63,9 @@ class Precision:
         return torch.promote_types(self.compute, torch.float32)
 
 
-def choose_precision(options: EngineOptions, checkpoint_dtype: str, checkpoint_bytes: int) -> Precision:
+def choose_precision(
+    options: EngineOptions, checkpoint_dtype: str, checkpoint_bytes: int
+) -> Precision:
     """`checkpoint_bytes` is the size of all weights, the same on every rank."""
     weights = _dtype("dtype", options.dtype, WEIGHT_DTYPES, WEIGHT_DTYPES[checkpoint_dtype])
     is_small = checkpoint_bytes <= FLOAT64_WEIGHTS_LIMIT_BYTES
@@ -61,7 +73,12 @@ def choose_precision(options: EngineOptions, checkpoint_dtype: str, checkpoint_b
     return Precision(
         weights=weights,
         cache=_dtype("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES, weights),
-        compute=_dtype("compute_dtype", options.compute_dtype, COMPUTE_DTYPES, torch.float64 if is_wide else weights),
+        compute=_dtype(
+            "compute_dtype",
+            options.compute_dtype,
+            COMPUTE_DTYPES,
+            torch.float64 if is_wide else weights,
+        ),
     )
 
 
@@ -76,10 +93,11 @@ def _dtype(key: str, name: str, known: dict[str, torch.dtype], auto: torch.dtype
 # -------------------- weights --------------------
 # The weights of one tensor-parallel rank, cut out of a checkpoint.
 #
-# Query heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t, (r+1)/t) of q, gate and up, the matching input
-# columns of o and down (their products are summed over ranks), and its share of the output vocabulary. KV heads are split likewise; with
-# more ranks than KV heads, neighbours hold the same one. Norms, input embeddings and what makes latents are whole on every rank.
-# Reads files; otherwise pure.
+# Query heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t,
+# (r+1)/t) of q, gate and up, the matching input columns of o and down (their products are summed
+# over ranks), and its share of the output vocabulary. KV heads are split likewise; with more ranks
+# than KV heads, neighbours hold the same one. Norms, input embeddings and what makes latents are
+# whole on every rank. Reads files; otherwise pure.
 
 
 LATENT_NORM_EPS = 1e-6
@@ -97,7 +115,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """Root mean square norm over the last dimension, in at least float32; multiplied in the format of `weight`."""
+    """Root mean square norm over the last dimension, in at least float32; multiplied in the format
+    of `weight`.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -166,7 +186,11 @@ class ModelWeights:
 
 
 def load_weights(
-    config: ModelConfig, checkpoint: Checkpoint, parallel: ParallelConfig, precision: Precision, device: torch.device
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    parallel: ParallelConfig,
+    precision: Precision,
+    device: torch.device,
 ) -> ModelWeights:
     """Everything is checked against the configuration before the first tensor is read."""
     config.check_tensor_parallel(parallel.tp_size)
@@ -174,10 +198,17 @@ def load_weights(
     shard = _ShardReader(checkpoint, config, parallel, precision, device)
     embedding = shard.whole("model.embed_tokens.weight")
     is_tied = config.has_tied_embeddings
-    lm_head = shard.vocabulary_of(embedding) if is_tied else shard.vocabulary("lm_head.weight", config.vocab_size)
+    lm_head = (
+        shard.vocabulary_of(embedding)
+        if is_tied
+        else shard.vocabulary("lm_head.weight", config.vocab_size)
+    )
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(config, shard, f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        layers=tuple(
+            _load_layer(config, shard, f"model.layers.{layer}.")
+            for layer in range(config.num_layers)
+        ),
         norm=shard.norm("model.norm"),
         lm_head=Linear(lm_head),
     )
@@ -195,7 +226,9 @@ class _ShardReader:
 
     @property
     def kv_heads(self) -> range:
-        return heads_of(self.parallel.tp_rank, self.parallel.tp_size, self.config.attention.num_kv_heads)
+        return heads_of(
+            self.parallel.tp_rank, self.parallel.tp_size, self.config.attention.num_kv_heads
+        )
 
     def whole(self, name: str) -> torch.Tensor:
         return self._cast(self.checkpoint.read(name))
@@ -212,10 +245,14 @@ class _ShardReader:
 
     def rows(self, *names: str) -> torch.Tensor:
         """This rank's rows of several tensors, one below the other."""
-        return self._cast(torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names]))
+        return self._cast(
+            torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names])
+        )
 
     def columns(self, name: str) -> torch.Tensor:
-        return self._cast(self.checkpoint.read(name, columns=self._part(self.checkpoint.tensors[name].shape[1])))
+        return self._cast(
+            self.checkpoint.read(name, columns=self._part(self.checkpoint.tensors[name].shape[1]))
+        )
 
     def replicated(self, prefix: str) -> Linear:
         return Linear(self.whole(f"{prefix}.weight"), self.optional(f"{prefix}.bias"))
@@ -234,7 +271,9 @@ class _ShardReader:
         return self._padded(self._cast(self.checkpoint.read(name, rows=rows)), vocab_size)
 
     def vocabulary_of(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The same of tensors that are tied to the embedding; a view of it unless rows must be added."""
+        """The same of tensors that are tied to the embedding; a view of it unless rows must be
+        added.
+        """
         return self._padded(embedding[self._vocabulary_rows(len(embedding))], len(embedding))
 
     def _rows_of(self, name: str) -> slice:
@@ -249,7 +288,10 @@ class _ShardReader:
 
     def _vocabulary_rows(self, vocab_size: int) -> slice:
         step = -(-vocab_size // self.parallel.tp_size)
-        return slice(min(self.parallel.tp_rank * step, vocab_size), min((self.parallel.tp_rank + 1) * step, vocab_size))
+        return slice(
+            min(self.parallel.tp_rank * step, vocab_size),
+            min((self.parallel.tp_rank + 1) * step, vocab_size),
+        )
 
     def _padded(self, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
         missing = -(-vocab_size // self.parallel.tp_size) - len(rows)
@@ -270,7 +312,9 @@ def _load_layer(config: ModelConfig, shard: _ShardReader, prefix: str) -> LayerW
         else _load_latent(latent, shard, f"{prefix}self_attn."),
         output=shard.row_parallel(f"{prefix}self_attn.o_proj"),
         output_norm=shard.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
-        mlp_norm=shard.norm(f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"),
+        mlp_norm=shard.norm(
+            f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"
+        ),
         gate_up=shard.column_parallel(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
         down=shard.row_parallel(f"{prefix}mlp.down_proj"),
         down_norm=shard.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
@@ -289,7 +333,9 @@ def _load_heads(config: ModelConfig, shard: _ShardReader, prefix: str) -> HeadWe
 
 def _load_latent(latent: LatentShape, shard: _ShardReader, prefix: str) -> LatentWeights:
     is_direct = latent.q_lora_rank is None
-    up = shard.rows(f"{prefix}kv_b_proj.weight").unflatten(0, (-1, latent.qk_nope_head_dim + latent.v_head_dim))
+    up = shard.rows(f"{prefix}kv_b_proj.weight").unflatten(
+        0, (-1, latent.qk_nope_head_dim + latent.v_head_dim)
+    )
     keys, values = up.split((latent.qk_nope_head_dim, latent.v_head_dim), dim=1)
     return LatentWeights(
         query_down=None if is_direct else shard.replicated(f"{prefix}q_a_proj"),

@@ -1,6 +1,8 @@
-"""D's word at the end of a conversation's turn, taken out of its answer: it is the router's, and no client's. Pure.
+"""D's word at the end of a conversation's turn, taken out of its answer: it is the router's, and no
+client's. Pure.
 
-An engine that streams says it in an event of its own before `[DONE]`; in a whole answer it is one key. Everything else passes as it came.
+An engine that streams says it in an event of its own before `[DONE]`; in a whole answer it is one
+key. Everything else passes as it came.
 """
 
 import re
@@ -22,7 +24,9 @@ _EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 
 
 class TurnParamsFilter:
-    """Between D's stream and the client: `feed` each segment, b"" at the end. `params` is what was found."""
+    """Between D's stream and the client: `feed` each segment, b"" at the end. `params` is what was
+    found.
+    """
 
     __slots__ = ("_rest", "params")
 
@@ -47,7 +51,10 @@ class TurnParamsFilter:
             return events
         parts = _EVENT_END.split(events)
         # Event, end, event, end, …, and what follows the last end.
-        return b"".join(self._strip(event, end) for event, end in zip(parts[::2], [*parts[1::2], b""], strict=True))
+        return b"".join(
+            self._strip(event, end)
+            for event, end in zip(parts[::2], [*parts[1::2], b""], strict=True)
+        )
 
     def _strip(self, event: bytes, end: bytes) -> bytes:
         found = _take(event.removeprefix(b"data:")) if event.startswith(b"data:") else None
@@ -66,7 +73,9 @@ def _after_last(text: bytes, mark: bytes) -> int:
 
 
 def take_turn_params(body: bytes) -> tuple[bytes | None, bytes]:
-    """The params in a whole answer, and the answer without them. One that cannot be read is passed on as it is."""
+    """The params in a whole answer, and the answer without them. One that cannot be read is passed
+    on as it is.
+    """
     found = _take(body)
     return (None, body) if found is None else (found[0], msgspec.json.encode(found[1]))
 

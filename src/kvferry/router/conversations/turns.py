@@ -1,7 +1,9 @@
-"""Keeps what D said at the end of a conversation's turn until the next one, for P. Runs on the event loop.
+"""Keeps what D said at the end of a conversation's turn until the next one, for P. Runs on the
+event loop.
 
-Where D's answer could not say it (vLLM leaves it out of streams), D's side channel is asked, by the word that the turn was given. The next
-turn may come before the answer does: it waits a moment for it.
+Where D's answer could not say it (vLLM leaves it out of streams), D's side channel is asked, by the
+word that the turn was given. The next turn may come before the answer does: it waits a moment for
+it.
 """
 
 import asyncio
@@ -73,7 +75,9 @@ class TurnTracker:
             return
         task = asyncio.create_task(self._ask(key, leg, turn_id, context.prefiller))
         self._queries[key] = task
-        task.add_done_callback(lambda done: self._queries.pop(key) if self._queries.get(key) is done else None)
+        task.add_done_callback(
+            lambda done: self._queries.pop(key) if self._queries.get(key) is done else None
+        )
 
     async def close(self) -> None:
         query = list(self._queries.values())
@@ -81,11 +85,15 @@ class TurnTracker:
             task.cancel()
         await asyncio.gather(*query, return_exceptions=True)
 
-    async def _ask(self, key: tuple[str, str], leg: Leg, turn_id: str, prefiller: Instance | None) -> None:
+    async def _ask(
+        self, key: tuple[str, str], leg: Leg, turn_id: str, prefiller: Instance | None
+    ) -> None:
         assert self.ask is not None
         self._put(key, leg, await self.ask(leg.instance, turn_id), prefiller)
 
-    def _put(self, key: tuple[str, str], leg: Leg, params: bytes | None, prefiller: Instance | None) -> None:
+    def _put(
+        self, key: tuple[str, str], leg: Leg, params: bytes | None, prefiller: Instance | None
+    ) -> None:
         """Also where D keeps nothing: whom the conversation was with is worth knowing."""
         ttl_s, params_read = self.ttl_s, _read(params) if params else None
         if params_read is None or params_read.ticket is None:
@@ -93,7 +101,9 @@ class TurnTracker:
         elif params_read.ttl_s is not None:
             ttl_s = min(ttl_s, params_read.ttl_s)
         if self.fleet.is_current(leg):
-            self.conversations.put(*key, LastTurn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic())
+            self.conversations.put(
+                *key, LastTurn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic()
+            )
 
 
 def _read(params: bytes) -> _TurnParams | None:
@@ -103,8 +113,8 @@ def _read(params: bytes) -> _TurnParams | None:
         return None
 
 
-# -------------------- turn questions --------------------
-# Asks a decode instance's side channel what it has kept of a turn, where its stream could not say. Runs on the event loop.
+# -------------------- turn questions -------------------- Asks a decode instance's side channel
+# what it has kept of a turn, where its stream could not say. Runs on the event loop.
 
 
 ASK_TIMEOUT_S = 2.0

@@ -1,4 +1,6 @@
-"""The dashboard's static files, read once from this package, and the headers they are served with."""
+"""The dashboard's static files, read once from this package, and the headers they are served
+with.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -7,7 +9,11 @@ from importlib import resources
 
 __all__ = ["DATA_HEADERS", "DashboardFiles", "StaticFile"]
 
-_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -22,7 +28,11 @@ _POLICY = "; ".join(
 )
 _SAFE = (("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"))
 
-DATA_HEADERS: Sequence[tuple[str, str]] = (("Content-Type", "application/json"), ("Cache-Control", "no-store"), *_SAFE)
+DATA_HEADERS: Sequence[tuple[str, str]] = (
+    ("Content-Type", "application/json"),
+    ("Cache-Control", "no-store"),
+    *_SAFE,
+)
 """Of `/dashboard/state` and `/dashboard/requests/…`."""
 
 
@@ -34,7 +44,9 @@ class StaticFile:
 
     @property
     def headers(self) -> Sequence[tuple[str, str]]:
-        """Asked for anew each time, and answered with 304 while nothing has changed: an update of the router is an update of the page."""
+        """Asked for anew each time, and answered with 304 while nothing has changed: an update of
+        the router is an update of the page.
+        """
         return (
             ("Content-Type", self.content_type),
             ("Cache-Control", "no-cache"),
@@ -46,7 +58,9 @@ class StaticFile:
 
 @dataclass(frozen=True, slots=True)
 class DashboardFiles:
-    """By the path they are served under. The page itself is `/dashboard`, without a slash: its links are relative to the root."""
+    """By the path they are served under. The page itself is `/dashboard`, without a slash: its
+    links are relative to the root.
+    """
 
     _files: Mapping[str, StaticFile] = field(default_factory=dict)
 
@@ -58,7 +72,9 @@ class DashboardFiles:
             if content_type is not None:
                 body = entry.read_bytes()
                 path = "/dashboard" if entry.name == "index.html" else f"/dashboard/{entry.name}"
-                files[path] = StaticFile(content_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+                files[path] = StaticFile(
+                    content_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+                )
         return cls(files)
 
     def find(self, path: str) -> StaticFile | None:

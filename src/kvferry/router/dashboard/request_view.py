@@ -1,7 +1,8 @@
-"""One request's timeline as the dashboard shows it: phases with a beginning and an end, in seconds since the request arrived. Pure.
+"""One request's timeline as the dashboard shows it: phases with a beginning and an end, in seconds
+since the request arrived. Pure.
 
-The router knows when it asked whom. What happens inside D until its first token (lease, transfer, confirmation) only D knows; where D
-tells, the wait for D is shown in its parts.
+The router knows when it asked whom. What happens inside D until its first token (lease, transfer,
+confirmation) only D knows; where D tells, the wait for D is shown in its parts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,9 @@ from kvferry.web.transfer_records import TransferRecord
 __all__ = ["RequestDetail", "RequestPhase", "state_of", "view_request"]
 
 _SAME_MOMENT_S = 1.0
-"""Records of the choices of one request are this close to each other; another request of the same name seldom is."""
+"""Records of the choices of one request are this close to each other; another request of the same
+name seldom is.
+"""
 _UNSEEN_S = 0.0005
 """Less than a question and its answer take on one machine: a gap of this size may be none."""
 FormatSubject = Callable[[object], str]
@@ -62,15 +65,26 @@ def state_of(timeline: Timeline) -> str:
                 state = "decode"
             case RequestEvent.FIRST_TOKEN:
                 state = "streaming"
-            case RequestEvent.ADMITTED | RequestEvent.PREFILL_ENDED | RequestEvent.PREFILL_FAILED | RequestEvent.DECODE_FAILED:
+            case (
+                RequestEvent.ADMITTED
+                | RequestEvent.PREFILL_ENDED
+                | RequestEvent.PREFILL_FAILED
+                | RequestEvent.DECODE_FAILED
+            ):
                 state = "routing" if state != "decode" else state
     return state
 
 
-def view_request(timeline: Timeline, records: Sequence[TransferRecord], now: float, shown: FormatSubject = str) -> RequestDetail:
+def view_request(
+    timeline: Timeline, records: Sequence[TransferRecord], now: float, shown: FormatSubject = str
+) -> RequestDetail:
     """`records`: what the decode instance says under this request's name."""
     record = _matching_record(timeline, records, now)
-    phases = [*_queued(timeline), *_prefills(timeline, shown), *_decodes(timeline, record, now, shown)]
+    phases = [
+        *_queued(timeline),
+        *_prefills(timeline, shown),
+        *_decodes(timeline, record, now, shown),
+    ]
     return RequestDetail(
         id=timeline.request_id,
         route=timeline.route,
@@ -90,23 +104,37 @@ def view_request(timeline: Timeline, records: Sequence[TransferRecord], now: flo
 
 def _queued(timeline: Timeline) -> Iterator[RequestPhase]:
     first = timeline.marks[0][1] if timeline.marks else timeline.ended
-    yield RequestPhase(name="queued", began_s=0.0, ended_s=None if first is None else first - timeline.arrived)
+    yield RequestPhase(
+        name="queued", began_s=0.0, ended_s=None if first is None else first - timeline.arrived
+    )
 
 
 def _prefills(timeline: Timeline, shown: FormatSubject) -> Iterator[RequestPhase]:
-    return _tries(timeline, "prefill", (RequestEvent.PREFILL_BEGAN, RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED), shown)
+    return _tries(
+        timeline,
+        "prefill",
+        (RequestEvent.PREFILL_BEGAN, RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED),
+        shown,
+    )
 
 
 def _tries(
-    timeline: Timeline, name: str, marks: tuple[RequestEvent, RequestEvent, RequestEvent], shown: FormatSubject
+    timeline: Timeline,
+    name: str,
+    marks: tuple[RequestEvent, RequestEvent, RequestEvent],
+    shown: FormatSubject,
 ) -> Iterator[RequestPhase]:
-    """Each try of one leg. `marks`: its beginning, its end, its failure; another beginning ends it too."""
+    """Each try of one leg. `marks`: its beginning, its end, its failure; another beginning ends it
+    too.
+    """
     began, _, failed = marks
     made = [entry for entry in timeline.marks if entry[0] in marks]
     for index, (mark, at, instance) in enumerate(made):
         if mark is not began:
             continue
-        end, ended, about = made[index + 1] if index + 1 < len(made) else (None, timeline.ended, None)
+        end, ended, about = (
+            made[index + 1] if index + 1 < len(made) else (None, timeline.ended, None)
+        )
         yield RequestPhase(
             name=name,
             began_s=at - timeline.arrived,
@@ -117,11 +145,24 @@ def _tries(
         )
 
 
-def _decodes(timeline: Timeline, record: TransferRecord | None, now: float, shown: FormatSubject) -> Iterator[RequestPhase]:
-    tries = list(_tries(timeline, "decode", (RequestEvent.DECODE_BEGAN, RequestEvent.FIRST_TOKEN, RequestEvent.DECODE_FAILED), shown))
+def _decodes(
+    timeline: Timeline, record: TransferRecord | None, now: float, shown: FormatSubject
+) -> Iterator[RequestPhase]:
+    tries = list(
+        _tries(
+            timeline,
+            "decode",
+            (RequestEvent.DECODE_BEGAN, RequestEvent.FIRST_TOKEN, RequestEvent.DECODE_FAILED),
+            shown,
+        )
+    )
     yield from tries[:-1]
     for last in tries[-1:]:
-        yield from [last] if record is None or last.is_failed else _parts(last, record, now - timeline.arrived)
+        yield from (
+            [last]
+            if record is None or last.is_failed
+            else _parts(last, record, now - timeline.arrived)
+        )
     answered = timeline.time_of(RequestEvent.FIRST_TOKEN)
     if answered is not None:
         yield RequestPhase(
@@ -137,7 +178,8 @@ def _decodes(timeline: Timeline, record: TransferRecord | None, now: float, show
 def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[RequestPhase]:
     """The wait for D's first token, as D saw it, put where it fits into ours."""
     began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
-    # When D's engine had it: D's words took a moment to get here, and what D did was over before we heard of it.
+    # When D's engine had it: D's words took a moment to get here, and what D did was over before we
+    # heard of it.
     received = max(began, min(now_s - record.age_s, limit - (record.first_token_s or 0.0)))
     if received - began < _UNSEEN_S:
         received = began
@@ -154,19 +196,36 @@ def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[
             continue
         ended = min(received + after_s, limit)
         if ended >= began:
-            yield RequestPhase(name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail)
+            yield RequestPhase(
+                name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail
+            )
             began = ended
     name = "failed" if record.failure else "first token"
     is_failed = bool(record.failure)
-    yield RequestPhase(name=name, began_s=began, ended_s=leg.ended_s, instance=leg.instance, detail=record.failure, is_failed=is_failed)
+    yield RequestPhase(
+        name=name,
+        began_s=began,
+        ended_s=leg.ended_s,
+        instance=leg.instance,
+        detail=record.failure,
+        is_failed=is_failed,
+    )
 
 
 def _moved(record: TransferRecord) -> str:
-    return f"{record.bytes:,} bytes in {record.segments:,} segments by {record.transport}" if record.transport else ""
+    return (
+        f"{record.bytes:,} bytes in {record.segments:,} segments by {record.transport}"
+        if record.transport
+        else ""
+    )
 
 
-def _matching_record(timeline: Timeline, records: Sequence[TransferRecord], now: float) -> TransferRecord | None:
-    """Clients choose ids, and choose the same again: the record that is as old as our question. Of choices, one that was read for."""
+def _matching_record(
+    timeline: Timeline, records: Sequence[TransferRecord], now: float
+) -> TransferRecord | None:
+    """Clients choose ids, and choose the same again: the record that is as old as our question. Of
+    choices, one that was read for.
+    """
     asked = timeline.time_of(RequestEvent.DECODE_BEGAN)
     if asked is None or not records:
         return None

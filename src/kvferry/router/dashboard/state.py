@@ -1,6 +1,8 @@
-"""What `GET /dashboard/state` says: everything the page shows, as one JSON object. Pure; built anew for each question.
+"""What `GET /dashboard/state` says: everything the page shows, as one JSON object. Pure; built anew
+for each question.
 
-Lists are cut to what a page can show. Times are ages and durations: the page's clock is another one.
+Lists are cut to what a page can show. Times are ages and durations: the page's clock is another
+one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,13 +235,18 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
     )
 
 
-def _rows(timelines: Iterable[Timeline], limit: int, now: float, shown: FormatSubject) -> list[RequestRow]:
+def _rows(
+    timelines: Iterable[Timeline], limit: int, now: float, shown: FormatSubject
+) -> list[RequestRow]:
     return [_row(timeline, now, shown) for timeline in islice(timelines, limit)]
 
 
 def _row(timeline: Timeline, now: float, shown: FormatSubject) -> RequestRow:
     first = timeline.time_of(RequestEvent.FIRST_TOKEN)
-    prefill, decode = timeline.last_about(RequestEvent.PREFILL_BEGAN), timeline.last_about(RequestEvent.DECODE_BEGAN)
+    prefill, decode = (
+        timeline.last_about(RequestEvent.PREFILL_BEGAN),
+        timeline.last_about(RequestEvent.DECODE_BEGAN),
+    )
     return RequestRow(
         id=timeline.request_id,
         route=timeline.route,
@@ -288,7 +295,9 @@ def _headline(time_series: TimeSeries, minute: Sequence[SecondStats], now: float
     def per_s(count_of: Callable[[SecondStats], int]) -> float:
         return sum(map(count_of, minute)) / len(minute) if minute else 0.0
 
-    def over(histogram_of: Callable[[SecondStats], LatencyHistogram]) -> tuple[float | None, float | None]:
+    def over(
+        histogram_of: Callable[[SecondStats], LatencyHistogram],
+    ) -> tuple[float | None, float | None]:
         histogram = time_series.over_last(HEADLINE_S, now, histogram_of)
         return quantile(histogram, 0.5), quantile(histogram, 0.99)
 

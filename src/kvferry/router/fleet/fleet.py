@@ -4,11 +4,13 @@ Candidates come in tiers, and the role's policy chooses within the first that is
 
 1. usable: not draining, not resting, not ejected, or half open with no trial under way;
 2. resting: answered 503 a moment ago;
-3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What else is there to lose?
+3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What
+   else is there to lose?
 
-In a role that has to answer the last one that is not ejected never is; while it fails too (`suspect`), it counts as the others do.
-In a spare role (P, where D can compute alone) all may be ejected. Draining ones are never chosen.
-Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
+In a role that has to answer the last one that is not ejected never is; while it fails too
+(`suspect`), it counts as the others do. In a spare role (P, where D can compute alone) all may be
+ejected. Draining ones are never chosen. Pure: the caller passes `now` (local monotonic seconds) and
+chance. One thread.
 """
 
 from collections import Counter
@@ -27,11 +29,18 @@ __all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHint
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    policies: Mapping[Role, str] = field(default_factory=lambda: {Role.PREFILL: "prefix_affinity", Role.DECODE: "conversation_affinity"})
+    policies: Mapping[Role, str] = field(
+        default_factory=lambda: {
+            Role.PREFILL: "prefix_affinity",
+            Role.DECODE: "conversation_affinity",
+        }
+    )
     optional_roles: frozenset[Role] = frozenset()
     """The router can do without them."""
     max_ejected_share: float = 1.0
-    """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few instances that carry it all."""
+    """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few
+    instances that carry it all.
+    """
     health: HealthOptions = field(default_factory=HealthOptions)
 
 
@@ -49,11 +58,13 @@ class Fleet:
         """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
         self._options = options
         self._draw = draw
-        self._by_role = {role: _RoleMembers(make_policy(options.policies[role], role, draw)) for role in Role}
+        self._by_role = {
+            role: _RoleMembers(make_policy(options.policies[role], role, draw)) for role in Role
+        }
         self._members: dict[Instance, Member] = {}
         self._num_chosen = 0
 
-    # -- who there is ----------------------------------------------------------------------------------------------------
+    # -- who there is --
 
     def add(self, instance: Instance, now: float) -> Member:
         """For good, until it is removed. Ends the draining of one that is there."""
@@ -64,8 +75,9 @@ class Fleet:
         return member
 
     def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
-        """It registered itself, or does so again: it stays for `ttl_s` more. That does not undo an operator's word: one that was added
-        for good stays so, one that drains goes on draining."""
+        """It registered itself, or does so again: it stays for `ttl_s` more. That does not undo an
+        operator's word: one that was added for good stays so, one that drains goes on draining.
+        """
         is_known = instance in self._members
         member = self._admit(instance, now)
         if not is_known or not member.is_static:
@@ -84,7 +96,9 @@ class Fleet:
         return member is not None
 
     def leave(self, instance: Instance) -> bool:
-        """As `drain`, by the instance's own word: its next life may register again, unless an operator has said otherwise."""
+        """As `drain`, by the instance's own word: its next life may register again, unless an
+        operator has said otherwise.
+        """
         member = self._members.get(instance)
         if member is not None and not member.is_draining:
             self.drain(instance)
@@ -111,7 +125,9 @@ class Fleet:
         return gone
 
     def restarted(self, instance: Instance, now: float) -> None:
-        """Another process answers at its address: no failures, nothing cached. Draining is an operator's word and stays."""
+        """Another process answers at its address: no failures, nothing cached. Draining is an
+        operator's word and stays.
+        """
         member = self._members.get(instance)
         if member is not None:
             member.breaker.restart()
@@ -129,11 +145,14 @@ class Fleet:
         """How many members had this outcome last; those that have not been asked yet had none."""
         return sum(member.record.last_outcome is outcome for member in self._by_role[role].members)
 
-    # -- who is next -----------------------------------------------------------------------------------------------------
+    # -- who is next --
 
-    def choose(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
-        """Who to give a leg to, among those not tried yet; None when there is none. Its turn is taken: requests that come at once are
-        spread though none of them has begun."""
+    def choose(
+        self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()
+    ) -> Instance | None:
+        """Who to give a leg to, among those not tried yet; None when there is none. Its turn is
+        taken: requests that come at once are spread though none of them has begun.
+        """
         chosen = self._find(role, hints, now, tried)
         if chosen is None:
             return None
@@ -142,14 +161,22 @@ class Fleet:
         self._by_role[role].reasons[reason] += 1
         return member.instance
 
-    def peek(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+    def peek(
+        self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()
+    ) -> Instance | None:
         """Who would be chosen, though nothing is taken."""
         chosen = self._find(role, hints, now, tried)
         return None if chosen is None else chosen[0].instance
 
-    def _find(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance]) -> tuple[Member, str] | None:
+    def _find(
+        self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance]
+    ) -> tuple[Member, str] | None:
         role_members = self._by_role[role]
-        left = [member for member in role_members.members if member.instance not in tried] if tried else role_members.members
+        left = (
+            [member for member in role_members.members if member.instance not in tried]
+            if tried
+            else role_members.members
+        )
         candidates = [member for member in left if member.ready_at <= now]
         tier = ""
         if len(candidates) < len(left):
@@ -167,18 +194,30 @@ class Fleet:
         """Why members were chosen, and how often."""
         return self._by_role[role].reasons
 
-    def _fall_back(self, role: Role, left: list[Member], usable: list[Member], now: float) -> tuple[list[Member], str]:
+    def _fall_back(
+        self, role: Role, left: list[Member], usable: list[Member], now: float
+    ) -> tuple[list[Member], str]:
         """Somebody cannot be used: who can, and of which tier they are if not of the first."""
         has_to_answer = role not in self._options.optional_roles
         if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
             return usable, ""
         active = [member for member in left if not member.is_draining]
-        resting = [member for member in active if member.breaker.not_before <= now and not member.breaker.is_suspect]
+        resting = [
+            member
+            for member in active
+            if member.breaker.not_before <= now and not member.breaker.is_suspect
+        ]
         if resting or not has_to_answer:
             return resting, "resting"
         return active, "last_resort"
 
-    def begin(self, instance: Instance, now: float, hints: RoutingHints | None = None, weight: int | None = None) -> Leg:
+    def begin(
+        self,
+        instance: Instance,
+        now: float,
+        hints: RoutingHints | None = None,
+        weight: int | None = None,
+    ) -> Leg:
         """A leg goes to it now. Whoever begins one ends it, whatever happens."""
         member = self._members.get(instance)
         if member is None:
@@ -196,7 +235,9 @@ class Fleet:
         return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation)
 
     def note_answer(self, leg: Leg, now: float) -> None:
-        """A stream's first segment has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
+        """A stream's first segment has come: it need not end for the instance to be well. Later
+        calls for the same leg change nothing.
+        """
         if not leg.is_answered:
             leg.is_answered = True
             leg.member.breaker.note_answer(leg.generation, now)
@@ -223,8 +264,13 @@ class Fleet:
         member.update_ready_at()
 
     def is_current(self, leg: Leg) -> bool:
-        """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
-        return self._members.get(leg.instance) is leg.member and leg.incarnation == leg.member.incarnation
+        """The instance that was given the leg is still here, in the same life: what it says of its
+        blocks is worth keeping.
+        """
+        return (
+            self._members.get(leg.instance) is leg.member
+            and leg.incarnation == leg.member.incarnation
+        )
 
     def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
         """One that is half open was ejected already, so that its role can spare it."""
@@ -237,12 +283,16 @@ class Fleet:
         if role in self._options.optional_roles:
             return True
         num_ejected = sum(member.breaker.phase is not BreakerPhase.CLOSED for member in active)
-        return num_ejected < min(len(active) - 1, floor(self._options.max_ejected_share * len(active)))
+        return num_ejected < min(
+            len(active) - 1, floor(self._options.max_ejected_share * len(active))
+        )
 
-    # -- probes ----------------------------------------------------------------------------------------------------------
+    # -- probes --
 
     def take_probes(self, now: float) -> list[Instance]:
-        """Whose health check is due; the next one is due an interval later, whatever comes of this."""
+        """Whose health check is due; the next one is due an interval later, whatever comes of
+        this.
+        """
         if not self._options.health.probe_interval_s:
             return []
         due = [member for member in self._members.values() if member.probe_at <= now]
@@ -274,7 +324,7 @@ class Fleet:
         soonest = min(deadlines, default=inf)
         return None if soonest == inf else soonest
 
-    # -- ours ------------------------------------------------------------------------------------------------------------
+    # -- ours --
 
     def _admit(self, instance: Instance, now: float) -> Member:
         member = self._members.get(instance)
@@ -288,5 +338,9 @@ class Fleet:
     def _probe_interval(self, member: Member) -> float:
         """Jittered, so that a fleet that was added at once is not asked at once for ever."""
         health = self._options.health
-        interval = min(health.probe_ejected_s, health.probe_interval_s) if member.breaker.wants_probes else health.probe_interval_s
+        interval = (
+            min(health.probe_ejected_s, health.probe_interval_s)
+            if member.breaker.wants_probes
+            else health.probe_interval_s
+        )
         return interval * (1 - health.jitter * self._draw() / 2)

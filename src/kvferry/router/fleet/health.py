@@ -1,4 +1,5 @@
-"""Whether one instance is given requests: a breaker that opens on failures, rests after refusals, and closes after one good trial.
+"""Whether one instance is given requests: a breaker that opens on failures, rests after refusals,
+and closes after one good trial.
 
 ```
              failures in a row, or too large a share of them, or failed probes
@@ -9,11 +10,12 @@
     └───────────────────── the trial is answered ───────────────────────── half open: one trial leg at a time
 ```
 
-With probes an instance whose time is over is half open when one of them found it well, else only a long time later, as a probe may be
-wrong where a request is right: a dead one is given next to no request of a client. One that was seen down and is up again need not wait
-for the end of its time, and where nothing but probes, or nothing at all, had ever been heard of it, the probe that finds it closes.
-Legs begun before the instance was ejected say nothing about it since.
-Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
+With probes an instance whose time is over is half open when one of them found it well, else only a
+long time later, as a probe may be wrong where a request is right: a dead one is given next to no
+request of a client. One that was seen down and is up again need not wait for the end of its time,
+and where nothing but probes, or nothing at all, had ever been heard of it, the probe that finds it
+closes. Legs begun before the instance was ejected say nothing about it since. Pure: the caller
+passes `now` (local monotonic seconds) and chance. One thread.
 """
 
 from collections.abc import Callable
@@ -44,7 +46,9 @@ class HealthOptions:
     failure_share: float = 0.5
     """Of the legs of a while; see `window_s`."""
     window_s: float = 10.0
-    """So does this share of the legs of about this time, once there are `window_legs`: an instance that answers every other request."""
+    """So does this share of the legs of about this time, once there are `window_legs`: an instance
+    that answers every other request.
+    """
     window_legs: int = 10
     """Fewer say nothing."""
     first_ejection_s: float = 2.0
@@ -52,13 +56,17 @@ class HealthOptions:
     longest_ejection_s: float = 60.0
     """At most."""
     jitter: float = 0.2
-    """An ejection is shorter by up to this share, so that instances that failed together do not come back together."""
+    """An ejection is shorter by up to this share, so that instances that failed together do not
+    come back together.
+    """
     backoff_reset_s: float = 60.0
     """So long after its last ejection ended an instance starts again with the first one's time."""
     probe_interval_s: float = 5.0
     """0: no probes."""
     probe_ejected_s: float = 1.0
-    """Between two looks at an instance that is left out, was found unhealthy, or has not been reached yet."""
+    """Between two looks at an instance that is left out, was found unhealthy, or has not been
+    reached yet.
+    """
     max_failed_probes: int = 2
     """As many in a row leave it out."""
 
@@ -81,7 +89,9 @@ class BreakerPhase(Enum):
 
 @dataclass(slots=True)
 class _Window:
-    """Legs and failures of the last one to two halves of a window. Two counters age as a whole, which is cheap and good enough."""
+    """Legs and failures of the last one to two halves of a window. Two counters age as a whole,
+    which is cheap and good enough.
+    """
 
     half_s: float
     _ends_at: float = -inf
@@ -107,7 +117,9 @@ class _Window:
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one instance. `not_before`: when it may be given a leg; in the past while nothing is wrong, never while a trial is under way."""
+    """Of one instance. `not_before`: when it may be given a leg; in the past while nothing is
+    wrong, never while a trial is under way.
+    """
 
     options: HealthOptions
     draw: Callable[[], float]
@@ -124,7 +136,9 @@ class Breaker:
     is_reached: bool = False
     """A leg was answered, or a probe: it is more than a line in a configuration."""
     _is_absent: bool = False
-    """It was ejected because it did not answer probes, or because nobody was there yet; not because it answered legs badly."""
+    """It was ejected because it did not answer probes, or because nobody was there yet; not because
+    it answered legs badly.
+    """
     _streak: int = 0
     _window: _Window = field(init=False)
 
@@ -134,12 +148,17 @@ class Breaker:
     @property
     def is_suspect(self) -> bool:
         """It would be ejected if its role could spare it."""
-        is_bad = self.failures_in_a_row >= self.options.failures_in_a_row or self.failed_probes_in_a_row >= self.options.max_failed_probes
+        is_bad = (
+            self.failures_in_a_row >= self.options.failures_in_a_row
+            or self.failed_probes_in_a_row >= self.options.max_failed_probes
+        )
         return is_bad and self.phase is BreakerPhase.CLOSED
 
     @property
     def is_reachable(self) -> bool:
-        """Somebody has reached it and nothing says that it has gone since. Where there are no probes, that is taken on trust."""
+        """Somebody has reached it and nothing says that it has gone since. Where there are no
+        probes, that is taken on trust.
+        """
         if not self.options.probe_interval_s:
             return True
         return self.is_reached and self.failed_probes_in_a_row < self.options.max_failed_probes
@@ -147,11 +166,19 @@ class Breaker:
     @property
     def wants_probes(self) -> bool:
         """The next look at it may change what is thought of it."""
-        return self.phase is not BreakerPhase.CLOSED or not self.is_reached or self.failed_probes_in_a_row > 0
+        return (
+            self.phase is not BreakerPhase.CLOSED
+            or not self.is_reached
+            or self.failed_probes_in_a_row > 0
+        )
 
     def phase_at(self, now: float) -> BreakerPhase:
         """An ejection ends by itself; whoever looks sees it."""
-        return BreakerPhase.HALF_OPEN if self.phase is BreakerPhase.EJECTED and self.not_before <= now else self.phase
+        return (
+            BreakerPhase.HALF_OPEN
+            if self.phase is BreakerPhase.EJECTED and self.not_before <= now
+            else self.phase
+        )
 
     def begin(self, now: float) -> bool:
         """A leg is given to the instance; True when it is the trial."""
@@ -162,7 +189,9 @@ class Breaker:
         return True
 
     def note_answer(self, generation: int, now: float) -> None:
-        """A leg begun in that era is being answered: a stream's first segment is as good as its last."""
+        """A leg begun in that era is being answered: a stream's first segment is as good as its
+        last.
+        """
         if generation != self.generation:
             return
         self.failures_in_a_row = 0
@@ -174,7 +203,9 @@ class Breaker:
             self._close()
 
     def note_refusal(self, now: float) -> None:
-        """A later answer does not end the rest: an instance that drains still answers what it had taken before."""
+        """A later answer does not end the rest: an instance that drains still answers what it had
+        taken before.
+        """
         self.cooldown_until = now + COOLDOWN_S
 
     def end_trial(self, generation: int, now: float) -> None:
@@ -191,14 +222,23 @@ class Breaker:
             return True
         self._window.add(1, now)
         options = self.options
-        return self.failures_in_a_row >= options.failures_in_a_row or self._window.exceeds(options.failure_share, options.window_legs)
+        return self.failures_in_a_row >= options.failures_in_a_row or self._window.exceeds(
+            options.failure_share, options.window_legs
+        )
 
     def eject(self, now: float, is_absent: bool = False) -> None:
         options = self.options
-        self._is_absent = not self.is_reached or (is_absent and self.phase is BreakerPhase.CLOSED and not self.failures_in_a_row)
-        if self.phase is BreakerPhase.CLOSED and now - self.ejected_until >= options.backoff_reset_s:
+        self._is_absent = not self.is_reached or (
+            is_absent and self.phase is BreakerPhase.CLOSED and not self.failures_in_a_row
+        )
+        if (
+            self.phase is BreakerPhase.CLOSED
+            and now - self.ejected_until >= options.backoff_reset_s
+        ):
             self._streak = 0
-        whole = min(options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30))
+        whole = min(
+            options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30)
+        )
         self._streak += 1
         self.num_ejections += 1
         self.generation += 1
@@ -229,7 +269,9 @@ class Breaker:
         return self.failed_probes_in_a_row >= self.options.max_failed_probes
 
     def restart(self) -> None:
-        """Another incarnation: nothing that is known holds any more. Legs of the last one say nothing about this one."""
+        """Another incarnation: nothing that is known holds any more. Legs of the last one say
+        nothing about this one.
+        """
         self.generation += 1
         self._streak = 0
         self.is_reached = True

@@ -1,7 +1,9 @@
-"""What an engine's `/metrics` page says about it: load, KV in hand and under way, how it hands KV over. Embedded engine and vLLM alike.
+"""What an engine's `/metrics` page says about it: load, KV in hand and under way, how it hands KV
+over. Embedded engine and vLLM alike.
 
-Pure, and made for pages that cannot be trusted: any bytes are read without an error, in one pass, and only up to a bound. What a page
-does not say is None, so that nothing is shown as 0 that nobody counted.
+Pure, and made for pages that cannot be trusted: any bytes are read without an error, in one pass,
+and only up to a bound. What a page does not say is None, so that nothing is shown as 0 that nobody
+counted.
 """
 
 import math
@@ -9,7 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["MAX_PAGE_BYTES", "InstanceReading", "KvMetrics", "LoadMetrics", "MetricsDelta", "MetricsWatcher", "read_metrics"]
+__all__ = [
+    "MAX_PAGE_BYTES",
+    "InstanceReading",
+    "KvMetrics",
+    "LoadMetrics",
+    "MetricsDelta",
+    "MetricsWatcher",
+    "read_metrics",
+]
 
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A vLLM with every optional histogram says some 300 KB."""
@@ -110,7 +120,14 @@ def read_metrics(page: bytes) -> InstanceReading:
                 words[name] = _label(labels, "model_name")
     get = sums.get
     return InstanceReading(
-        LoadMetrics(get("running"), get("waiting"), usage, get("generated_tokens"), get("prompt_tokens"), get("preemptions")),
+        LoadMetrics(
+            get("running"),
+            get("waiting"),
+            usage,
+            get("generated_tokens"),
+            get("prompt_tokens"),
+            get("preemptions"),
+        ),
         KvMetrics(
             get("leases"),
             get("held_blocks"),
@@ -148,7 +165,9 @@ class MetricsWatcher:
     _before: tuple[float, InstanceReading] | None = field(default=None, init=False)
 
     def note(self, reading: InstanceReading, now: float) -> MetricsDelta:
-        """What was added since the last one. Counters that went back are another incarnation's: they have grown by nothing."""
+        """What was added since the last one. Counters that went back are another incarnation's:
+        they have grown by nothing.
+        """
         before, self._before = self._before, (now, reading)
         self.reading, self.read_at = reading, now
         if before is None:
@@ -160,13 +179,21 @@ class MetricsWatcher:
             now - then,
         )
         if now > then:
-            self.tokens_per_s = None if reading.load.generated_tokens is None else growth.tokens / (now - then)
-            self.moved_bytes_per_s = None if reading.kv.moved_bytes is None else growth.moved_bytes / (now - then)
+            self.tokens_per_s = (
+                None if reading.load.generated_tokens is None else growth.tokens / (now - then)
+            )
+            self.moved_bytes_per_s = (
+                None if reading.kv.moved_bytes is None else growth.moved_bytes / (now - then)
+            )
         return growth
 
     def forget(self) -> None:
-        """It does not answer: its last figures are not its present ones, and what comes back may be another incarnation."""
-        self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = None
+        """It does not answer: its last figures are not its present ones, and what comes back may be
+        another incarnation.
+        """
+        self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = (
+            None
+        )
 
 
 def _grown(earlier: float | None, later: float | None) -> int:
@@ -174,7 +201,9 @@ def _grown(earlier: float | None, later: float | None) -> int:
 
 
 def _samples(page: bytes) -> Iterator[tuple[bytes, bytes, float]]:
-    """Name, labels, value of the lines we want. Values that no level or counter can have are left out."""
+    """Name, labels, value of the lines we want. Values that no level or counter can have are left
+    out.
+    """
     whole = page[:MAX_PAGE_BYTES]
     if len(page) > MAX_PAGE_BYTES:
         whole = whole[: whole.rfind(b"\n") + 1]
@@ -208,9 +237,12 @@ def _number(text: bytes) -> float | None:
 
 def _label(labels: bytes, wanted: str) -> str:
     text, position = labels.decode(errors="replace"), 0
-    # One after the other, from the start: a search would look at every position anew and take for ever on a line made for it.
+    # One after the other, from the start: a search would look at every position anew and take for
+    # ever on a line made for it.
     while found := _LABEL.match(text, position):
         if found[1] == wanted:
-            return _ESCAPED.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], found[2])[:_MAX_WORD_CHARS]
+            return _ESCAPED.sub(
+                lambda escaped: "\n" if escaped[1] == "n" else escaped[1], found[2]
+            )[:_MAX_WORD_CHARS]
         position = found.end()
     return ""

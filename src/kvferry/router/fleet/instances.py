@@ -13,7 +13,9 @@ from kvferry.types import Address
 __all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance"]
 
 COOLDOWN_S = 1.0
-"""What an engine that drains says in `Retry-After`. Short, because one that was only full is missed meanwhile."""
+"""What an engine that drains says in `Retry-After`. Short, because one that was only full is missed
+meanwhile.
+"""
 
 
 _HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
@@ -41,7 +43,9 @@ class Instance:
     role: Role
     address: Address
     tls: bool = field(default=False, compare=False)
-    """How it is spoken to, not who it is: an address is drained and removed without a word about it."""
+    """How it is spoken to, not who it is: an address is drained and removed without a word about
+    it.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,22 +68,37 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
     if len(hosts) == 1:
         hosts = [hosts[0]] * len(ports)
     if len(hosts) != len(ports) or not ports:
-        raise ConfigError(f"{len(hosts)} {role} hosts and {len(ports)} {role} ports were given; give one port per host")
+        raise ConfigError(
+            f"{len(hosts)} {role} hosts and {len(ports)} {role} ports were given; give one port "
+            "per host"
+        )
     for host, port in zip(hosts, ports, strict=True):
         if not _is_host(host.lower()) or not 0 < port < 65536:
-            raise ConfigError(f"{host!r} port {port} is no address of a {role} instance; give a host name and a port from 1 to 65535")
-    return tuple(Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True))
+            raise ConfigError(
+                f"{host!r} port {port} is no address of a {role} instance; give a host name and a "
+                "port from 1 to 65535"
+            )
+    return tuple(
+        Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True)
+    )
 
 
 def parse_instance(role: Role, url: str) -> Instance:
     """From `http://HOST:PORT`, or `HOST:PORT`. ConfigError for anything else."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
+        host, port = (
+            parts.hostname,
+            parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80,
+        )
     except ValueError:
         host, port, parts = None, 0, urlsplit("")
     is_plain = (
-        parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and not parts.fragment and "@" not in parts.netloc
+        parts.scheme in ("http", "https")
+        and parts.path in ("", "/")
+        and not parts.query
+        and not parts.fragment
+        and "@" not in parts.netloc
     )
     if not host or not port or not _is_host(host) or not is_plain:
         raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
@@ -87,7 +106,9 @@ def parse_instance(role: Role, url: str) -> Instance:
 
 
 def _is_host(host: str) -> bool:
-    """A name or an address that can be looked up: what cannot would fail every request that comes to it."""
+    """A name or an address that can be looked up: what cannot would fail every request that comes
+    to it.
+    """
     if ":" not in host:
         return _HOST.fullmatch(host) is not None
     try:

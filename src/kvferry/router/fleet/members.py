@@ -38,12 +38,15 @@ class RoutingHints:
     conversation: Instance | None = None
     """Who served this conversation's last turn, in the role that is asked for."""
     prefix_hashes: list[int] | None = None
-    """Of the prompt's beginnings; kept here by the policy that needed them, so that they are made once."""
+    """Of the prompt's beginnings; kept here by the policy that needed them, so that they are made
+    once.
+    """
 
 
 def leg_weight(role: Role, prompt_bytes: int) -> int:
-    """Load that a leg is. A prefill takes as long as its prompt is; decodes are batched, so each is one. Whole numbers: what is added
-    and taken away leaves nothing behind."""
+    """Load that a leg is. A prefill takes as long as its prompt is; decodes are batched, so each is
+    one. Whole numbers: what is added and taken away leaves nothing behind.
+    """
     return _PREFILL_BASE + prompt_bytes if role is Role.PREFILL else 1
 
 
@@ -75,7 +78,9 @@ class Member:
     has_left: bool = False
     """It drains by its own word, not an operator's: when it registers again, that is over."""
     ready_at: float = -inf
-    """When it may be given a leg, as things stand: `update_ready_at` after any of them changed. Every choice reads it for every member."""
+    """When it may be given a leg, as things stand: `update_ready_at` after any of them changed.
+    Every choice reads it for every member.
+    """
     load: int = 0
     num_running: int = 0
     last_chosen: int = 0
@@ -103,10 +108,15 @@ class Member:
 
     def is_usable(self, now: float) -> bool:
         """A request that is sent to it now can be served, as far as anybody has seen."""
-        return self.state(now) not in (MemberState.EJECTED, MemberState.DRAINING) and self.breaker.is_reachable
+        return (
+            self.state(now) not in (MemberState.EJECTED, MemberState.DRAINING)
+            and self.breaker.is_reachable
+        )
 
     def update_ready_at(self) -> None:
-        self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.cooldown_until)
+        self.ready_at = (
+            inf if self.is_draining else max(self.breaker.not_before, self.breaker.cooldown_until)
+        )
 
 
 @dataclass(slots=True, eq=False)

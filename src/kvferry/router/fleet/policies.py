@@ -1,10 +1,12 @@
 """Which instances have lately been given a prompt that begins like this one.
 
-A prompt is known by marks of its beginnings: a chain of hashes over its raw JSON text, since the next turn of a conversation writes the
-last one's text again, but for the closing bracket, and goes on. Marks lie closer at the start (512 bytes) than far out (a sixth of the
-distance), and far out only the text before each mark is looked at, so that a long prompt has few marks and costs little. Two prompts with
-one mark are routed alike, no more: engines compare tokens themselves, so a collision costs a cache miss at most. Python's own hash is keyed
-per process, which denies collisions to whoever might want them, and is the fastest at hand.
+A prompt is known by marks of its beginnings: a chain of hashes over its raw JSON text, since the
+next turn of a conversation writes the last one's text again, but for the closing bracket, and goes
+on. Marks lie closer at the start (512 bytes) than far out (a sixth of the distance), and far out
+only the text before each mark is looked at, so that a long prompt has few marks and costs little.
+Two prompts with one mark are routed alike, no more: engines compare tokens themselves, so a
+collision costs a cache miss at most. Python's own hash is keyed per process, which denies
+collisions to whoever might want them, and is the fastest at hand.
 
 Pure. One thread.
 """
@@ -68,8 +70,9 @@ def hash_prefixes(prompt: bytes | memoryview) -> list[int]:
 class PrefixIndex:
     """The marks used last, each with the few members that were given it last.
 
-    Two generations: when the young one is full it becomes the old one, and what was in the old one and not used since is forgotten. That
-    is a coarser order than least recently used, at a fraction of the time.
+    Two generations: when the young one is full it becomes the old one, and what was in the old one
+    and not used since is forgotten. That is a coarser order than least recently used, at a fraction
+    of the time.
     """
 
     max_hashes: int = 65536
@@ -98,14 +101,18 @@ class PrefixIndex:
                 held = old.get(prefix_hash, ())
             elif held[0] == holder:
                 continue
-            young[prefix_hash] = (holder, *(other for other in held if other[0] is not member))[:_HOLDERS] if held else (holder,)
+            young[prefix_hash] = (
+                (holder, *(other for other in held if other[0] is not member))[:_HOLDERS]
+                if held
+                else (holder,)
+            )
 
 
 # -------------------- policies --------------------
 # Who gets the next request: the policies, chosen per role by name.
 #
-# A policy is asked with members that may all be used, and told who was. It keeps no members: those it is not asked about are not chosen.
-# Pure: chance is passed in. One thread.
+# A policy is asked with members that may all be used, and told who was. It keeps no members: those
+# it is not asked about are not chosen. Pure: chance is passed in. One thread.
 
 
 _by_last_chosen = attrgetter("last_chosen")
@@ -113,7 +120,9 @@ _by_last_chosen = attrgetter("last_chosen")
 
 class Policy(Protocol):
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
-        """One of the candidates, of which there is at least one, and why it. Changes nothing: who asks twice gets a like answer."""
+        """One of the candidates, of which there is at least one, and why it. Changes nothing: who
+        asks twice gets a like answer.
+        """
         ...
 
     def note_begun(self, member: Member, hints: RoutingHints) -> None:
@@ -127,7 +136,9 @@ class _Stateless:
 
 
 class RoundRobin(_Stateless):
-    """Who was not given one for the longest time. Unlike an index that goes round, that stays fair when members come, go and rest."""
+    """Who was not given one for the longest time. Unlike an index that goes round, that stays fair
+    when members come, go and rest.
+    """
 
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         return min(candidates, key=_by_last_chosen), "turn"
@@ -142,7 +153,9 @@ class LeastLoad(_Stateless):
 
 @dataclass(slots=True)
 class PowerOfTwo(_Stateless):
-    """The less loaded of two at random. Several routers that see only their own load do not all run to the same one."""
+    """The less loaded of two at random. Several routers that see only their own load do not all run
+    to the same one.
+    """
 
     draw: Callable[[], float]
 
@@ -157,8 +170,9 @@ class PowerOfTwo(_Stateless):
 
 @dataclass(slots=True)
 class PrefixAffinity:
-    """Who was given the longest beginning of this prompt, unless it has much more to do than the least loaded: a popular beginning
-    must not make one instance work for all."""
+    """Who was given the longest beginning of this prompt, unless it has much more to do than the
+    least loaded: a popular beginning must not make one instance work for all.
+    """
 
     max_ratio: float = 1.5
     slack_legs: int = 2
@@ -170,7 +184,9 @@ class PrefixAffinity:
         prefix_hashes = _prefix_hashes_of(hints)
         if not prefix_hashes:
             return least, "no_prefix"
-        limit = self.max_ratio * least.load + self.slack_legs * leg_weight(least.instance.role, len(hints.prompt))
+        limit = self.max_ratio * least.load + self.slack_legs * leg_weight(
+            least.instance.role, len(hints.prompt)
+        )
         reason, among = "no_prefix", set(candidates)
         for holders in self.index.holders(prefix_hashes):
             usable = [member for member in holders if member in among]
@@ -207,7 +223,9 @@ def _least(candidates: Sequence[Member]) -> Member:
     """By load, then by turn. Half the time of `min` with a key."""
     least = candidates[0]
     for member in candidates:
-        if member.load < least.load or (member.load == least.load and member.last_chosen < least.last_chosen):
+        if member.load < least.load or (
+            member.load == least.load and member.last_chosen < least.last_chosen
+        ):
             least = member
     return least
 
@@ -226,7 +244,9 @@ def _prefix_hashes_of(hints: RoutingHints) -> list[int]:
 
 
 def _conversation_affinity(role: Role, draw: Callable[[], float]) -> Policy:
-    """A decoder takes what it lacks from P, so that only its load counts; P has to compute what it lacks."""
+    """A decoder takes what it lacks from P, so that only its load counts; P has to compute what it
+    lacks.
+    """
     return ConversationAffinity(PrefixAffinity() if role is Role.PREFILL else LeastLoad())
 
 

@@ -1,6 +1,8 @@
-"""How an instance joins a router's fleet by itself: a statement sealed with the cluster's secret, renewed while the instance is well. Pure.
+"""How an instance joins a router's fleet by itself: a statement sealed with the cluster's secret,
+renewed while the instance is well. Pure.
 
-The statement says when it was made, so that one overheard is soon worth nothing; hosts' clocks may differ by minutes.
+The statement says when it was made, so that one overheard is soon worth nothing; hosts' clocks may
+differ by minutes.
 """
 
 from dataclasses import dataclass
@@ -48,7 +50,12 @@ class Registrar:
         except InvalidTicket:
             raise InvalidTicket("the statement was not sealed with this cluster's secret") from None
         if not 0 < statement.ttl_s <= _MAX_TTL_S:
-            raise InvalidTicket(f"the statement's ttl_s is {statement.ttl_s}, not from 0 to {_MAX_TTL_S:g}")
+            raise InvalidTicket(
+                f"the statement's ttl_s is {statement.ttl_s}, not from 0 to {_MAX_TTL_S:g}"
+            )
         if abs(now - statement.made_at) > MAX_CLOCK_SKEW_S:
-            raise InvalidTicket(f"the statement was made {now - statement.made_at:.0f} s ago; set the clocks of both hosts")
+            raise InvalidTicket(
+                f"the statement was made {now - statement.made_at:.0f} s ago; set the clocks of "
+                "both hosts"
+            )
         return statement

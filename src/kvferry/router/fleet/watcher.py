@@ -1,7 +1,8 @@
-"""Looks after the instances: whether they are well, and what their `/metrics` say of them. Runs on the event loop.
+"""Looks after the instances: whether they are well, and what their `/metrics` say of them. Runs on
+the event loop.
 
-That page is the one place where both engines, the embedded one and vLLM, let a connector speak without a request. Each instance is looked
-at in turn, on its own: one that hangs holds up no other.
+That page is the one place where both engines, the embedded one and vLLM, let a connector speak
+without a request. Each instance is looked at in turn, on its own: one that hangs holds up no other.
 """
 
 import asyncio
@@ -12,7 +13,12 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.router.fleet.health import BreakerPhase
-from kvferry.router.fleet.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsWatcher, read_metrics
+from kvferry.router.fleet.instance_metrics import (
+    MAX_PAGE_BYTES,
+    InstanceReading,
+    MetricsWatcher,
+    read_metrics,
+)
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.http.messages import UpstreamError
 from kvferry.router.serving.instance_client import InstanceClient, describe_error
@@ -39,8 +45,8 @@ class InstanceWatcher:
     _cleanup_at: float = 0.0
     _probed_at: dict[Instance, float] = field(default_factory=dict)
     _readings: dict[Instance, InstanceReading] = field(default_factory=dict)
-    """What each said of itself when it last spoke: how it hands over, where it is asked. It holds until a leg fails or another incarnation
-    speaks, unlike its figures, which are of the moment.
+    """What each said of itself when it last spoke: how it hands over, where it is asked. It holds
+    until a leg fails or another incarnation speaks, unlike its figures, which are of the moment.
     """
     _received_when_ill: dict[Instance, int] = field(default_factory=dict)
     """How much had come from one that was found unhealthy, then."""
@@ -74,8 +80,13 @@ class InstanceWatcher:
         self._wake.set()
 
     async def supports_push(self, instance: Instance) -> bool:
-        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, for a bounded time, once a second."""
-        if instance not in self._readings and time.monotonic() >= self._probed_at.get(instance, -inf) + _REPROBE_INTERVAL_S:
+        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, for
+        a bounded time, once a second.
+        """
+        if (
+            instance not in self._readings
+            and time.monotonic() >= self._probed_at.get(instance, -inf) + _REPROBE_INTERVAL_S
+        ):
             await asyncio.shield(self._start_probe(instance))
         reading = self._readings.get(instance)
         return reading is not None and reading.is_push
@@ -95,8 +106,14 @@ class InstanceWatcher:
     def side_channel(self, instance: Instance) -> Address | None:
         """Where it answers questions of the cluster's members, if it has said so."""
         reading = self._readings.get(instance)
-        host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
-        return Address(host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
+        host, _, port = (
+            reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
+        )
+        return (
+            Address(host.strip("[]"), int(port))
+            if host and port.isdecimal() and 0 < int(port) < 65536
+            else None
+        )
 
     async def close(self) -> None:
         probes = list(self._probes.values())
@@ -123,7 +140,9 @@ class InstanceWatcher:
                 status, _ = await self._get(instance, "/health")
                 page_status, page = await self._get(instance, "/metrics")
         except (UpstreamError, TimeoutError) as error:
-            self.instance_client.fleet.note_probe_failed(instance, time.monotonic(), describe_error(error))
+            self.instance_client.fleet.note_probe_failed(
+                instance, time.monotonic(), describe_error(error)
+            )
             watcher.forget()
             self._fail_pending_if_silent(instance)
             return
@@ -137,18 +156,33 @@ class InstanceWatcher:
         self._readings[instance] = reading
         self._note_restart(instance, reading, now)
         growth = watcher.note(reading, now)
-        self.instance_client.time_series.note_instances(growth.tokens, growth.moved_bytes, now, growth.over_s)
+        self.instance_client.time_series.note_instances(
+            growth.tokens, growth.moved_bytes, now, growth.over_s
+        )
 
     def _fail_pending_if_silent(self, instance: Instance) -> None:
-        """Not a byte has come from it between two looks in vain, and its role can do without it: what waits for it to begin an answer is
-        tried elsewhere rather than at the end of a long deadline. Streams that have begun stay, as nobody else can go on with them."""
-        before, received = self._received_when_ill.get(instance), self.instance_client.num_received(instance)
+        """Not a byte has come from it between two looks in vain, and its role can do without it:
+        what waits for it to begin an answer is tried elsewhere rather than at the end of a long
+        deadline. Streams that have begun stay, as nobody else can go on with them.
+        """
+        before, received = (
+            self._received_when_ill.get(instance),
+            self.instance_client.num_received(instance),
+        )
         self._received_when_ill[instance] = received
         member = self.instance_client.fleet.get(instance)
-        if before == received and member is not None and member.breaker.phase is BreakerPhase.EJECTED:
+        if (
+            before == received
+            and member is not None
+            and member.breaker.phase is BreakerPhase.EJECTED
+        ):
             num_given_up = self.instance_client.fail_pending(instance)
             if num_given_up:
-                _log.warning("given up %d waiting legs: instance is silent instance=%s", num_given_up, instance.url)
+                _log.warning(
+                    "given up %d waiting legs: instance is silent instance=%s",
+                    num_given_up,
+                    instance.url,
+                )
 
     def _note_restart(self, instance: Instance, reading: InstanceReading, now: float) -> None:
         if reading.started_at is None:
@@ -162,5 +196,9 @@ class InstanceWatcher:
 
     async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
         key = self.instance_client.options.access.instance_key
-        with await self.instance_client.get(instance, path, [("Authorization", f"Bearer {key}")] if key else []) as answer:
-            return answer.status, await answer.read(MAX_PAGE_BYTES, self.instance_client.options.timeouts.probe)
+        with await self.instance_client.get(
+            instance, path, [("Authorization", f"Bearer {key}")] if key else []
+        ) as answer:
+            return answer.status, await answer.read(
+                MAX_PAGE_BYTES, self.instance_client.options.timeouts.probe
+            )

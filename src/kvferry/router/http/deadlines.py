@@ -1,6 +1,8 @@
-"""One timer for all connections of a side. Setting a deadline is an attribute; whoever is past it is told within `PERIOD_S`.
+"""One timer for all connections of a side. Setting a deadline is an attribute; whoever is past it
+is told within `PERIOD_S`.
 
-A timer handle per wait would be made and cancelled several times in every request, and hardly one in a million ever fires.
+A timer handle per wait would be made and cancelled several times in every request, and hardly one
+in a million ever fires.
 """
 
 import asyncio
@@ -45,7 +47,9 @@ class DeadlineTimer:
             self._timer = None
 
     def _check_deadlines(self) -> None:
-        self._timer = self._loop.call_later(PERIOD_S, self._check_deadlines) if self._members else None
+        self._timer = (
+            self._loop.call_later(PERIOD_S, self._check_deadlines) if self._members else None
+        )
         now = self._loop.time()
         for member in [member for member in self._members if member.deadline <= now]:
             member.on_deadline(now)
@@ -54,8 +58,8 @@ class DeadlineTimer:
 # -------------------- time limits --------------------
 # How long a request may take as a whole. Runs on the event loop.
 #
-# As `asyncio.timeout`, at a fraction of its price: a timer for each request would be set and cancelled thousands of times for one that fires,
-# so all share the coarse one of `DeadlineTimer`.
+# As `asyncio.timeout`, at a fraction of its price: a timer for each request would be set and
+# cancelled thousands of times for one that fires, so all share the coarse one of `DeadlineTimer`.
 
 
 class TimeLimit:
@@ -63,7 +67,9 @@ class TimeLimit:
 
     __slots__ = ("_deadline_timer", "_is_expired", "_num_cancelled", "_task", "deadline")
 
-    def __init__(self, deadline_timer: DeadlineTimer, task: "asyncio.Task[object]", deadline: float) -> None:
+    def __init__(
+        self, deadline_timer: DeadlineTimer, task: "asyncio.Task[object]", deadline: float
+    ) -> None:
         self._deadline_timer = deadline_timer
         self._task = task
         self._num_cancelled = task.cancelling()
@@ -77,7 +83,9 @@ class TimeLimit:
         self._task.cancel()
 
     def end(self) -> bool:
-        """Whether the time was over, and nobody else has cancelled the task. Idempotent, and False."""
+        """Whether the time was over, and nobody else has cancelled the task. Idempotent, and
+        False.
+        """
         self._deadline_timer.discard(self)
         if not self._is_expired:
             return False
@@ -95,7 +103,9 @@ class TimeLimits:
         self._deadline_timer = DeadlineTimer(self._loop)
 
     def begin(self, limit_s: float) -> TimeLimit:
-        """For the task that runs. It is told within `PERIOD_S` after the limit, and must `end` it."""
+        """For the task that runs. It is told within `PERIOD_S` after the limit, and must `end`
+        it.
+        """
         task = asyncio.current_task(self._loop)
         assert task is not None
         return TimeLimit(self._deadline_timer, task, self._loop.time() + limit_s)

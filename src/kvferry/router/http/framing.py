@@ -1,6 +1,8 @@
-"""Where a body ends: by length, by chunks, or with the connection. Fed with segments cut anywhere. Pure.
+"""Where a body ends: by length, by chunks, or with the connection. Fed with segments cut anywhere.
+Pure.
 
-A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is still known.
+A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is
+still known.
 """
 
 import re
@@ -9,7 +11,13 @@ from enum import IntEnum
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import ServerLimits
-from kvferry.router.http.parsing import BodyKind, RequestHead, check_partial_head, is_field_line, read_request_head
+from kvferry.router.http.parsing import (
+    BodyKind,
+    RequestHead,
+    check_partial_head,
+    is_field_line,
+    read_request_head,
+)
 
 __all__ = [
     "Body",
@@ -33,7 +41,9 @@ _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
 _MAX_KNOWN_SIZES = 4096
 _MAX_KNOWN_LINE = 16
 _known_sizes: dict[bytes, int] = {}
-"""Lines that were found to be sizes, with their ends. Instances send the same few again and again, and looking one up is cheaper."""
+"""Lines that were found to be sizes, with their ends. Instances send the same few again and again,
+and looking one up is cheaper.
+"""
 
 
 class FramingError(Exception):
@@ -51,7 +61,8 @@ class Framing(IntEnum):
     UNTIL_CLOSE = 3
 
 
-# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
+# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as
+# much as a dictionary.
 _SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
 
 
@@ -96,7 +107,9 @@ class UntilCloseBody:
 
 
 class ChunkedBody:
-    """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and trailers are printable and bounded."""
+    """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and
+    trailers are printable and bounded.
+    """
 
     __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
     is_complete_at_close = False
@@ -114,7 +127,9 @@ class ChunkedBody:
         return self._part == _SIZE and not self._line
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. FramingError."""
+        """How many of these bytes belong to the body; the data among them is added to `decoded`, if
+        given. FramingError.
+        """
         position, end = 0, len(data)
         if self._part == _SIZE and not self._line:
             position = self._skip_known_chunks(data, decoded)
@@ -131,10 +146,14 @@ class ChunkedBody:
         return position
 
     def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """Nearly all segments are whole chunks of sizes seen before: where the first thing begins that is not."""
+        """Nearly all segments are whole chunks of sizes seen before: where the first thing begins
+        that is not.
+        """
         position, end = 0, len(data)
         known = _known_sizes.get
-        width = data.find(b"\n") + 1  # of a size line; chunks that follow each other mostly have it in common
+        width = (
+            data.find(b"\n") + 1
+        )  # of a size line; chunks that follow each other mostly have it in common
         while True:
             size = known(data[position : position + width])
             if size is None:
@@ -160,7 +179,9 @@ class ChunkedBody:
         return position + 5
 
     def resume_raw(self, start: bytes) -> bytes | None:
-        """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow it untouched. None: they cannot."""
+        """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow
+        it untouched. None: they cannot.
+        """
         if self._part == _DATA:
             return b"%x\r\n%b" % (len(start) + self._left, start)
         if self.is_at_boundary:
@@ -246,7 +267,9 @@ def make_body(kind: BodyKind, length: int) -> Body:
 
 
 def first_chunk(data: bytes) -> bytes | None:
-    """The data of the chunk that these bytes begin with, if its size was seen before and all of it is there."""
+    """The data of the chunk that these bytes begin with, if its size was seen before and all of it
+    is there.
+    """
     start = data.find(b"\n") + 1
     size = _known_sizes.get(data[:start])
     return data[start : start + size] if size is not None and len(data) >= start + size else None
@@ -266,7 +289,9 @@ _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
 
 class RequestReader:
-    """Give it bytes, then take a head, then that head's body, then the next head. RequestRefused ends it: what follows cannot be read."""
+    """Give it bytes, then take a head, then that head's body, then the next head. RequestRefused
+    ends it: what follows cannot be read.
+    """
 
     __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_segments", "_size")
 
@@ -350,7 +375,9 @@ class RequestReader:
         try:
             used = chunked.advance(self._data, decoded)
         except FramingError as error:
-            raise RequestRefused(f"the body of the request is not chunked as it says: {error}") from None
+            raise RequestRefused(
+                f"the body of the request is not chunked as it says: {error}"
+            ) from None
         self._data = self._data[used:]
         segment = b"".join(decoded)  # tiny chunks must not become many objects
         if segment:
@@ -377,8 +404,15 @@ class RequestReader:
 
 
 def _too_long(limits: ServerLimits) -> RequestRefused:
-    return RequestRefused(f"the request line and headers are longer than the {limits.head_bytes} bytes that this server reads", status=431)
+    return RequestRefused(
+        f"the request line and headers are longer than the {limits.head_bytes} bytes that this "
+        "server reads",
+        status=431,
+    )
 
 
 def _too_large(limits: ServerLimits) -> RequestRefused:
-    return RequestRefused(f"the request body is larger than the {limits.body_bytes} bytes that this server takes", status=413)
+    return RequestRefused(
+        f"the request body is larger than the {limits.body_bytes} bytes that this server takes",
+        status=413,
+    )

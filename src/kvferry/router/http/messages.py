@@ -30,7 +30,9 @@ __all__ = [
 
 
 class UpstreamError(Exception):
-    """An instance did not answer as it should. The message is a sentence without the instance's name."""
+    """An instance did not answer as it should. The message is a sentence without the instance's
+    name.
+    """
 
 
 class ConnectFailed(UpstreamError):
@@ -44,7 +46,9 @@ class UpstreamTimeout(UpstreamError):
 class UpstreamDisconnected(UpstreamError):
     """It closed the connection before its answer was whole."""
 
-    def __init__(self, message: str, has_answered: bool) -> None:  # a fact about the failure, not a switch
+    def __init__(
+        self, message: str, has_answered: bool
+    ) -> None:  # a fact about the failure, not a switch
         self.has_answered = has_answered
         super().__init__(message)
 
@@ -75,7 +79,9 @@ class ServerLimits:
     stall_timeout_s: float = 60.0
     """How long a client may read nothing while there is something for it."""
     linger_s: float = 2.0
-    """How long what a refused client still sends is read and dropped: closing at once would destroy the answer on its way."""
+    """How long what a refused client still sends is read and dropped: closing at once would destroy
+    the answer on its way.
+    """
 
 
 # -------------------- messages --------------------
@@ -86,12 +92,16 @@ _NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 
 class Headers:
-    """Header fields of a request or an answer. Names are compared without case; fields of one name are joined by a comma."""
+    """Header fields of a request or an answer. Names are compared without case; fields of one name
+    are joined by a comma.
+    """
 
     __slots__ = ("_lines", "_pairs", "_values")
 
     def __init__(self, lines: Sequence[str] = (), values: Mapping[str, str] = _NO_VALUES) -> None:
-        """The lines of a head, found to be valid, and what they say by name. Only who asks for `items` has the lines taken apart."""
+        """The lines of a head, found to be valid, and what they say by name. Only who asks for
+        `items` has the lines taken apart.
+        """
         self._lines = lines
         self._values = values
         self._pairs: list[tuple[str, str]] | None = None
@@ -116,7 +126,9 @@ class Headers:
 
 @dataclass(slots=True)
 class ServerRequest:
-    """`path` and `query` are as they were sent, escapes and all. While `admit` looks at it, `body` is empty."""
+    """`path` and `query` are as they were sent, escapes and all. While `admit` looks at it, `body`
+    is empty.
+    """
 
     method: str
     path: str
@@ -126,28 +138,45 @@ class ServerRequest:
     peer: str
 
 
-# -------------------- wire --------------------
-# Heads of the messages we send. Fields that frame a message or concern one hop only are ours, never the caller's. Pure.
+# -------------------- wire -------------------- Heads of the messages we send. Fields that frame a
+# message or concern one hop only are ours, never the caller's. Pure.
 
 
 Fields = Iterable[tuple[str, str]] | bytes
 """Of a request: by name and value, or as `request_fields` has made them."""
 
 _HOP_BY_HOP = frozenset(
-    ("connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
+    (
+        "connection",
+        "content-length",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ),
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect"}
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus
+}
 
 
 def response_head(status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
-    """`framing`: our own fields, each with its line end. ValueError when a field would break out of its line."""
+    """`framing`: our own fields, each with its line end. ValueError when a field would break out of
+    its line.
+    """
     line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
-    return _join(line, headers, f"{framing}\r\n", _HOP_BY_HOP, 2 + framing.count("\n")).encode("latin-1")
+    return _join(line, headers, f"{framing}\r\n", _HOP_BY_HOP, 2 + framing.count("\n")).encode(
+        "latin-1"
+    )
 
 
 def request_fields(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Lines that may be sent more than once. ValueError when a field would break out of its line."""
+    """Lines that may be sent more than once. ValueError when a field would break out of its
+    line.
+    """
     return _join("", headers, "", _NOT_FORWARDED, 0).encode("latin-1")
 
 
@@ -164,10 +193,14 @@ def request_head(method: str, path: str, host: str, headers: Fields, length: int
 def _request_start(method: str, path: str, host: str) -> bytes:
     if " " in path or " " in method:
         raise ValueError("a method or path with a blank in it cannot be sent")
-    return _join(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n", (), "", _NOT_FORWARDED, 2).encode("latin-1")
+    return _join(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n", (), "", _NOT_FORWARDED, 2).encode(
+        "latin-1"
+    )
 
 
-def _join(start: str, headers: Iterable[tuple[str, str]], end: str, dropped: frozenset[str], num_own: int) -> str:
+def _join(
+    start: str, headers: Iterable[tuple[str, str]], end: str, dropped: frozenset[str], num_own: int
+) -> str:
     """`num_own`: lines of `start` and `end`."""
     lines = [f"{name}: {value}\r\n" for name, value in headers if name.lower() not in dropped]
     text = "".join((start, *lines, end))

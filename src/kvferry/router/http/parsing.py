@@ -1,6 +1,8 @@
-"""Heads of HTTP/1.1 messages, read strictly: what is not exactly right is refused, so that nobody behind us can read it another way.
+"""Heads of HTTP/1.1 messages, read strictly: what is not exactly right is refused, so that nobody
+behind us can read it another way.
 
-By hand and not by httptools, because this is as fast and stricter, see docs/decisions/031-router-http.md. Pure.
+By hand and not by httptools, because this is as fast and stricter, see
+docs/decisions/031-router-http.md. Pure.
 """
 
 import re
@@ -11,12 +13,22 @@ from functools import lru_cache
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import Headers, InvalidResponse
 
-__all__ = ["BodyKind", "RequestHead", "ResponseHead", "check_partial_head", "is_field_line", "read_request_head", "read_response_head"]
+__all__ = [
+    "BodyKind",
+    "RequestHead",
+    "ResponseHead",
+    "check_partial_head",
+    "is_field_line",
+    "read_request_head",
+    "read_response_head",
+]
 
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 _REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([!-~]+) HTTP/1\.([01])")
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
-_BEGINNING = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: (?:[!-~]+(?: [HTP/1.0]{0,8}\r?)?)?)?")
+_BEGINNING = re.compile(
+    rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: (?:[!-~]+(?: [HTP/1.0]{0,8}\r?)?)?)?"
+)
 _ABSOLUTE = re.compile(r"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+([/?].*)?")
 _MAX_LENGTH_DIGITS = 15
 _MAX_KNOWN = 256
@@ -31,7 +43,11 @@ class BodyKind(IntEnum):
     UNTIL_CLOSE = 3
 
 
-_NONE, _LENGTH, _CHUNKED = BodyKind.NONE, BodyKind.LENGTH, BodyKind.CHUNKED  # reading them from the enum each time is slow in Python 3.11
+_NONE, _LENGTH, _CHUNKED = (
+    BodyKind.NONE,
+    BodyKind.LENGTH,
+    BodyKind.CHUNKED,
+)  # reading them from the enum each time is slow in Python 3.11
 
 
 @dataclass(slots=True)
@@ -78,17 +94,35 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
     host = values.get("host")
     if (host is None and is_http11) or (host is not None and "," in host):
         raise RequestRefused("the request must have one Host header")
-    kind, length = _request_body(values.get("transfer-encoding"), values.get("content-length"), is_http11)
+    kind, length = _request_body(
+        values.get("transfer-encoding"), values.get("content-length"), is_http11
+    )
     expects_continue = "expect" in values and _expects_continue(values["expect"])
-    keeps_alive = _keeps_alive(values["connection"], is_http11) if "connection" in values else is_http11
-    return RequestHead(method, path, query, Headers(fields, values), kind, length, is_http11, keeps_alive, expects_continue)
+    keeps_alive = (
+        _keeps_alive(values["connection"], is_http11) if "connection" in values else is_http11
+    )
+    return RequestHead(
+        method,
+        path,
+        query,
+        Headers(fields, values),
+        kind,
+        length,
+        is_http11,
+        keeps_alive,
+        expects_continue,
+    )
 
 
 def read_response_head(data: bytes, method: str) -> ResponseHead:
-    """`data` ends with the empty line; `method` is the request's. InvalidResponse for anything that is not exactly a head. The head may be
-    shared with whoever got the same bytes.
+    """`data` ends with the empty line; `method` is the request's. InvalidResponse for anything that
+    is not exactly a head. The head may be shared with whoever got the same bytes.
     """
-    return _known_response_head(data, method == "HEAD") if len(data) < _MAX_KNOWN_HEAD else _read_response_head(data, method == "HEAD")
+    return (
+        _known_response_head(data, method == "HEAD")
+        if len(data) < _MAX_KNOWN_HEAD
+        else _read_response_head(data, method == "HEAD")
+    )
 
 
 def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
@@ -104,10 +138,14 @@ def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
     status = int(digits)
     if status == 101:
         raise InvalidResponse("it wants to speak another protocol, which nobody asked for")
-    keeps_alive = _keeps_alive(values["connection"], minor == "1") if "connection" in values else minor == "1"
+    keeps_alive = (
+        _keeps_alive(values["connection"], minor == "1") if "connection" in values else minor == "1"
+    )
     coding, length = values.get("transfer-encoding"), values.get("content-length")
     if coding is not None and (length is not None or coding.lower() != "chunked" or minor == "0"):
-        raise InvalidResponse("the length of its answer is told in two ways, or in one that is not known")
+        raise InvalidResponse(
+            "the length of its answer is told in two ways, or in one that is not known"
+        )
     if length is not None and not _is_length(length):
         raise InvalidResponse("the length of its answer is no number")
     size = int(length) if length is not None else 0
@@ -122,14 +160,19 @@ def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
 
 
 def check_partial_head(data: bytes) -> bool:
-    """Look at a head that is not whole. RequestRefused as soon as it cannot become one (a TLS handshake, another protocol); whether its
-    first line is whole, and so was looked at for the last time."""
+    """Look at a head that is not whole. RequestRefused as soon as it cannot become one (a TLS
+    handshake, another protocol); whether its first line is whole, and so was looked at for the last
+    time.
+    """
     end = data.find(b"\n")
     if end < 0:
         if _BEGINNING.fullmatch(data) is None:
             raise RequestRefused("the request line is not valid HTTP")
         return False
-    if data[end - 1 : end] != b"\r" or _REQUEST_LINE.fullmatch(data[: end - 1].decode("latin-1")) is None:
+    if (
+        data[end - 1 : end] != b"\r"
+        or _REQUEST_LINE.fullmatch(data[: end - 1].decode("latin-1")) is None
+    ):
         raise RequestRefused("the request line is not valid HTTP")
     return True
 
@@ -157,7 +200,9 @@ def _read_field(line: str) -> tuple[str, str] | None:
 
 
 def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
-    """Method, path, query, and whether it is HTTP/1.1. None when that is not what it says; RequestRefused when the address is not valid."""
+    """Method, path, query, and whether it is HTTP/1.1. None when that is not what it says;
+    RequestRefused when the address is not valid.
+    """
     found = _REQUEST_LINE.fullmatch(line)
     if found is None:
         return None
@@ -165,10 +210,12 @@ def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
     return method, *_split_target(target, method), minor == "1"
 
 
-# Nearly every line was seen before: of all that a client or an engine sends, one or two lines differ between requests.
+# Nearly every line was seen before: of all that a client or an engine sends, one or two lines
+# differ between requests.
 _known_field = lru_cache(4096)(_read_field)
 _known_request_line = lru_cache(256)(_read_request_line)
-# An engine begins all streams of a second with the same bytes; its whole answers differ in their length.
+# An engine begins all streams of a second with the same bytes; its whole answers differ in their
+# length.
 _known_response_head = lru_cache(512)(_read_response_head)
 
 
@@ -213,5 +260,7 @@ def _keeps_alive(connection: str, is_http11: bool) -> bool:
 
 def _expects_continue(expect: str) -> bool:
     if expect.lower() != "100-continue":
-        raise RequestRefused("the Expect header is not understood; only 100-continue is", status=417)
+        raise RequestRefused(
+            "the Expect header is not understood; only 100-continue is", status=417
+        )
     return True

@@ -1,4 +1,6 @@
-"""Keep-alive connections to instances: the one that was used last is used first, so that those too many grow old and are closed."""
+"""Keep-alive connections to instances: the one that was used last is used first, so that those too
+many grow old and are closed.
+"""
 
 import asyncio
 import ssl
@@ -9,17 +11,35 @@ from typing import TYPE_CHECKING, Self
 
 from kvferry.router.http.deadlines import DeadlineTimer
 from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
-from kvferry.router.http.messages import ConnectFailed, Fields, InvalidResponse, UpstreamDisconnected, UpstreamError, request_head
+from kvferry.router.http.messages import (
+    ConnectFailed,
+    Fields,
+    InvalidResponse,
+    UpstreamDisconnected,
+    UpstreamError,
+    request_head,
+)
 from kvferry.router.http.parsing import BodyKind, ResponseHead
 from kvferry.router.http.relay import Relay
-from kvferry.router.http.upstream_connection import AbandonedConnections, OnLateResponse, UpstreamConnection
+from kvferry.router.http.upstream_connection import (
+    AbandonedConnections,
+    OnLateResponse,
+    UpstreamConnection,
+)
 from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["KEEPALIVE_S", "OnLateResponse", "Target", "TargetPool", "UpstreamPool", "UpstreamResponse"]
+__all__ = [
+    "KEEPALIVE_S",
+    "OnLateResponse",
+    "Target",
+    "TargetPool",
+    "UpstreamPool",
+    "UpstreamResponse",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +58,9 @@ class Target:
 
 
 class TargetPool:
-    """A target and the connections to it that wait for their next request. An idle one's deadline is when it is too old."""
+    """A target and the connections to it that wait for their next request. An idle one's deadline
+    is when it is too old.
+    """
 
     __slots__ = ("_idle", "host", "num_abandoned", "num_received", "target")
 
@@ -76,11 +98,30 @@ _CHUNKED = BodyKind.CHUNKED
 
 
 class UpstreamResponse:
-    """A context manager: left before the end of the body, it closes the connection; so the instance learns that nobody wants the rest."""
+    """A context manager: left before the end of the body, it closes the connection; so the instance
+    learns that nobody wants the rest.
+    """
 
-    __slots__ = ("_body", "_connection", "_has_extra_bytes", "_head", "_is_over", "_owner", "_pool", "headers", "is_chunked", "status")
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_has_extra_bytes",
+        "_head",
+        "_is_over",
+        "_owner",
+        "_pool",
+        "headers",
+        "is_chunked",
+        "status",
+    )
 
-    def __init__(self, connection: UpstreamConnection, head: ResponseHead, owner: "UpstreamPool", pool: TargetPool) -> None:
+    def __init__(
+        self,
+        connection: UpstreamConnection,
+        head: ResponseHead,
+        owner: "UpstreamPool",
+        pool: TargetPool,
+    ) -> None:
         self._connection = connection
         self._head = head
         self._owner = owner
@@ -97,7 +138,12 @@ class UpstreamResponse:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -107,7 +153,9 @@ class UpstreamResponse:
             self._connection.abort()
 
     async def read(self, limit: int, timeout_s: float) -> bytes:
-        """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or takes longer than `timeout_s`."""
+        """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or
+        takes longer than `timeout_s`.
+        """
         body = self._body
         if isinstance(body, LengthBody) and 0 < body.left == self._connection.num_waiting <= limit:
             return self._take_complete()
@@ -127,9 +175,11 @@ class UpstreamResponse:
         return await self._next(self._connection.loop.time() + timeout_s)
 
     async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
-        """The beginning of the body, decoded, as soon as there is enough of it, or it has ended; nothing is taken by that. UpstreamError.
+        """The beginning of the body, decoded, as soon as there is enough of it, or it has ended;
+        nothing is taken by that. UpstreamError.
 
-        What is enough is asked of the first chunk and of all that is there."""
+        What is enough is asked of the first chunk and of all that is there.
+        """
         connection, deadline = self._connection, self._connection.loop.time() + timeout_s
         num_seen = 0
         while not self._body.is_ended:
@@ -146,7 +196,9 @@ class UpstreamResponse:
                 if self._body.is_complete_at_close and connection.error is None:
                     return data
                 self._is_over = True
-                raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+                raise UpstreamDisconnected(
+                    "it closed the connection in the middle of its answer", has_answered=True
+                )
             await self._wait(deadline)
         return b""
 
@@ -160,13 +212,16 @@ class UpstreamResponse:
         on_first: Callable[[], None] | None = None,
         filter: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """Pass the answer on: its status, `headers`, and the body from `start` (what was read of it already) to its end.
+        """Pass the answer on: its status, `headers`, and the body from `start` (what was read of it
+        already) to its end.
 
-        Without a filter raw bytes pass, chunk framing included. A filter gets decoded segments and b"" at the end, and returns what the
-        client gets. `on_first` is called before the first byte of the body goes out.
+        Without a filter raw bytes pass, chunk framing included. A filter gets decoded segments and
+        b"" at the end, and returns what the client gets. `on_first` is called before the first byte
+        of the body goes out.
 
-        UpstreamError when the instance fails: the reply was started, `reply.can_write` says whether it can be continued (between two
-        chunks) or only aborted. ConnectionError when the client does not read.
+        UpstreamError when the instance fails: the reply was started, `reply.can_write` says whether
+        it can be continued (between two chunks) or only aborted. ConnectionError when the client
+        does not read.
         """
         relay = Relay(self._connection, self._body, reply, filter)
         try:
@@ -202,13 +257,17 @@ class UpstreamResponse:
                 self._is_over = True
                 if body.is_complete_at_close and connection.error is None:
                     return b""
-                raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+                raise UpstreamDisconnected(
+                    "it closed the connection in the middle of its answer", has_answered=True
+                )
             else:
                 await self._wait(deadline)
         return b""
 
     def _decode_peeked(self, data: bytes) -> tuple[bytes, bool]:
-        """What these raw bytes hold, from the beginning of the body, and whether that is all of it."""
+        """What these raw bytes hold, from the beginning of the body, and whether that is all of
+        it.
+        """
         body, decoded = make_body(self._head.body, self._head.length), list[bytes]()
         try:
             body.advance(data, decoded)
@@ -250,7 +309,9 @@ class UpstreamResponse:
 
 
 KEEPALIVE_S = 4.0
-"""vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
+"""vLLM's server closes a connection that was idle for 5 s; a request sent just then would be
+lost.
+"""
 
 _MAX_POOLS = 4096
 _SETTLE_S = 1.0
@@ -284,17 +345,20 @@ class UpstreamPool:
         head_timeout_s: float,
         on_late_response: OnLateResponse | None = None,
     ) -> UpstreamResponse:
-        """Send a request and wait for the head of its answer. UpstreamError. `on_late_response` hears of an answer that comes whole
-        although it was left before its end, here or later, for whatever reason.
+        """Send a request and wait for the head of its answer. UpstreamError. `on_late_response`
+        hears of an answer that comes whole although it was left before its end, here or later, for
+        whatever reason.
 
-        A keep-alive connection may have been closed by the instance at this very moment: when it ends without a byte of an answer,
-        the request is sent once more, over a fresh one.
+        A keep-alive connection may have been closed by the instance at this very moment: when it
+        ends without a byte of an answer, the request is sent once more, over a fresh one.
         """
         pool = self._pools.get(target) or self._add_pool(target)
         if isinstance(body, bytes):
             data = request_head(method, path, pool.host, headers, len(body)) + body
         else:
-            data = b"".join((request_head(method, path, pool.host, headers, sum(map(len, body))), *body))
+            data = b"".join(
+                (request_head(method, path, pool.host, headers, sum(map(len, body))), *body)
+            )
         connection = pool.take(self._loop.time())
         if connection is not None:
             try:
@@ -314,7 +378,9 @@ class UpstreamPool:
             if connection is None:
                 raise
             # It was sent, by the warm one: whoever got it may have died of it.
-            raise UpstreamDisconnected("it closed the connection before it had answered", has_answered=False) from None
+            raise UpstreamDisconnected(
+                "it closed the connection before it had answered", has_answered=False
+            ) from None
         try:
             head = await connection.send_request(method, data, head_timeout_s, on_late_response)
         except BaseException:
@@ -323,7 +389,9 @@ class UpstreamPool:
         return UpstreamResponse(connection, head, self, pool)
 
     async def close(self) -> None:
-        """Close every connection, busy ones too. Those that are being left get a moment for what is on its way."""
+        """Close every connection, busy ones too. Those that are being left get a moment for what is
+        on its way.
+        """
         for connection in list(self._connections):
             connection.abort()
         await self._abandoned.wait_idle(_SETTLE_S)
@@ -338,9 +406,15 @@ class UpstreamPool:
         return 0 if pool is None else pool.num_received
 
     def fail_pending(self, target: Target, error: UpstreamError) -> int:
-        """Fail every request sent there of whose answer nothing has been passed on; how many that were."""
+        """Fail every request sent there of whose answer nothing has been passed on; how many that
+        were.
+        """
         pool = self._pools.get(target)
-        waiting = [] if pool is None else [one for one in self._connections if one.pool is pool and one.is_pending]
+        waiting = (
+            []
+            if pool is None
+            else [one for one in self._connections if one.pool is pool and one.is_pending]
+        )
         for connection in waiting:
             connection.fail(error)
         return len(waiting)
@@ -354,7 +428,11 @@ class UpstreamPool:
             connection.abort()
 
     def _add_pool(self, target: Target) -> TargetPool:
-        if len(self._pools) >= _MAX_POOLS:  # addresses come and go with instances; keep-alive connections of a forgotten one grow old
+        if (
+            len(self._pools) >= _MAX_POOLS
+            # addresses come and go with instances; keep-alive connections of a forgotten one grow
+            # old
+        ):
             self._pools.clear()
         pool = self._pools[target] = TargetPool(target)
         return pool
@@ -380,7 +458,9 @@ class UpstreamPool:
         except ssl.SSLError as error:
             raise ConnectFailed(f"no connection by TLS ({error.reason or error})") from None
         except (OSError, UnicodeError) as error:
-            raise ConnectFailed(f"no connection ({getattr(error, 'strerror', None) or error})") from None
+            raise ConnectFailed(
+                f"no connection ({getattr(error, 'strerror', None) or error})"
+            ) from None
         self._connections.add(connection)
         self._deadline_timer.add(connection)
         return connection

@@ -1,6 +1,8 @@
-"""From an instance to a client, callback to callback: bytes are written in the turn of the loop in which they come, by no coroutine.
+"""From an instance to a client, callback to callback: bytes are written in the turn of the loop in
+which they come, by no coroutine.
 
-Back-pressure: while the client's buffer is full, the instance is not read, and its idle timeout stands still.
+Back-pressure: while the client's buffer is full, the instance is not read, and its idle timeout
+stands still.
 """
 
 import asyncio
@@ -21,7 +23,9 @@ _LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED
 
 
 class Relay:
-    """One body on its way. Used once: `begin`, then `run` unless it is over already, then `check`."""
+    """One body on its way. Used once: `begin`, then `run` unless it is over already, then
+    `check`.
+    """
 
     __slots__ = (
         "_body",
@@ -38,7 +42,13 @@ class Relay:
         "is_over",
     )
 
-    def __init__(self, connection: UpstreamConnection, body: Body, reply: ResponseWriter, filter: Filter | None) -> None:
+    def __init__(
+        self,
+        connection: UpstreamConnection,
+        body: Body,
+        reply: ResponseWriter,
+        filter: Filter | None,
+    ) -> None:
         self._connection = connection
         self._body = body
         self._reply = reply
@@ -54,9 +64,15 @@ class Relay:
         """Whether the instance sent more than the body."""
 
     def begin(
-        self, head: ResponseHead, headers: Iterable[tuple[str, str]], start: bytes, on_first: Callable[[], None] | None = None
+        self,
+        head: ResponseHead,
+        headers: Iterable[tuple[str, str]],
+        start: bytes,
+        on_first: Callable[[], None] | None = None,
     ) -> None:
-        """The head, what was read of the body already, and what has come of it since, in one write."""
+        """The head, what was read of the body already, and what has come of it since, in one
+        write.
+        """
         out = self._out
         out.cork()
         try:
@@ -65,7 +81,9 @@ class Relay:
                 on_first()
             else:
                 self._on_first = on_first
-            if self._body.is_ended:  # all of it was read before, and the connection may serve somebody else by now
+            if (
+                self._body.is_ended
+            ):  # all of it was read before, and the connection may serve somebody else by now
                 self._end()
             else:
                 data = self._connection.take()
@@ -102,7 +120,9 @@ class Relay:
             raise self._error
 
     def _update_can_write(self) -> None:
-        self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_at_boundary)
+        self._reply.can_write = not self._reply.is_finished and (
+            not self._is_raw or self._body.is_at_boundary
+        )
 
     def _start(self, head: ResponseHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
         reply, body = self._reply, self._body
@@ -112,7 +132,11 @@ class Relay:
             self._is_raw = reply.has_body
             reply.can_write = not reply.has_body
             return
-        prefix = body.resume_raw(start) if self._filter is None and isinstance(body, ChunkedBody) and reply.is_http11 else None
+        prefix = (
+            body.resume_raw(start)
+            if self._filter is None and isinstance(body, ChunkedBody) and reply.is_http11
+            else None
+        )
         if prefix is not None:
             reply.start_framed(head.status, headers, _CHUNKED, 0)
             reply.put_raw(prefix)
@@ -122,7 +146,7 @@ class Relay:
         reply.start(head.status, headers)
         reply.put(self._filter(start) if self._filter is not None and start else start)
 
-    # -- from the instance ---------------------------------------------------------------------------------------------
+    # -- from the instance --
 
     def receive(self, data: bytes) -> None:
         if self.is_over:
@@ -137,7 +161,10 @@ class Relay:
             else:
                 used = self._convert(data)
         except FramingError as error:
-            self._is_raw, self._body = True, LengthBody(1)  # where the client's chunk ends is not known: nothing can follow
+            self._is_raw, self._body = (
+                True,
+                LengthBody(1),
+            )  # where the client's chunk ends is not known: nothing can follow
             self.fail(InvalidResponse(f"its answer is not chunked as it says: {error}"))
             return
         except Exception as error:
@@ -156,14 +183,18 @@ class Relay:
         if self._body.is_complete_at_close and self._connection.error is None:
             self._end()
         else:
-            self.fail(UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True))
+            self.fail(
+                UpstreamDisconnected(
+                    "it closed the connection in the middle of its answer", has_answered=True
+                )
+            )
 
     def fail(self, error: Exception) -> None:
         if not self.is_over:
             self._error = error
             self._finish()
 
-    # -- from the client -----------------------------------------------------------------------------------------------
+    # -- from the client --
 
     def pause(self) -> None:
         self._connection.deadline = NEVER
@@ -173,7 +204,7 @@ class Relay:
         self._connection.deadline = self._connection.loop.time() + self._idle_s
         self._connection.resume_reading()
 
-    # -- its own -------------------------------------------------------------------------------------------------------
+    # -- its own --
 
     def _convert(self, data: bytes) -> int:
         decoded: list[bytes] = []

@@ -1,8 +1,9 @@
-"""One client's connection: requests in, one after the other, each answered by a task of its own before the next is looked at.
+"""One client's connection: requests in, one after the other, each answered by a task of its own
+before the next is looked at.
 
-A client that closes its sending half counts as gone, as with most servers: the two cannot be told apart before something is written to it.
-Bytes of further requests that come meanwhile are kept, and from `_MAX_PIPELINED` on not read; a client that leaves then is noticed at the
-next write.
+A client that closes its sending half counts as gone, as with most servers: the two cannot be told
+apart before something is written to it. Bytes of further requests that come meanwhile are kept, and
+from `_MAX_PIPELINED` on not read; a client that leaves then is noticed at the next write.
 """
 
 import asyncio
@@ -32,19 +33,35 @@ logger = logging.getLogger(__name__)
 
 _MAX_PIPELINED = 64 * 1024
 _MAX_REFUSED_CONNECTIONS = 256
-"""So many connections too many get an answer that says so; it takes a moment each. More are just closed."""
+"""So many connections too many get an answer that says so; it takes a moment each. More are just
+closed.
+"""
 _SERVER_ERROR = "the server failed to serve this request; its log says why"
 _JSON = ("Content-Type", "application/json")
 
 
-# Where a connection is. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
-_IDLE, _HEAD, _BODY, _BUSY, _LEAVING = range(5)  # leaving: the last word was said, what still comes is dropped
+# Where a connection is. Plain numbers: in Python 3.11 reading a member of an enum costs as much as
+# a dictionary.
+_IDLE, _HEAD, _BODY, _BUSY, _LEAVING = range(
+    5
+)  # leaving: the last word was said, what still comes is dropped
 
 
 class ServerConnection(asyncio.Protocol):
     """Owned by the server it came to; everything happens on the loop's thread."""
 
-    __slots__ = ("_body_until", "_peer", "_reader", "_reply", "_request", "_server", "_state", "_task", "deadline", "out")
+    __slots__ = (
+        "_body_until",
+        "_peer",
+        "_reader",
+        "_reply",
+        "_request",
+        "_server",
+        "_state",
+        "_task",
+        "deadline",
+        "out",
+    )
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -63,7 +80,7 @@ class ServerConnection(asyncio.Protocol):
         """Whether no request is being read or served, or its answer still on the way."""
         return self._state == _IDLE
 
-    # -- asyncio -------------------------------------------------------------------------------------------------------
+    # -- asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.out.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
@@ -75,7 +92,11 @@ class ServerConnection(asyncio.Protocol):
             self._state = _LEAVING
             self.out.abort()
         elif num_over > 0:
-            self._refuse(RequestRefused("the server has as many connections as it takes", status=503, retry_after_s=1))
+            self._refuse(
+                RequestRefused(
+                    "the server has as many connections as it takes", status=503, retry_after_s=1
+                )
+            )
 
     def data_received(self, data: bytes) -> None:
         if self._state == _LEAVING:
@@ -121,7 +142,7 @@ class ServerConnection(asyncio.Protocol):
                 self._state = _LEAVING
             self.out.abort()
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests --
 
     def _advance(self) -> None:
         """Go on with what the client has sent, up to a request that is whole."""
@@ -155,7 +176,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _accept(self, head: RequestHead) -> None:
         """The head of a request is there: it is refused at once, or its body is read."""
-        request = self._request = ServerRequest(head.method, head.path, head.query, head.headers, b"", self._peer)
+        request = self._request = ServerRequest(
+            head.method, head.path, head.query, head.headers, b"", self._peer
+        )
         self._reply = ResponseWriter(self.out, head)
         self._state = _BODY
         refused = self._server.admit(request) if self._server.admit is not None else None
@@ -174,7 +197,11 @@ class ServerConnection(asyncio.Protocol):
         assert self._reply is not None
         self._request.body = body
         self._state = _BUSY
-        self.deadline = NEVER if not self.out.is_paused else self._server.loop.time() + self._server.limits.stall_timeout_s
+        self.deadline = (
+            NEVER
+            if not self.out.is_paused
+            else self._server.loop.time() + self._server.limits.stall_timeout_s
+        )
         self._task = self._server.loop.create_task(self._serve(self._request, self._reply))
 
     async def _serve(self, request: ServerRequest, reply: ResponseWriter) -> None:
@@ -199,7 +226,9 @@ class ServerConnection(asyncio.Protocol):
             self._resume()
 
     def _resume(self) -> None:
-        """With what the client has sent meanwhile; but one that does not read its answers gets no more of them."""
+        """With what the client has sent meanwhile; but one that does not read its answers gets no
+        more of them.
+        """
         if self.out.is_paused:
             return
         self.out.resume_reading()
@@ -215,7 +244,7 @@ class ServerConnection(asyncio.Protocol):
         self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end --
 
     def close(self) -> None:
         """What was written still goes out, if the client reads it."""
@@ -226,7 +255,11 @@ class ServerConnection(asyncio.Protocol):
 
     def _close_timeout(self) -> float:
         """How long to wait for a client that has, or has not, everything it was sent."""
-        return self._server.limits.stall_timeout_s if self.out.num_unread else self._server.limits.linger_s
+        return (
+            self._server.limits.stall_timeout_s
+            if self.out.num_unread
+            else self._server.limits.linger_s
+        )
 
     def abort(self) -> None:
         """Now, whatever is under way; the handler's task is cancelled."""
@@ -242,15 +275,21 @@ class ServerConnection(asyncio.Protocol):
         """Answer what is no request, and close: where the next one would begin is not known."""
         self._server.on_malformed(refusal)
         self.out.keeps_alive = False
-        reply = self._reply if self._reply is not None and not self._reply.is_started else ResponseWriter(self.out, None)
-        retry = () if refusal.retry_after_s is None else (("Retry-After", str(refusal.retry_after_s)),)
+        reply = (
+            self._reply
+            if self._reply is not None and not self._reply.is_started
+            else ResponseWriter(self.out, None)
+        )
+        retry = (
+            () if refusal.retry_after_s is None else (("Retry-After", str(refusal.retry_after_s)),)
+        )
         if not self.out.is_closing:
             reply.send(refusal.status, (_JSON, *retry), error_body(refusal))
         self._close_gracefully()
 
     def _close_gracefully(self) -> None:
-        """Closing while the client still sends would reset the connection and destroy our last log lines: say that we end, drop the
-        rest.
+        """Closing while the client still sends would reset the connection and destroy our last log
+        lines: say that we end, drop the rest.
         """
         if self.out.end_writing():
             self._state = _LEAVING
@@ -260,8 +299,8 @@ class ServerConnection(asyncio.Protocol):
             self.close()
 
 
-# -------------------- server --------------------
-# The HTTP/1.1 server: accepts connections, bounds them, and lets them end in good order. Belongs to one event loop.
+# -------------------- server -------------------- The HTTP/1.1 server: accepts connections, bounds
+# them, and lets them end in good order. Belongs to one event loop.
 
 
 ResponseParts = tuple[int, Iterable[tuple[str, str]], bytes]
@@ -271,10 +310,12 @@ _BACKLOG = 1024
 
 
 class HttpServer:
-    """Calls `handler` for every request that is whole, in a task that is cancelled when the client leaves.
+    """Calls `handler` for every request that is whole, in a task that is cancelled when the client
+    leaves.
 
-    `admit` sees a request before its body is read, and may answer it in the handler's place. `on_malformed` hears of everything that was
-    refused because it is not HTTP, too large, too slow or one connection too many.
+    `admit` sees a request before its body is read, and may answer it in the handler's place.
+    `on_malformed` hears of everything that was refused because it is not HTTP, too large, too slow
+    or one connection too many.
     """
 
     def __init__(
@@ -313,7 +354,9 @@ class HttpServer:
         self._servers.append(server)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more, close idle connections, let the requests under way finish. Returns when all are gone, or it is time."""
+        """Accept nothing more, close idle connections, let the requests under way finish. Returns
+        when all are gone, or it is time.
+        """
         self.is_draining = True
         for server in self._servers:
             server.close()
@@ -337,10 +380,12 @@ class HttpServer:
             await asyncio.wait(tasks)
         self._deadline_timer.close()
 
-    # -- what connections tell -----------------------------------------------------------------------------------------
+    # -- what connections tell --
 
     def add(self, connection: ServerConnection) -> int:
-        """By how many there are too many now. One that is turned away is ours too until it is gone."""
+        """By how many there are too many now. One that is turned away is ours too until it is
+        gone.
+        """
         self._connections.add(connection)
         self._deadline_timer.add(connection)
         return len(self._connections) - self.limits.num_connections

@@ -1,8 +1,9 @@
 """Leaving an instance before it has answered, without losing an answer that is on its way.
 
-A connection that is closed loses what its peer has sent and we have not read, and nobody learns of it. So the leaver only says that it
-has nothing more to say (a half-close), which an engine takes for a client that is gone, and reads on until the instance closes its side:
-either there is a whole answer among what came, or there will never be one.
+A connection that is closed loses what its peer has sent and we have not read, and nobody learns of
+it. So the leaver only says that it has nothing more to say (a half-close), which an engine takes
+for a client that is gone, and reads on until the instance closes its side: either there is a whole
+answer among what came, or there will never be one.
 """
 
 import asyncio
@@ -42,7 +43,9 @@ OnLateResponse = Callable[[int, bytes], None]
 ABANDON_TIMEOUT_S = 5.0
 """How long an instance may take to close its side. One that runs does so at once."""
 _MAX_ABANDONED, _MAX_ABANDONED_PER_TARGET = 4096, 2048
-"""All clients of a router may leave at once, and an instance that stands still must not take what the others need."""
+"""All clients of a router may leave at once, and an instance that stands still must not take what
+the others need.
+"""
 _MAX_LATE_HEAD = 64 * 1024
 _MAX_KEPT = 2 * 1024 * 1024
 """Of an answer: block ids of a million tokens are half a megabyte."""
@@ -52,7 +55,9 @@ _log = logging.getLogger(__name__)
 
 
 class AbandonedConnections:
-    """Connections that are being left. Bounded: what is too much is closed at once, and with it what it would have brought."""
+    """Connections that are being left. Bounded: what is too much is closed at once, and with it
+    what it would have brought.
+    """
 
     __slots__ = ("_idle", "_members", "_warned_at")
 
@@ -82,7 +87,11 @@ class AbandonedConnections:
     def _warn(self, where: str) -> None:
         if time.monotonic() >= self._warned_at + _WARN_S:
             self._warned_at = time.monotonic()
-            _log.warning("too many requests are being left at once: what their answers would bring is lost instance=%s", where)
+            _log.warning(
+                "too many requests are being left at once: what their answers would bring is lost "
+                "instance=%s",
+                where,
+            )
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Until none is left, or the time is up."""
@@ -116,7 +125,9 @@ class LateResponse:
 
 
 def half_close(transport: asyncio.Transport) -> bool:
-    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will be. False: it could not be done."""
+    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will
+    be. False: it could not be done.
+    """
     raw = transport.get_extra_info("socket")
     if raw is None:  # it is lost, and about to say so
         return False
@@ -129,7 +140,9 @@ def half_close(transport: asyncio.Transport) -> bool:
 
 
 def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None:
-    """Status and body of an answer whose connection is closed; None: it is not whole, or is no answer. Pure."""
+    """Status and body of an answer whose connection is closed; None: it is not whole, or is no
+    answer. Pure.
+    """
     status = start = 0
     while status < 200:
         end = raw.find(b"\r\n\r\n", start, start + _MAX_LATE_HEAD) + 4
@@ -151,10 +164,11 @@ def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None
 # -------------------- upstream connection --------------------
 # One connection to an instance: a request out, the head and then the raw bytes of its answer in.
 #
-# A request whose answer matters to somebody even after its asker has left (`on_late_response`) is left in good order: see `parting`.
+# A request whose answer matters to somebody even after its asker has left (`on_late_response`) is
+# left in good order: see `parting`.
 #
-# An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
-# answer is there before the failed write ends the connection.
+# An instance may answer before it has read the whole request, and then reset the connection. The
+# loop reads before it writes, so the answer is there before the failed write ends the connection.
 
 
 _MAX_HEAD = 64 * 1024
@@ -171,8 +185,9 @@ class Receiver(Protocol):
         """The connection is gone; its `error` says how."""
 
 
-# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
-# asked. Idle, after an exchange: what comes is an answer to nothing. Parting: the asker has left.
+# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with
+# too many connections answers before it is asked. Idle, after an exchange: what comes is an answer
+# to nothing. Parting: the asker has left.
 _FRESH, _HEAD, _BODY, _IDLE, _ABANDONED = range(5)
 
 
@@ -241,16 +256,27 @@ class UpstreamConnection(asyncio.Protocol):
     def is_clean(self) -> bool:
         """Whether another request could follow: nothing is left over on either side."""
         transport = self.transport
-        return transport is not None and not self._size and not transport.is_closing() and not transport.get_write_buffer_size()
+        return (
+            transport is not None
+            and not self._size
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        )
 
-    # -- the exchange --------------------------------------------------------------------------------------------------
+    # -- the exchange --
 
     def send_request(
-        self, method: str, data: bytes, timeout_s: float, on_late_response: OnLateResponse | None = None
+        self,
+        method: str,
+        data: bytes,
+        timeout_s: float,
+        on_late_response: OnLateResponse | None = None,
     ) -> "asyncio.Future[ResponseHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
-        self._late = LateResponse(method, on_late_response) if on_late_response is not None else None
+        self._late = (
+            LateResponse(method, on_late_response) if on_late_response is not None else None
+        )
         self._phase = _HEAD
         self.has_answered = False
         self.deadline = self.loop.time() + timeout_s
@@ -263,7 +289,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
         elif not waiter.done():
-            waiter.set_exception(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
+            waiter.set_exception(
+                UpstreamDisconnected(
+                    "it closed the connection before it had answered", self.has_answered
+                )
+            )
         return waiter
 
     def take(self) -> bytes:
@@ -286,7 +316,9 @@ class UpstreamConnection(asyncio.Protocol):
         return segments[0] if segments else b""
 
     async def wait_readable(self, deadline: float) -> None:
-        """Until there is something to take, or the connection is lost. UpstreamTimeout, and then it is closed."""
+        """Until there is something to take, or the connection is lost. UpstreamTimeout, and then it
+        is closed.
+        """
         if self._phase == _ABANDONED:
             raise UpstreamDisconnected("it was left before it had answered", self.has_answered)
         self.deadline = deadline
@@ -308,11 +340,19 @@ class UpstreamConnection(asyncio.Protocol):
         self.resume_reading()
 
     def pause_reading(self) -> None:
-        if self.transport is not None and not self.transport.is_closing() and self.transport.is_reading():
+        if (
+            self.transport is not None
+            and not self.transport.is_closing()
+            and self.transport.is_reading()
+        ):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self.transport is not None and not self.transport.is_closing() and not self.transport.is_reading():
+        if (
+            self.transport is not None
+            and not self.transport.is_closing()
+            and not self.transport.is_reading()
+        ):
             self.transport.resume_reading()
 
     def fail(self, error: Exception) -> None:
@@ -339,7 +379,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    # -- asyncio -------------------------------------------------------------------------------------------------------
+    # -- asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
@@ -378,7 +418,11 @@ class UpstreamConnection(asyncio.Protocol):
         elif self.receiver is not None:
             self.receiver.on_connection_lost()
         elif self._phase == _HEAD:
-            self._fail(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
+            self._fail(
+                UpstreamDisconnected(
+                    "it closed the connection before it had answered", self.has_answered
+                )
+            )
         elif self._phase == _BODY:
             self._wake()
 
@@ -389,7 +433,7 @@ class UpstreamConnection(asyncio.Protocol):
         elif not self._is_response_ready:  # whoever has some has not looked yet
             self.fail(UpstreamTimeout("it was silent for too long"))
 
-    # -- its own -------------------------------------------------------------------------------------------------------
+    # -- its own --
 
     def _abandon(self) -> None:
         self._fail(UpstreamDisconnected("it was left before it had answered", self.has_answered))
@@ -441,7 +485,13 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def _is_response_ready(self) -> bool:
         """Of an answer, for its asker: in this very turn."""
-        waiter = self._head_waiter if self._phase == _HEAD else self._waiter if self._phase == _BODY else None
+        waiter = (
+            self._head_waiter
+            if self._phase == _HEAD
+            else self._waiter
+            if self._phase == _BODY
+            else None
+        )
         return self.receiver is None and waiter is not None and waiter.done()
 
     def _wake(self) -> None:

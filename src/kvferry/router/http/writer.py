@@ -1,4 +1,6 @@
-"""The sending half of a client's connection: what is written, whether there is room, and who is told when there is again."""
+"""The sending half of a client's connection: what is written, whether there is room, and who is
+told when there is again.
+"""
 
 import asyncio
 import socket
@@ -27,7 +29,17 @@ class BodySource(Protocol):
 class ConnectionWriter:
     """All of its methods may be called when the client is gone; `put` then says so."""
 
-    __slots__ = ("_corked", "_server", "_writable", "is_paused", "keeps_alive", "num_sent", "num_unread", "source", "transport")
+    __slots__ = (
+        "_corked",
+        "_server",
+        "_writable",
+        "is_paused",
+        "keeps_alive",
+        "num_sent",
+        "num_unread",
+        "source",
+        "transport",
+    )
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -62,7 +74,9 @@ class ConnectionWriter:
             self._corked.append(data)
 
     def cork(self) -> None:
-        """Gather what is put until `uncork`, which sends it by one call: a loop writes each segment by a call of its own."""
+        """Gather what is put until `uncork`, which sends it by one call: a loop writes each segment
+        by a call of its own.
+        """
         if self._corked is None:
             self._corked = []
 
@@ -80,7 +94,9 @@ class ConnectionWriter:
 
     def pause(self) -> None:
         self.is_paused = True
-        self.num_unread = self.transport.get_write_buffer_size() if self.transport is not None else 0
+        self.num_unread = (
+            self.transport.get_write_buffer_size() if self.transport is not None else 0
+        )
         if self.source is not None:
             self.source.pause()
 
@@ -112,7 +128,11 @@ class ConnectionWriter:
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self.transport is not None and not self.transport.is_closing() and not self.transport.is_reading():
+        if (
+            self.transport is not None
+            and not self.transport.is_closing()
+            and not self.transport.is_reading()
+        ):
             self.transport.resume_reading()
 
     def end_writing(self) -> bool:
@@ -150,13 +170,24 @@ _BODILESS = (204, 304)
 
 
 class ResponseWriter:
-    """Either one `send`, or `start`, any number of `write`, `finish`. `abort` at any time. Belongs to the loop's thread.
+    """Either one `send`, or `start`, any number of `write`, `finish`. `abort` at any time. Belongs
+    to the loop's thread.
 
-    An answer that is passed on raw (`UpstreamResponse.relay`) and breaks off cannot always be continued: inside a chunk, or within a body
-    of known length, whatever we write would become part of the data. `can_write` says so; then `abort` is all that is left.
+    An answer that is passed on raw (`UpstreamResponse.relay`) and breaks off cannot always be
+    continued: inside a chunk, or within a body of known length, whatever we write would become part
+    of the data. `can_write` says so; then `abort` is all that is left.
     """
 
-    __slots__ = ("_framing", "_sent_before", "can_write", "has_body", "is_finished", "is_http11", "out", "status")
+    __slots__ = (
+        "_framing",
+        "_sent_before",
+        "can_write",
+        "has_body",
+        "is_finished",
+        "is_http11",
+        "out",
+        "status",
+    )
 
     def __init__(self, out: ConnectionWriter, head: RequestHead | None) -> None:
         self.out = out
@@ -199,7 +230,9 @@ class ResponseWriter:
         self.start_framed(status, headers, _CHUNKED if self.is_http11 else _UNTIL_CLOSE, 0)
         self.can_write = True
 
-    def start_framed(self, status: int, headers: Iterable[tuple[str, str]], framing: Framing, length: int) -> None:
+    def start_framed(
+        self, status: int, headers: Iterable[tuple[str, str]], framing: Framing, length: int
+    ) -> None:
         """A head alone; the bytes that follow come by `put_raw`."""
         self._framing = framing
         if framing is _CHUNKED:
@@ -212,7 +245,9 @@ class ResponseWriter:
         self.out.put(self._begin(status, headers, field))
 
     async def write(self, data: bytes) -> None:
-        """Waits until there is room. ConnectionError when the client is gone, or reads nothing for too long."""
+        """Waits until there is room. ConnectionError when the client is gone, or reads nothing for
+        too long.
+        """
         self.put(data)
         if self.out.is_paused:
             await self.out.wait_writable()

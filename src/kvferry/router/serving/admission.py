@@ -1,8 +1,9 @@
 """How many requests are served at once, and who waits for how long.
 
-`AdmissionQueue` decides, purely: a bounded number of requests runs, a bounded number waits, of each tenant not more than its share. A
-tenant's requests are admitted in the order they came; tenants take turns, so that whoever sends much waits for itself.
-`AdmissionController` is the shell that makes a waiting request a waiting coroutine, and ends its waiting in time. One thread, the event
+`AdmissionQueue` decides, purely: a bounded number of requests runs, a bounded number waits, of each
+tenant not more than its share. A tenant's requests are admitted in the order they came; tenants
+take turns, so that whoever sends much waits for itself. `AdmissionController` is the shell that
+makes a waiting request a waiting coroutine, and ends its waiting in time. One thread, the event
 loop's.
 """
 
@@ -15,7 +16,14 @@ from math import ceil
 
 from kvferry.errors import ConfigError, LocalProtocolError
 
-__all__ = ["AdmissionController", "AdmissionOptions", "AdmissionQueue", "AdmissionRefused", "AdmissionSlot", "RefusalReason"]
+__all__ = [
+    "AdmissionController",
+    "AdmissionOptions",
+    "AdmissionQueue",
+    "AdmissionRefused",
+    "AdmissionSlot",
+    "RefusalReason",
+]
 
 _SMOOTHING = 0.1
 _RETRY_BOUNDS_S = (1, 60)
@@ -34,8 +42,13 @@ class AdmissionOptions:
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.max_waiting < 0:
-            raise ConfigError(f"max_running must be at least 1 and max_waiting at least 0, got {self.max_running} and {self.max_waiting}")
-        if (self.tenant_running is not None and self.tenant_running < 1) or (self.tenant_waiting is not None and self.tenant_waiting < 0):
+            raise ConfigError(
+                "max_running must be at least 1 and max_waiting at least 0, got "
+                f"{self.max_running} and {self.max_waiting}"
+            )
+        if (self.tenant_running is not None and self.tenant_running < 1) or (
+            self.tenant_waiting is not None and self.tenant_waiting < 0
+        ):
             raise ConfigError("tenant_running must be at least 1 and tenant_waiting at least 0")
 
 
@@ -62,7 +75,9 @@ class AdmissionRefused:
 
 @dataclass(slots=True, eq=False)
 class AdmissionSlot:
-    """One request's place: waiting until `is_admitted`. Whoever got it hands it back by `leave`, once, in either case."""
+    """One request's place: waiting until `is_admitted`. Whoever got it hands it back by `leave`,
+    once, in either case.
+    """
 
     tenant: str
     admitted_at: float | None = None
@@ -79,19 +94,25 @@ class AdmissionQueue:
     num_running: int = field(default=0, init=False)
     num_waiting: int = field(default=0, init=False)
     _running: dict[str, int] = field(default_factory=dict, init=False)
-    _waiting: OrderedDict[str, deque[AdmissionSlot]] = field(default_factory=OrderedDict, init=False)
+    _waiting: OrderedDict[str, deque[AdmissionSlot]] = field(
+        default_factory=OrderedDict, init=False
+    )
     """Of tenants with someone waiting; first the one whose turn it is."""
     _mean_s: float = field(default=0.0, init=False)
 
     def arrive(self, tenant: str, now: float) -> AdmissionSlot | AdmissionRefused:
-        """Runs, waits or goes. Nobody overtakes who waits: beside a free place wait only tenants that run as many as they may."""
+        """Runs, waits or goes. Nobody overtakes who waits: beside a free place wait only tenants
+        that run as many as they may.
+        """
         entry = AdmissionSlot(tenant)
         if self.num_running < self.options.max_running and self._may_run(tenant):
             self._admit(entry, now)
             return entry
         own = self._waiting.get(tenant, ())
         if self.options.tenant_waiting is not None and len(own) >= self.options.tenant_waiting:
-            return AdmissionRefused(RefusalReason.TENANT, self.estimate_s(len(own), self.options.tenant_running))
+            return AdmissionRefused(
+                RefusalReason.TENANT, self.estimate_s(len(own), self.options.tenant_running)
+            )
         if self.num_waiting >= self.options.max_waiting:
             return AdmissionRefused(RefusalReason.FULL, self.estimate_s(self.num_waiting))
         self._waiting.setdefault(tenant, deque()).append(entry)
@@ -106,7 +127,9 @@ class AdmissionQueue:
         if entry.admitted_at is None:
             self._unqueue(entry)
             return []
-        self._mean_s += (now - entry.admitted_at - self._mean_s) * (_SMOOTHING if self._mean_s else 1)
+        self._mean_s += (now - entry.admitted_at - self._mean_s) * (
+            _SMOOTHING if self._mean_s else 1
+        )
         self.num_running -= 1
         self._running[entry.tenant] -= 1
         if not self._running[entry.tenant]:
@@ -114,7 +137,9 @@ class AdmissionQueue:
         return self._admit_next(now)
 
     def estimate_s(self, num_ahead: int, num_places: int | None = None) -> int:
-        """After how many seconds there may be room behind so many: as long as they take at the present pace, in so many places at once."""
+        """After how many seconds there may be room behind so many: as long as they take at the
+        present pace, in so many places at once.
+        """
         least, most = _RETRY_BOUNDS_S
         num_places = min(num_places or self.options.max_running, self.options.max_running)
         return max(least, min(most, ceil(self._mean_s * (num_ahead + 1) / num_places)))
@@ -126,7 +151,10 @@ class AdmissionQueue:
         return self._running.get(tenant, 0)
 
     def _may_run(self, tenant: str) -> bool:
-        return self.options.tenant_running is None or self.num_running_of(tenant) < self.options.tenant_running
+        return (
+            self.options.tenant_running is None
+            or self.num_running_of(tenant) < self.options.tenant_running
+        )
 
     def _admit(self, entry: AdmissionSlot, now: float) -> None:
         entry.admitted_at = now
@@ -170,7 +198,9 @@ class AdmissionController:
         self.is_closing = True
 
     async def enter(self, tenant: str, timeout_s: float) -> AdmissionSlot | AdmissionRefused:
-        """A pass that is admitted, to be handed to `leave`, or why not. A cancelled wait leaves nothing behind."""
+        """A pass that is admitted, to be handed to `leave`, or why not. A cancelled wait leaves
+        nothing behind.
+        """
         if self.is_closing:
             return AdmissionRefused(RefusalReason.CLOSING, 1)
         entry = self.queue.arrive(tenant, self._clock())
@@ -183,7 +213,9 @@ class AdmissionController:
         except TimeoutError:
             if not entry.is_admitted:  # else its turn came in the same moment
                 self.leave(entry)
-                return AdmissionRefused(RefusalReason.LATE, self.queue.estimate_s(self.queue.num_waiting))
+                return AdmissionRefused(
+                    RefusalReason.LATE, self.queue.estimate_s(self.queue.num_waiting)
+                )
         except asyncio.CancelledError:
             self.leave(entry)
             raise
@@ -194,5 +226,7 @@ class AdmissionController:
     def leave(self, entry: AdmissionSlot) -> None:
         for admitted in self.queue.leave(entry, self._clock()):
             waiter = self._waiters[admitted]
-            if not waiter.done():  # a waiter that was cancelled in the same moment hands its pass on
+            if (
+                not waiter.done()
+            ):  # a waiter that was cancelled in the same moment hands its pass on
                 waiter.set_result(None)

@@ -1,7 +1,7 @@
 """The two requests that one client's request becomes, and what the first answer says.
 
-Pure. Values are kept as the JSON text the client sent and only the keys that change are replaced, so that a long prompt is
-never decoded here and reaches both engines exactly as written.
+Pure. Values are kept as the JSON text the client sent and only the keys that change are replaced,
+so that a long prompt is never decoded here and reaches both engines exactly as written.
 """
 
 import re
@@ -26,12 +26,14 @@ MAX_CONVERSATION_CHARS = 256
 
 _Fields = dict[str, msgspec.Raw]
 
-# Made once: `msgspec.json.decode` with a type works that type out again each time, which takes ten times as long as a short text.
+# Made once: `msgspec.json.decode` with a type works that type out again each time, which takes ten
+# times as long as a short text.
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _name_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _encoder = msgspec.json.Encoder()
 
-# A client's own kv_transfer_params would point the engines at blocks of somebody else; conversation_id is addressed to the router.
+# A client's own kv_transfer_params would point the engines at blocks of somebody else;
+# conversation_id is addressed to the router.
 _NEVER_FORWARDED = ("kv_transfer_params", "conversation_id")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
 _PREFILL_PARAMS = {
@@ -48,7 +50,9 @@ _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 # vLLM takes this from among those, too.
 _EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
 _MAX_SMALL_BYTES = 1024 * 1024
-"""Of all fields but the large ones together: a million tiny keys would hold up everybody for seconds."""
+"""Of all fields but the large ones together: a million tiny keys would hold up everybody for
+seconds.
+"""
 
 
 class _LargeFields(msgspec.Struct):
@@ -100,7 +104,9 @@ class PushSource:
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """What P's answer says of the blocks it holds for us, or what we promise D of them before P has answered."""
+    """What P's answer says of the blocks it holds for us, or what we promise D of them before P has
+    answered.
+    """
 
     params: msgspec.Raw
     """`kv_transfer_params` as P wrote them."""
@@ -132,10 +138,16 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def prefill_body(self, push_ticket: str = "", last_turn: bytes | None = None) -> bytes:
         """Computes the prompt, keeps the blocks, answers with one token at once.
 
-        `last_turn`: what D said at the end of the conversation's last turn, so that P can fetch what D still has of it."""
+        `last_turn`: what D said at the end of the conversation's last turn, so that P can fetch
+        what D still has of it.
+        """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")
-        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": _prefill_params(push_ticket, last_turn)}
+        leg |= {
+            "stream": msgspec.Raw(b"false"),
+            "max_tokens": one,
+            "kv_transfer_params": _prefill_params(push_ticket, last_turn),
+        }
         if "max_completion_tokens" in leg:
             leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
@@ -144,12 +156,20 @@ class ClientRequest(msgspec.Struct, frozen=True):
         """The client's request with P's blocks attached; without any, D computes the prompt itself.
 
         `turn_id`: D is to keep the turn's blocks for the next one, under this word."""
-        conversation_field = _NO_CONVERSATION if turn_id is None else b'"conversation":"%s"' % turn_id.encode("ascii")
+        conversation_field = (
+            _NO_CONVERSATION
+            if turn_id is None
+            else b'"conversation":"%s"' % turn_id.encode("ascii")
+        )
         if handover is None:
             return _encoder.encode(
-                self.fields if turn_id is None else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % conversation_field)}
+                self.fields
+                if turn_id is None
+                else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % conversation_field)}
             )
-        return _encoder.encode(self.fields | {"kv_transfer_params": _with_field(handover.params, conversation_field)})
+        return _encoder.encode(
+            self.fields | {"kv_transfer_params": _with_field(handover.params, conversation_field)}
+        )
 
 
 def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
@@ -166,7 +186,9 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
 def _with_field(params: msgspec.Raw, conversation_field: bytes) -> msgspec.Raw:
     """One key more in an object that is kept as the text it came in."""
     rest = bytes(params)[1:].lstrip()
-    return msgspec.Raw(b"{%s%s%s" % (conversation_field, b"" if rest.startswith(b"}") else b",", rest))
+    return msgspec.Raw(
+        b"{%s%s%s" % (conversation_field, b"" if rest.startswith(b"}") else b",", rest)
+    )
 
 
 def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
@@ -177,7 +199,9 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
     try:
         if len(body) > _MAX_SMALL_BYTES and _small_bytes(body) > _MAX_SMALL_BYTES:
             return InvalidRequest(
-                413, f"fields other than {', '.join(_LargeFields.__struct_fields__[:-1])} take more than {_MAX_SMALL_BYTES} bytes"
+                413,
+                f"fields other than {', '.join(_LargeFields.__struct_fields__[:-1])} take more "
+                f"than {_MAX_SMALL_BYTES} bytes",
             )
         fields = _decoder.decode(body)
         if _EXTRA in fields:
@@ -190,11 +214,15 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
         return InvalidRequest(400, "the request body is not valid JSON: it is nested too deeply")
     if _has_several_prompts(fields.get("prompt")):
         return InvalidRequest(
-            400, "prompt is a list of several prompts; the router takes one prompt per request, send one request for each"
+            400,
+            "prompt is a list of several prompts; the router takes one prompt per request, send "
+            "one request for each",
         )
     conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
-        return InvalidRequest(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
+        return InvalidRequest(
+            400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters"
+        )
     for key in _NEVER_FORWARDED:
         fields.pop(key, None)
     return ClientRequest(fields, conversation)
@@ -229,11 +257,18 @@ _params_decoder: msgspec.json.Decoder[_Params | None] = msgspec.json.Decoder(_Pa
 
 
 def read_prefill_answer(body: bytes) -> Handover | None:
-    """P's blocks; None when P kept none (it may: a prompt with nothing worth moving). RemoteProtocolError for anything malformed."""
+    """P's blocks; None when P kept none (it may: a prompt with nothing worth moving).
+    RemoteProtocolError for anything malformed.
+    """
     try:
         raw = _answer_decoder.decode(body).kv_transfer_params
         params = _params_decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except (
+        msgspec.DecodeError,
+        msgspec.ValidationError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
         raise RemoteProtocolError(f"its answer cannot be read: {error}") from None
     if params is None:
         return None
@@ -242,7 +277,11 @@ def read_prefill_answer(body: bytes) -> Handover | None:
 
 
 def _push_source(params: _Params, address: Address | None) -> PushSource | None:
-    if params.transfer_mode != "push" or address is None or not (params.remote_engine_id and params.remote_epoch and params.tp_size):
+    if (
+        params.transfer_mode != "push"
+        or address is None
+        or not (params.remote_engine_id and params.remote_epoch and params.tp_size)
+    ):
         return None
     return PushSource(params.remote_engine_id, params.remote_epoch, address, params.tp_size)
 
@@ -254,7 +293,8 @@ def _side_channel(params: _Params) -> Address | None:
 
 
 def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
-    # Token ids are by far the longest lists, and are told apart by the first character after the bracket.
+    # Token ids are by far the longest lists, and are told apart by the first character after the
+    # bracket.
     text = memoryview(prompt) if prompt is not None else memoryview(b"")
     if not _LIST_OF_PROMPTS.match(text):
         return False
@@ -276,7 +316,9 @@ def _is_utf8(body: bytes) -> bool:
 
 def _small_bytes(body: bytes) -> int:
     large = _large_decoder.decode(body)
-    return len(body) - sum(len(memoryview(getattr(large, name))) for name in _LargeFields.__struct_fields__)
+    return len(body) - sum(
+        len(memoryview(getattr(large, name))) for name in _LargeFields.__struct_fields__
+    )
 
 
 def _without_transfer(extra: msgspec.Raw) -> msgspec.Raw:
@@ -285,4 +327,6 @@ def _without_transfer(extra: msgspec.Raw) -> msgspec.Raw:
         fields = _decoder.decode(extra)
     except msgspec.ValidationError:
         return extra
-    return msgspec.Raw(_encoder.encode(fields)) if fields.pop(_TRANSFER, None) is not None else extra
+    return (
+        msgspec.Raw(_encoder.encode(fields)) if fields.pop(_TRANSFER, None) is not None else extra
+    )

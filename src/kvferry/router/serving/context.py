@@ -1,4 +1,6 @@
-"""The name a request has in both legs and in every log: the client's, if it is fit to be one. Pure but for randomness."""
+"""The name a request has in both legs and in every log: the client's, if it is fit to be one. Pure
+but for randomness.
+"""
 
 import random
 import re
@@ -41,7 +43,13 @@ def choose_request_id(sent: str | None) -> str:
 
 
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
-_TO_CLIENTS = ("content-type", "content-encoding", "cache-control", "retry-after", "www-authenticate")
+_TO_CLIENTS = (
+    "content-type",
+    "content-encoding",
+    "cache-control",
+    "retry-after",
+    "www-authenticate",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,9 @@ class LegFailure:
     is_refusal: bool = False
     """It takes no requests now (503): it has done nothing, and another may."""
     is_unsent: bool = False
-    """It could not be reached: nobody has done anything yet, so that asking another costs none of the tries."""
+    """It could not be reached: nobody has done anything yet, so that asking another costs none of
+    the tries.
+    """
     needs_prefill: bool = False
     """D could not use P's blocks, or had used them up: trying again begins with P."""
 
@@ -98,11 +108,17 @@ class RequestContext:
         self.timeline.mark(mark, time.monotonic(), about)
 
     def send(self, answer: HttpResponse) -> None:
-        self.reply.send(answer.status, [*answer.headers, ("X-Request-Id", self.request_id), *self.cors], answer.body)
+        self.reply.send(
+            answer.status,
+            [*answer.headers, ("X-Request-Id", self.request_id), *self.cors],
+            answer.body,
+        )
 
 
 def leg_headers(headers: Headers, request_id: str, authorization: str | None) -> bytes:
-    """What both legs of a client's request say beside their body. `authorization`: for instances."""
+    """What both legs of a client's request say beside their body. `authorization`: for
+    instances.
+    """
     fields = [("X-Request-Id", request_id), ("Content-Type", "application/json")]
     if authorization is not None:
         fields.append(("Authorization", authorization))
@@ -133,13 +149,19 @@ _JSON = ("Content-Type", "application/json; charset=utf-8")
 
 
 def build_error_response(
-    status: int, message: str, retry_after_s: int | None = None, headers: Iterable[tuple[str, str]] = ()
+    status: int,
+    message: str,
+    retry_after_s: int | None = None,
+    headers: Iterable[tuple[str, str]] = (),
 ) -> HttpResponse:
     retry = [] if retry_after_s is None else [("Retry-After", str(retry_after_s))]
-    return HttpResponse(status, [_JSON, *retry, *headers], error_body(RequestRefused(message, status=status)))
+    return HttpResponse(
+        status, [_JSON, *retry, *headers], error_body(RequestRefused(message, status=status))
+    )
 
 
 def error_event(status: int, message: str) -> bytes:
-    """A server-sent event that says why the stream ends here. What was sent before may have ended inside an event: empty lines close it,
-    and mean nothing otherwise."""
+    """A server-sent event that says why the stream ends here. What was sent before may have ended
+    inside an event: empty lines close it, and mean nothing otherwise.
+    """
     return b"\n\ndata: " + error_body(RequestRefused(message, status=status)) + b"\n\n"

@@ -1,9 +1,11 @@
-"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One after the other, or, where P and D are
-both known to push, at once.
+"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One
+after the other, or, where P and D are both known to push, at once.
 
-Runs on the event loop. While the client has got nothing, what one instance fails at is tried on another: a prefill has no side effect, and
-nobody has seen a token. A client that leaves cancels the handler, which leaves the leg under way; an engine aborts what its client has
-left. What P holds is given back unless D has taken over (`PrefilledBlocks`), also when P's answer was on its way (`PrefillLeg`).
+Runs on the event loop. While the client has got nothing, what one instance fails at is tried on
+another: a prefill has no side effect, and nobody has seen a token. A client that leaves cancels the
+handler, which leaves the leg under way; an engine aborts what its client has left. What P holds is
+given back unless D has taken over (`PrefilledBlocks`), also when P's answer was on its way
+(`PrefillLeg`).
 """
 
 import asyncio
@@ -17,7 +19,12 @@ from kvferry.router.fleet.fleet import Fleet, RoutingHints
 from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.serving.client_request import Handover
-from kvferry.router.serving.context import HttpResponse, LegFailure, RequestContext, build_error_response
+from kvferry.router.serving.context import (
+    HttpResponse,
+    LegFailure,
+    RequestContext,
+    build_error_response,
+)
 from kvferry.router.serving.instance_client import InstanceClient
 from kvferry.router.serving.legs import DecodeLeg, PrefillLeg
 from kvferry.router.serving.push import LegFinisher, PushSources, run_both_legs
@@ -75,16 +82,24 @@ class Dispatcher:
             failure = await self._attempt(context, last_turn)
             if failure is None:
                 return
-            if context.reply.is_started or not failure.needs_prefill or not self._may_retry(context, failure):
+            if (
+                context.reply.is_started
+                or not failure.needs_prefill
+                or not self._may_retry(context, failure)
+            ):
                 break
-            # Another pair if there is one; else the same again: P may be another incarnation of itself by now.
+            # Another pair if there is one; else the same again: P may be another incarnation of
+            # itself by now.
             last_turn = None
         context.error = failure.message
         context.send(_final_response(failure))
 
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
-        # What was not sent, or was refused, costs no try, as long as it finds others: it ends with the fleet.
-        if not (failure.is_unsent or failure.is_refusal) or (failure.instance is not None and context.tried.count(failure.instance) > 1):
+        # What was not sent, or was refused, costs no try, as long as it finds others: it ends with
+        # the fleet.
+        if not (failure.is_unsent or failure.is_refusal) or (
+            failure.instance is not None and context.tried.count(failure.instance) > 1
+        ):
             if context.retries_left <= 0:
                 return False
             context.retries_left -= 1
@@ -93,16 +108,22 @@ class Dispatcher:
         _log.info("tried again request=%s: %s", context.request_id, failure.message)
         return True
 
-    async def _attempt(self, context: RequestContext, last_turn: LastTurn | None) -> LegFailure | None:
+    async def _attempt(
+        self, context: RequestContext, last_turn: LastTurn | None
+    ) -> LegFailure | None:
         """One P and one D, and others in the place of those that refuse or cannot be reached."""
-        context.hints = hints = RoutingHints(context.client.prompt, last_turn.prefiller if last_turn is not None else None)
+        context.hints = hints = RoutingHints(
+            context.client.prompt, last_turn.prefiller if last_turn is not None else None
+        )
         prefiller = self._choose(Role.PREFILL, context, hints)
         if prefiller is not None:
             push_handover = self.push_sources.push_handover_for(prefiller)
             if push_handover is not None:
                 decoder = await self._choose_pushing(context, _decode_hints(context, last_turn))
                 if decoder is not None:
-                    return await self._serve_in_parallel(context, (prefiller, decoder), push_handover, last_turn)
+                    return await self._serve_in_parallel(
+                        context, (prefiller, decoder), push_handover, last_turn
+                    )
         prefilled = await self._prefill_somewhere(context, prefiller, hints, last_turn)
         if isinstance(prefilled, LegFailure):
             return prefilled
@@ -113,16 +134,22 @@ class Dispatcher:
         with PrefilledBlocks(self.releases, prefilled.handover) as held:
             return await self._decode_somewhere(context, held, prefilled.handover, last_turn)
 
-    # -- one after the other -------------------------------------------------------------------------------------------
+    # -- one after the other --
 
     async def _prefill_somewhere(
-        self, context: RequestContext, instance: Instance | None, hints: RoutingHints, last_turn: LastTurn | None
+        self,
+        context: RequestContext,
+        instance: Instance | None,
+        hints: RoutingHints,
+        last_turn: LastTurn | None,
     ) -> _Prefilled | HttpResponse | LegFailure:
         refusal: LegFailure | None = None
         failure: LegFailure | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.prefill.run(context, instance, self.releases.release, last_turn=params)
+            result = await self.prefill.run(
+                context, instance, self.releases.release, last_turn=params
+            )
             if isinstance(result, HttpResponse):
                 return result
             if not isinstance(result, LegFailure):
@@ -139,13 +166,19 @@ class Dispatcher:
             # They are full or leaving: what they cannot take now is not D's to take.
             return refusal
         if self.instance_client.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
-            context.timeline.fallback = failure.message if failure is not None else "no prefill instance is available"
+            context.timeline.fallback = (
+                failure.message if failure is not None else "no prefill instance is available"
+            )
             self.instance_client.metrics.fallbacks.add()
             return _Prefilled(None, None)
         return failure or _no_instance(Role.PREFILL)
 
     async def _decode_somewhere(
-        self, context: RequestContext, held: PrefilledBlocks, handover: Handover | None, last_turn: LastTurn | None
+        self,
+        context: RequestContext,
+        held: PrefilledBlocks,
+        handover: Handover | None,
+        last_turn: LastTurn | None,
     ) -> LegFailure | None:
         hints = _decode_hints(context, last_turn)
         failure: LegFailure | None = None
@@ -156,14 +189,20 @@ class Dispatcher:
                 return failure
             context.tried.append(instance)
             asked.append(instance)
-            if failure.needs_prefill or not (failure.is_refusal or self._may_retry(context, failure)):
+            if failure.needs_prefill or not (
+                failure.is_refusal or self._may_retry(context, failure)
+            ):
                 return failure
         return failure or _no_instance(Role.DECODE)
 
-    # -- at once -------------------------------------------------------------------------------------------------------
+    # -- at once --
 
     async def _serve_in_parallel(
-        self, context: RequestContext, pair: tuple[Instance, Instance], push_handover: Handover, last_turn: LastTurn | None
+        self,
+        context: RequestContext,
+        pair: tuple[Instance, Instance],
+        push_handover: Handover,
+        last_turn: LastTurn | None,
     ) -> LegFailure | None:
         prefiller, decoder = pair
         self.instance_client.metrics.in_parallel.add()
@@ -185,11 +224,17 @@ class Dispatcher:
         return result
 
     async def _prefill_alongside(
-        self, context: RequestContext, prefiller: Instance, parallel: _ParallelLegs, last_turn: LastTurn | None
+        self,
+        context: RequestContext,
+        prefiller: Instance,
+        parallel: _ParallelLegs,
+        last_turn: LastTurn | None,
     ) -> HttpResponse | LegFailure | None:
         """P's objection, if it has one."""
         params = last_turn.params or None if last_turn is not None else None
-        result = await self.prefill.run(context, prefiller, parallel.held.receive, parallel.push_handover.push_ticket, params)
+        result = await self.prefill.run(
+            context, prefiller, parallel.held.receive, parallel.push_handover.push_ticket, params
+        )
         if isinstance(result, HttpResponse):
             return result
         if isinstance(result, LegFailure):
@@ -201,9 +246,15 @@ class Dispatcher:
         return None
 
     async def _decode_alongside(
-        self, context: RequestContext, parallel: _ParallelLegs, decoder: Instance, last_turn: LastTurn | None
+        self,
+        context: RequestContext,
+        parallel: _ParallelLegs,
+        decoder: Instance,
+        last_turn: LastTurn | None,
     ) -> LegFailure | None:
-        """One that pushes is asked at once. Where it has refused, the next may pull: that one waits for P's own ticket."""
+        """One that pushes is asked at once. Where it has refused, the next may pull: that one waits
+        for P's own ticket.
+        """
         hints = _decode_hints(context, last_turn)
         failure: LegFailure | None = None
         asked: list[Instance] = []
@@ -213,7 +264,9 @@ class Dispatcher:
             if not is_push:
                 await parallel.is_computed.wait()
             handover = parallel.push_handover if is_push else parallel.held.handover
-            failure = await self.decode.run(context, parallel.held, instance, handover, parallel.has_begun)
+            failure = await self.decode.run(
+                context, parallel.held, instance, handover, parallel.has_begun
+            )
             if failure is None or context.reply.is_started:
                 return failure
             context.tried.append(instance)
@@ -224,27 +277,45 @@ class Dispatcher:
             instance = self._next_decoder(context, hints, asked)
         return failure or _no_instance(Role.DECODE)
 
-    # -- whom ----------------------------------------------------------------------------------------------------------
+    # -- whom --
 
-    async def _choose_pushing(self, context: RequestContext, hints: RoutingHints) -> Instance | None:
+    async def _choose_pushing(
+        self, context: RequestContext, hints: RoutingHints
+    ) -> Instance | None:
         """The next D if it pushes. One that does not keeps its turn, for when P is through."""
         now = time.monotonic()
-        next_up = self.fleet.peek(Role.DECODE, hints, now, context.tried) or self.fleet.peek(Role.DECODE, hints, now)
+        next_up = self.fleet.peek(Role.DECODE, hints, now, context.tried) or self.fleet.peek(
+            Role.DECODE, hints, now
+        )
         if next_up is None or not await self.watcher.supports_push(next_up):
             return None
         return self._choose(Role.DECODE, context, hints)
 
     def _choose(self, role: Role, context: RequestContext, hints: RoutingHints) -> Instance | None:
-        """One that has not failed this request, or, if all have, one of them again: only a new attempt asks for it."""
+        """One that has not failed this request, or, if all have, one of them again: only a new
+        attempt asks for it.
+        """
         now = time.monotonic()
         chosen = self.fleet.choose(role, hints, now, context.tried)
-        return chosen if chosen is not None or not context.tried else self.fleet.choose(role, hints, now)
+        return (
+            chosen
+            if chosen is not None or not context.tried
+            else self.fleet.choose(role, hints, now)
+        )
 
-    def _next_decoder(self, context: RequestContext, hints: RoutingHints, asked: list[Instance]) -> Instance | None:
-        """One that has not failed this request, or one that has failed it with other blocks than these: that may have been P's fault."""
+    def _next_decoder(
+        self, context: RequestContext, hints: RoutingHints, asked: list[Instance]
+    ) -> Instance | None:
+        """One that has not failed this request, or one that has failed it with other blocks than
+        these: that may have been P's fault.
+        """
         now = time.monotonic()
         chosen = self.fleet.choose(Role.DECODE, hints, now, context.tried)
-        return chosen if chosen is not None or not context.tried else self.fleet.choose(Role.DECODE, hints, now, asked)
+        return (
+            chosen
+            if chosen is not None or not context.tried
+            else self.fleet.choose(Role.DECODE, hints, now, asked)
+        )
 
 
 def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> RoutingHints:
@@ -252,9 +323,15 @@ def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> Routin
 
 
 def _no_instance(role: Role) -> LegFailure:
-    return LegFailure(None, f"no {role} instance is available", build_error_response(503, f"no {role} instance is available; try again", 1))
+    return LegFailure(
+        None,
+        f"no {role} instance is available",
+        build_error_response(503, f"no {role} instance is available; try again", 1),
+    )
 
 
 def _final_response(failure: LegFailure) -> HttpResponse:
     """What the instance said if it said something a client can use, else that it failed."""
-    return failure.answer if failure.answer is not None else build_error_response(502, failure.message)
+    return (
+        failure.answer if failure.answer is not None else build_error_response(502, failure.message)
+    )

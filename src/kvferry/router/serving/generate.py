@@ -1,6 +1,8 @@
-"""The front of the router: a generation is read, waits for its turn, is served within its time, and its end is noted.
+"""The front of the router: a generation is read, waits for its turn, is served within its time, and
+its end is noted.
 
-Runs on the event loop."""
+Runs on the event loop.
+"""
 
 import asyncio
 import logging
@@ -14,7 +16,14 @@ from kvferry.router.http.server import ResponseWriter
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving.admission import AdmissionController, AdmissionRefused, RefusalReason
 from kvferry.router.serving.client_request import InvalidRequest, read_client_request
-from kvferry.router.serving.context import HttpResponse, RequestContext, build_error_response, choose_request_id, error_event, leg_headers
+from kvferry.router.serving.context import (
+    HttpResponse,
+    RequestContext,
+    build_error_response,
+    choose_request_id,
+    error_event,
+    leg_headers,
+)
 from kvferry.router.serving.dispatch import Dispatcher
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
@@ -54,13 +63,26 @@ class GenerateHandler:
         fields = leg_headers(headers, request_id, self._authorization(request))
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
         timeline.conversation = client.conversation_id or ""
-        context = RequestContext(request, reply, client, request_id, self.access_policy.tenant(headers) or "", timeline, fields, cors=cors)
+        context = RequestContext(
+            request,
+            reply,
+            client,
+            request_id,
+            self.access_policy.tenant(headers) or "",
+            timeline,
+            fields,
+            cors=cors,
+        )
         outcome = RequestOutcome.ABANDONED
         try:
             entry = await self.admission.enter(context.tenant, self.options.timeouts.queue)
             if isinstance(entry, AdmissionRefused):
                 context.error = _SENTENCES[entry.reason]
-                context.send(build_error_response(entry.status, _SENTENCES[entry.reason], entry.retry_after_s))
+                context.send(
+                    build_error_response(
+                        entry.status, _SENTENCES[entry.reason], entry.retry_after_s
+                    )
+                )
             else:
                 try:
                     timeline.mark(RequestEvent.ADMITTED, time.monotonic())
@@ -90,7 +112,11 @@ class GenerateHandler:
                 context.stream_error = "the router failed"
                 context.reply.abort()
             else:
-                context.send(build_error_response(500, "the router failed to serve this request; its log says why"))
+                context.send(
+                    build_error_response(
+                        500, "the router failed to serve this request; its log says why"
+                    )
+                )
         finally:
             limit.end()
 
@@ -140,7 +166,9 @@ class GenerateHandler:
             )
 
 
-def _answer(reply: ResponseWriter, answer: HttpResponse, request_id: str, cors: list[tuple[str, str]]) -> None:
+def _answer(
+    reply: ResponseWriter, answer: HttpResponse, request_id: str, cors: list[tuple[str, str]]
+) -> None:
     reply.send(answer.status, [*answer.headers, ("X-Request-Id", request_id), *cors], answer.body)
 
 

@@ -1,4 +1,6 @@
-"""One call to an instance: what it counts for, how long it may take, and what its failures are called. Runs on the event loop."""
+"""One call to an instance: what it counts for, how long it may take, and what its failures are
+called. Runs on the event loop.
+"""
 
 import ssl
 import time
@@ -10,11 +12,22 @@ from typing import Any, Self
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.fleet.fleet import Fleet, Leg, RoutingHints
 from kvferry.router.fleet.instances import Instance, Outcome, Role
-from kvferry.router.http.messages import ConnectFailed, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.messages import (
+    ConnectFailed,
+    UpstreamDisconnected,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from kvferry.router.http.pool import OnLateResponse, Target, UpstreamPool, UpstreamResponse
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
-from kvferry.router.serving.context import HttpResponse, LegFailure, RequestContext, build_error_response, forwarded_headers
+from kvferry.router.serving.context import (
+    HttpResponse,
+    LegFailure,
+    RequestContext,
+    build_error_response,
+    forwarded_headers,
+)
 from kvferry.router.time_series import TimeSeries
 
 __all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
@@ -44,7 +57,9 @@ class InstanceClient:
         if target is None or (target.tls is not None) is not instance.tls:
             if len(self._targets) >= _MAX_TARGETS:  # instances come and go
                 self._targets.clear()
-            target = self._targets[instance] = Target(instance.address, self.tls if instance.tls else None)
+            target = self._targets[instance] = Target(
+                instance.address, self.tls if instance.tls else None
+            )
         return target
 
     def track_leg(self, instance: Instance, hints: RoutingHints) -> "TrackedLeg":
@@ -54,7 +69,11 @@ class InstanceClient:
         return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints))
 
     def post(
-        self, context: RequestContext, instance: Instance, body: bytes, on_late_response: OnLateResponse | None = None
+        self,
+        context: RequestContext,
+        instance: Instance,
+        body: bytes,
+        on_late_response: OnLateResponse | None = None,
     ) -> Coroutine[Any, Any, UpstreamResponse]:
         timeouts = self.options.timeouts
         return self.upstreams.send(
@@ -68,11 +87,18 @@ class InstanceClient:
             on_late_response=on_late_response,
         )
 
-    async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamResponse:
+    async def get(
+        self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]
+    ) -> UpstreamResponse:
         """A page of an instance, which is not asked about anything that takes long."""
         timeouts = self.options.timeouts
         return await self.upstreams.send(
-            self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
+            self.target(instance),
+            "GET",
+            path,
+            headers,
+            connect_timeout_s=timeouts.connect,
+            head_timeout_s=timeouts.probe,
         )
 
     def num_received(self, instance: Instance) -> int:
@@ -80,48 +106,80 @@ class InstanceClient:
 
     def fail_pending(self, instance: Instance) -> int:
         """Fail what waits for it to begin an answer; how much that was."""
-        return self.upstreams.fail_pending(self.target(instance), UpstreamTimeout("it was silent, to its health checks too"))
+        return self.upstreams.fail_pending(
+            self.target(instance), UpstreamTimeout("it was silent, to its health checks too")
+        )
 
     def read(self, answer: UpstreamResponse) -> Coroutine[Any, Any, bytes]:
         return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
     async def read_error_body(self, answer: UpstreamResponse) -> bytes | None:
-        """Of an answer that is known to be none: it is not waited for long. None: it did not come whole."""
+        """Of an answer that is known to be none: it is not waited for long. None: it did not come
+        whole.
+        """
         try:
-            return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.probe)
+            return await answer.read(
+                self.options.limits.max_body_bytes, self.options.timeouts.probe
+            )
         except UpstreamError:
             return None
 
-    async def refusal(self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg") -> LegFailure:
+    async def refusal(
+        self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg"
+    ) -> LegFailure:
         """It answered 503. Clients are always told when to come back."""
         call.outcome = Outcome.REFUSED
         body = await self.read_error_body(answer)
         self.metrics.refusals.add(instance.role, instance.url)
         message, headers = f"{instance} takes no requests now", forwarded_headers(answer.headers)
         if body is None:
-            return LegFailure(instance, message, build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S), True)
+            return LegFailure(
+                instance,
+                message,
+                build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S),
+                True,
+            )
         if answer.headers.get("retry-after") is None:
             headers.append(("Retry-After", str(_DEFAULT_RETRY_AFTER_S)))
         return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
 
     def failure(self, instance: Instance, error: Exception) -> LegFailure:
         self.metrics.failures.add(instance.role, instance.url)
-        return LegFailure(instance, f"{instance} failed: {describe_error(error)}", is_unsent=isinstance(error, ConnectFailed))
+        return LegFailure(
+            instance,
+            f"{instance} failed: {describe_error(error)}",
+            is_unsent=isinstance(error, ConnectFailed),
+        )
 
-    async def server_error(self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg") -> LegFailure:
-        """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
+    async def server_error(
+        self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg"
+    ) -> LegFailure:
+        """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P
+        is none of its business.
+        """
         body = await self.read_error_body(answer)
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.add(instance.role, instance.url)
         is_for_client = body is not None and instance.role is Role.DECODE
-        response = HttpResponse(answer.status, forwarded_headers(answer.headers), body or b"") if is_for_client else None
-        return LegFailure(instance, f"{instance} failed: {call.error}: {excerpt(body or b'')}", response, needs_prefill=True)
+        response = (
+            HttpResponse(answer.status, forwarded_headers(answer.headers), body or b"")
+            if is_for_client
+            else None
+        )
+        return LegFailure(
+            instance,
+            f"{instance} failed: {call.error}: {excerpt(body or b'')}",
+            response,
+            needs_prefill=True,
+        )
 
 
 class TrackedLeg:
-    """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its instance is to blame or to praise.
+    """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its
+    instance is to blame or to praise.
 
-    One that is cancelled says nothing about its instance."""
+    One that is cancelled says nothing about its instance.
+    """
 
     __slots__ = ("_calls", "error", "leg", "outcome")
 
@@ -134,7 +192,12 @@ class TrackedLeg:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(error, UpstreamError | RemoteProtocolError):
             self.error = describe_error(error)
         elif error is not None:
@@ -155,5 +218,8 @@ def describe_error(error: Exception) -> str:
 
 def excerpt(body: bytes) -> str:
     """In one line: it goes into logs, and engines repeat what clients wrote."""
-    text = "".join(sign if sign.isprintable() else " " for sign in body[: 4 * _EXCERPT_CHARS].decode(errors="replace")).strip()
+    text = "".join(
+        sign if sign.isprintable() else " "
+        for sign in body[: 4 * _EXCERPT_CHARS].decode(errors="replace")
+    ).strip()
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "…"

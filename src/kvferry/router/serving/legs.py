@@ -1,8 +1,8 @@
 """The first leg: P computes the prompt and keeps its blocks. Runs on the event loop.
 
-Computing a prompt has no side effect but one, so whatever fails here may be tried on another P. That one: P keeps the blocks, and only its
-answer has the ticket for them. A leg that is left, whatever for, lets P abort; if its answer was on its way, `on_late_handover` hears of
-the ticket.
+Computing a prompt has no side effect but one, so whatever fails here may be tried on another P.
+That one: P keeps the blocks, and only its answer has the ticket for them. A leg that is left,
+whatever for, lets P abort; if its answer was on its way, `on_late_handover` hears of the ticket.
 """
 
 import asyncio
@@ -19,8 +19,20 @@ from kvferry.router.fleet.instances import Instance, Outcome
 from kvferry.router.http.messages import UpstreamDisconnected, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.client_request import Handover, read_prefill_answer
-from kvferry.router.serving.context import HttpResponse, LegFailure, RequestContext, error_event, forwarded_headers
-from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient, TrackedLeg, describe_error, excerpt
+from kvferry.router.serving.context import (
+    HttpResponse,
+    LegFailure,
+    RequestContext,
+    error_event,
+    forwarded_headers,
+)
+from kvferry.router.serving.instance_client import (
+    UNAVAILABLE,
+    InstanceClient,
+    TrackedLeg,
+    describe_error,
+    excerpt,
+)
 from kvferry.router.serving.push import PushSources
 from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.timeline import RequestEvent
@@ -41,10 +53,17 @@ class PrefillLeg:
         push_ticket: str = "",
         last_turn: bytes | None = None,
     ) -> Handover | HttpResponse | LegFailure | None:
-        """P's blocks (None: it kept none); or its objection to the request, which is the client's answer; or why it came to nothing."""
+        """P's blocks (None: it kept none); or its objection to the request, which is the client's
+        answer; or why it came to nothing.
+        """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
         try:
-            result = await self._ask(context, instance, context.client.prefill_body(push_ticket, last_turn), on_late_handover)
+            result = await self._ask(
+                context,
+                instance,
+                context.client.prefill_body(push_ticket, last_turn),
+                on_late_handover,
+            )
         except (UpstreamError, RemoteProtocolError) as error:
             self.push_sources.forget(instance)
             result = self.instance_client.failure(instance, error)
@@ -55,7 +74,11 @@ class PrefillLeg:
         return result
 
     async def _ask(
-        self, context: RequestContext, instance: Instance, body: bytes, on_late_handover: Callable[[Handover], None]
+        self,
+        context: RequestContext,
+        instance: Instance,
+        body: bytes,
+        on_late_handover: Callable[[Handover], None],
     ) -> Handover | HttpResponse | LegFailure | None:
         def take_late(status: int, text: bytes) -> None:
             handover = _late_handover(status, text)
@@ -93,10 +116,11 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
         return None
 
 
-# -------------------- decode leg --------------------
-# The second leg: D takes P's blocks and answers, and its bytes reach the client as they come. Runs on the event loop.
+# -------------------- decode leg -------------------- The second leg: D takes P's blocks and
+# answers, and its bytes reach the client as they come. Runs on the event loop.
 #
-# Until the client has got something another D may be asked: an answer that says nothing but an error counts as none.
+# Until the client has got something another D may be asked: an answer that says nothing but an
+# error counts as none.
 
 
 _log = logging.getLogger(__name__)
@@ -121,8 +145,10 @@ class DecodeLeg:
         handover: Handover | None,
         has_begun: asyncio.Event | None = None,
     ) -> LegFailure | None:
-        """None: the client has its answer, whatever it is. `has_begun` is set as soon as there is something for the client: P's leg may be
-        under way too, and its objection is the answer until then."""
+        """None: the client has its answer, whatever it is. `has_begun` is set as soon as there is
+        something for the client: P's leg may be under way too, and its objection is the answer
+        until then.
+        """
         context.mark(RequestEvent.DECODE_BEGAN, instance)
         try:
             result = await self._ask(context, held, instance, handover, has_begun)
@@ -135,7 +161,12 @@ class DecodeLeg:
         return result
 
     async def _ask(
-        self, context: RequestContext, held: PrefilledBlocks, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
+        self,
+        context: RequestContext,
+        held: PrefilledBlocks,
+        instance: Instance,
+        handover: Handover | None,
+        has_begun: asyncio.Event | None,
     ) -> LegFailure | None:
         body = context.client.decode_body(handover, context.turn_id)
         with (
@@ -152,16 +183,27 @@ class DecodeLeg:
             if error is not None:
                 self.instance_client.metrics.failures.add(instance.role, instance.url)
                 response = HttpResponse(
-                    answer.status, forwarded_headers(answer.headers), await self.instance_client.read_error_body(answer) or error
+                    answer.status,
+                    forwarded_headers(answer.headers),
+                    await self.instance_client.read_error_body(answer) or error,
                 )
-                return LegFailure(instance, f"{instance} failed: {excerpt(response.body)}", response, needs_prefill=True)
+                return LegFailure(
+                    instance,
+                    f"{instance} failed: {excerpt(response.body)}",
+                    response,
+                    needs_prefill=True,
+                )
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
             if answer.status == 200:
                 held.mark_handed_over()
             self._note_first(context, call)
-            headers = [*forwarded_headers(answer.headers), ("X-Request-Id", context.request_id), *context.cors]
+            headers = [
+                *forwarded_headers(answer.headers),
+                ("X-Request-Id", context.request_id),
+                *context.cors,
+            ]
             if whole is not None:
                 self._send(context, call, HttpResponse(answer.status, headers, whole))
             else:
@@ -169,7 +211,9 @@ class DecodeLeg:
         return None
 
     async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
-        """Waits for the first event: an engine may open its answer long before it has anything to say. Comments say nothing."""
+        """Waits for the first event: an engine may open its answer long before it has anything to
+        say. Comments say nothing.
+        """
         start = await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
         event = _EVENT.search(start)
         return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
@@ -224,7 +268,9 @@ class DecodeLeg:
             self.turns.retain(context, call.leg, turn_filter.params)
 
     async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
-        """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
+        """D is gone in the middle: say so where the format allows it, and never let the part look
+        like a whole.
+        """
         self.instance_client.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} broke off its answer: {what}"
         context.stream_error = message
@@ -237,7 +283,9 @@ class DecodeLeg:
 
 
 class _DoneChecker:
-    """A body that ends with its connection also ends so when its instance dies: it is whole if its last event says so."""
+    """A body that ends with its connection also ends so when its instance dies: it is whole if its
+    last event says so.
+    """
 
     def __init__(self, then: Callable[[bytes], bytes] | None) -> None:
         self._then = then
@@ -247,7 +295,9 @@ class _DoneChecker:
         if segment:
             self._tail = (self._tail + segment)[-_TAIL_BYTES:]
         elif _DONE not in self._tail:
-            raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+            raise UpstreamDisconnected(
+                "it closed the connection in the middle of its answer", has_answered=True
+            )
         return segment if self._then is None else self._then(segment)
 
 

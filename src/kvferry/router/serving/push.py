@@ -1,7 +1,9 @@
-"""Prefill instances that push, as their answers have shown them: what a push ticket for them says. Pure but for the random names.
+"""Prefill instances that push, as their answers have shown them: what a push ticket for them says.
+Pure but for the random names.
 
-An instance is asked alone at first, as in pull; its answer says how it hands over and where its side channel is. From then on both legs
-start together. One that has failed may come back as another incarnation, so it is asked alone again.
+An instance is asked alone at first, as in pull; its answer says how it hands over and where its
+side channel is. From then on both legs start together. One that has failed may come back as another
+incarnation, so it is asked alone again.
 """
 
 import asyncio
@@ -39,12 +41,14 @@ class PushSources:
         if source is None or self.key is None:
             return None
         address = source.side_channel
-        ticket = PushTicket(uuid4().hex, source.engine, source.epoch, address.host, address.port, source.tp_size)
+        ticket = PushTicket(
+            uuid4().hex, source.engine, source.epoch, address.host, address.port, source.tp_size
+        )
         return source.push_handover(self.key.sign(ticket))
 
 
-# -------------------- twins --------------------
-# Both legs of one request at once: whichever fails while the client has got nothing yet ends the other. Runs on the event loop.
+# -------------------- twins -------------------- Both legs of one request at once: whichever fails
+# while the client has got nothing yet ends the other. Runs on the event loop.
 
 
 D = TypeVar("D")
@@ -59,8 +63,9 @@ async def run_both_legs(
 ) -> D | P:
     """D's answer; or P's objection, if it has one and the client has got nothing of D's answer.
 
-    D's leg does not outlive this call. P's is handed to `finish_leg`, however it stands: its answer may be on its way. It is cancelled with
-    this call."""
+    D's leg does not outlive this call. P's is handed to `finish_leg`, however it stands: its answer
+    may be on its way. It is cancelled with this call.
+    """
     first, second = asyncio.create_task(prefill), asyncio.create_task(decode)
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,10 +83,11 @@ async def run_both_legs(
         await asyncio.gather(second, return_exceptions=True)
 
 
-# -------------------- last look --------------------
-# P's leg beside D's may still be under way when D is through: P's answer is on its way, or nobody needs it any more.
+# -------------------- last look -------------------- P's leg beside D's may still be under way when
+# D is through: P's answer is on its way, or nobody needs it any more.
 #
-# Runs on the event loop. Such a leg gets a moment to end by itself, which leaves P a keep-alive connection, and is cancelled then.
+# Runs on the event loop. Such a leg gets a moment to end by itself, which leaves P a keep-alive
+# connection, and is cancelled then.
 
 
 GRACE_S = 0.25

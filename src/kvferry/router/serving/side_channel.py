@@ -1,7 +1,8 @@
-"""The router's word with side channels: P's blocks are given back at once when nobody will come for them, and D is asked what it has
-kept of a conversation's turn.
+"""The router's word with side channels: P's blocks are given back at once when nobody will come for
+them, and D is asked what it has kept of a conversation's turn.
 
-Best effort. Without it leases run out by themselves and P computes a little more, so nothing here waits, retries or raises.
+Best effort. Without it leases run out by themselves and P computes a little more, so nothing here
+waits, retries or raises.
 """
 
 import itertools
@@ -14,7 +15,14 @@ from types import TracebackType
 from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
-from kvferry.protocol.messages import Message, Release, RetainedTurnReply, RetainedTurnRequest, decode, encode
+from kvferry.protocol.messages import (
+    Message,
+    Release,
+    RetainedTurnReply,
+    RetainedTurnRequest,
+    decode,
+    encode,
+)
 from kvferry.router.serving.client_request import Handover
 from kvferry.transports.base import ControlTransport, Disconnected
 from kvferry.types import Address
@@ -23,7 +31,8 @@ __all__ = ["BlockReleaser", "NullReleaser", "PrefilledBlocks", "SideChannelSende
 
 _log = logging.getLogger(__name__)
 
-# A connection that has carried nothing for this long is closed: tickets may name side channels of engines long gone.
+# A connection that has carried nothing for this long is closed: tickets may name side channels of
+# engines long gone.
 _IDLE_CLOSE_S = 30.0
 # Frames sent in the last moment need a connection that may still be in the making.
 _FLUSH_S = 0.25
@@ -65,7 +74,9 @@ class PrefilledBlocks:
             self._release()
 
     def mark_handed_over(self) -> None:
-        """D has the ticket and answers; from now on it releases by itself, whatever happens to the request."""
+        """D has the ticket and answers; from now on it releases by itself, whatever happens to the
+        request.
+        """
         self._is_ours, self._is_handed_over = False, True
 
     def reclaim(self) -> None:
@@ -75,7 +86,12 @@ class PrefilledBlocks:
     def __enter__(self) -> "PrefilledBlocks":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_over = True
         self._release()
 
@@ -86,8 +102,8 @@ class PrefilledBlocks:
 
 
 class SideChannelSender:
-    """One thread that owns a control transport and speaks to side channels over it. `release` and `query_turn` may be called from any
-    thread.
+    """One thread that owns a control transport and speaks to side channels over it. `release` and
+    `query_turn` may be called from any thread.
     """
 
     def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
@@ -110,7 +126,9 @@ class SideChannelSender:
         self._put(handover.side_channel, Release(ticket=handover.ticket))
 
     def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
-        """What is kept of the turn of this word, as JSON; empty: nothing. There may be no answer: whoever asks has a deadline."""
+        """What is kept of the turn of this word, as JSON; empty: nothing. There may be no answer:
+        whoever asks has a deadline.
+        """
         answer: Future[str] = Future()
         nonce = next(self._nonces)
         self._asked[nonce] = answer
@@ -137,7 +155,9 @@ class SideChannelSender:
         try:
             self._inbox.put(None, timeout=_JOIN_S)
         except queue.Full:
-            raise TransportError("the release thread takes nothing from its inbox and cannot be closed") from None
+            raise TransportError(
+                "the release thread takes nothing from its inbox and cannot be closed"
+            ) from None
         self._control.wake()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -153,7 +173,10 @@ class SideChannelSender:
                     else:
                         self._receive(event.frame)
         except Exception:
-            _log.exception("the release thread stops: blocks of aborted requests are freed by their leases from now on")
+            _log.exception(
+                "the release thread stops: blocks of aborted requests are freed by their leases "
+                "from now on"
+            )
         finally:
             self._control.close()
 
@@ -193,6 +216,8 @@ class SideChannelSender:
         self._last_used[address] = time.monotonic()
 
     def _forget_idle(self, now: float) -> None:
-        for address in [address for address, used in self._last_used.items() if now - used >= _IDLE_CLOSE_S]:
+        for address in [
+            address for address, used in self._last_used.items() if now - used >= _IDLE_CLOSE_S
+        ]:
             self._control.forget(address)
             del self._last_used[address]

@@ -15,7 +15,13 @@ from kvferry.transports.base import StreamEvent
 from kvferry.transports.copy.gather import AddressCopies, Timing
 from kvferry.transports.copy.native import spin_wait
 from kvferry.transports.copy.segments import Offsets
-from kvferry.transports.copy.table import TABLE_NUMBERS, TableLayout, flat_addresses, split_by_launch, write_table
+from kvferry.transports.copy.table import (
+    TABLE_NUMBERS,
+    TableLayout,
+    flat_addresses,
+    split_by_launch,
+    write_table,
+)
 from kvferry.transports.cuda_ipc import driver as cuda_driver
 
 __all__ = [
@@ -56,7 +62,9 @@ class DeviceMemory:
 
 
 def enter_device(device: int) -> None:
-    """Make a device's context the calling thread's. What is in torch's and what is in the driver's view is the same context."""
+    """Make a device's context the calling thread's. What is in torch's and what is in the driver's
+    view is the same context.
+    """
     torch.cuda.set_device(device)
     torch.cuda.current_stream(device).query()
 
@@ -66,13 +74,15 @@ def device_bytes(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-# -------------------- cuda table --------------------
-# A table of copies as a GPU reads it: written in pinned memory, brought to the device, with an event that says when it was last read.
+# -------------------- cuda table -------------------- A table of copies as a GPU reads it: written
+# in pinned memory, brought to the device, with an event that says when it was last read.
 
 
 class CudaTable:
-    """Whoever copies by it records `event` afterwards; before that has passed nobody writes it anew. Programs that read it over the bus
-    would wait longer than they copy, so it has room on the device."""
+    """Whoever copies by it records `event` afterwards; before that has passed nobody writes it
+    anew. Programs that read it over the bus would wait longer than they copy, so it has room on the
+    device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = torch.empty(TABLE_NUMBERS, dtype=torch.int64, pin_memory=True)
@@ -96,13 +106,15 @@ class CudaTable:
         return bool(self.event.query())
 
 
-# -------------------- cuda copier --------------------
-# Copies between addresses that a GPU can reach: one kernel for all segments of a size, on streams of its own.
+# -------------------- cuda copier -------------------- Copies between addresses that a GPU can
+# reach: one kernel for all segments of a size, on streams of its own.
 #
-# Jobs take turns on two streams: while one is copying, the table of the next goes to the device, and no job waits for another's last bytes.
+# Jobs take turns on two streams: while one is copying, the table of the next goes to the device,
+# and no job waits for another's last bytes.
 #
-# Called by one thread, with the device's context current in it. It waits for the device in `close`, for as long as it is told to in `watch`
-# and `pause`, and when a launch has failed. Without triton, or without the compiler it needs, plain torch does the same, slower.
+# Called by one thread, with the device's context current in it. It waits for the device in `close`,
+# for as long as it is told to in `watch` and `pause`, and when a launch has failed. Without triton,
+# or without the compiler it needs, plain torch does the same, slower.
 
 
 FALLBACK_WORDS = 4 * 1024 * 1024
@@ -111,7 +123,9 @@ SCRATCH_BYTES = 128 * 1024
 """What the kernel is tried with."""
 ALIGNMENT = 16
 FIRST_TABLES, MAX_TABLES = 4, 16
-"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
+"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the
+device has enough to do.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -139,12 +153,19 @@ class CudaCopyJob:
 
     def is_done(self) -> bool:
         try:
-            return self._table is None or (self._table.is_complete() and (self.timespan is None or bool(self.timespan.ended.query())))
+            return self._table is None or (
+                self._table.is_complete()
+                and (self.timespan is None or bool(self.timespan.ended.query()))
+            )
         except RuntimeError as error:
-            raise TransportError(f"the GPU has failed ({error}); nothing more can be copied by this process") from error
+            raise TransportError(
+                f"the GPU has failed ({error}); nothing more can be copied by this process"
+            ) from error
 
     def device_s(self, first: "CudaCopyJob") -> float | None:
-        """From the beginning of another job to the end of this one, once it is done; None where no times were taken."""
+        """From the beginning of another job to the end of this one, once it is done; None where no
+        times were taken.
+        """
         if first.timespan is None or self.timespan is None:
             return None
         return float(first.timespan.began.elapsed_time(self.timespan.ended)) / 1000
@@ -156,7 +177,10 @@ class CudaAddressCopier:
     def __init__(self, device: int, launch: Launch | None = None) -> None:
         self.timing = Timing.OFF
         self._device = torch.device("cuda", device)
-        self._stream, self._next_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._stream, self._next_stream = (
+            torch.cuda.Stream(self._device),
+            torch.cuda.Stream(self._device),
+        )
         self._free = [self._new_table() for _ in range(FIRST_TABLES)]
         self._used: deque[tuple[CudaTable, CudaCopyJob]] = deque()
         self._launch = launch or self._best_launch(self._free[0])
@@ -177,15 +201,22 @@ class CudaAddressCopier:
                 layout = table.write(parts)
                 tables.append(table)
                 timespan = timespan or self._begin_timespan(stream)
-                self._launch(table, layout, size_bytes, (layout.bits | size_bytes) % ALIGNMENT == 0, stream)
+                self._launch(
+                    table, layout, size_bytes, (layout.bits | size_bytes) % ALIGNMENT == 0, stream
+                )
             if timespan is not None:
                 timespan.ended.record(stream)
-        except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
+        # no memory for a table, or the device has failed: this transfer's, not the thread's end
+        except Exception as error:
             with contextlib.suppress(RuntimeError):
                 if tables:
                     self.wait()  # whoever hears of it takes the memory back
                     self._free += tables
-            raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
+            raise (
+                error
+                if isinstance(error, TransportError)
+                else TransportError(f"the GPU cannot copy this ({error})")
+            ) from error
         job = CudaCopyJob(tables[-1] if tables else None, timespan)
         self._used.extend((table, job) for table in tables)
         return job
@@ -213,7 +244,9 @@ class CudaAddressCopier:
             spin_wait(seconds)
 
     def wait(self) -> None:
-        """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
+        """Until nothing of it is under way: a millisecond or so, or as long as the device is kept
+        from it.
+        """
         for stream in (self._stream, self._next_stream):
             stream.synchronize()
 
@@ -236,7 +269,9 @@ class CudaAddressCopier:
         return self._free.pop() if self._free else self._new_table()
 
     def _new_table(self) -> CudaTable:
-        """torch may give it memory that work in the order of the calling thread's stream still uses: ours waits for that."""
+        """torch may give it memory that work in the order of the calling thread's stream still
+        uses: ours waits for that.
+        """
         table = CudaTable(self._device)
         for stream in (self._stream, self._next_stream):
             stream.wait_event(table.event)
@@ -257,19 +292,31 @@ class CudaAddressCopier:
             from kvferry.transports.copy.kernel import SegmentKernel
 
             with torch.cuda.stream(self._stream):
-                return SegmentKernel(table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
+                return SegmentKernel(
+                    table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
+                )
         except Exception as error:  # whatever keeps a compiler from working: there is another way
-            _log.warning("triton does not work here (%s); segments are copied by plain torch, slower", error)
+            _log.warning(
+                "triton does not work here (%s); segments are copied by plain torch, slower", error
+            )
             return copy_by_torch
 
 
-def copy_by_torch(table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+def copy_by_torch(
+    table: CudaTable,
+    layout: TableLayout,
+    size_bytes: int,
+    is_aligned: bool,
+    stream: torch.cuda.Stream,
+) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
     word_bytes = 8 if is_aligned else 1
     step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
         words = torch.arange(size_bytes // word_bytes, device="cuda")
-        sources, targets = (torch.from_numpy(side) for side in flat_addresses(table.numbers, layout))
+        sources, targets = (
+            torch.from_numpy(side) for side in flat_addresses(table.numbers, layout)
+        )
         for first in range(0, len(sources), step):
             origins = _words_at(sources[first : first + step], words, word_bytes)
             ends = _words_at(targets[first : first + step], words, word_bytes)
@@ -285,7 +332,9 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceRange:
-    """Device memory from the first to the last of some addresses, as CUDA's array interface wants it. Gaps are not touched."""
+    """Device memory from the first to the last of some addresses, as CUDA's array interface wants
+    it. Gaps are not touched.
+    """
 
     address: int
     words: int
@@ -294,7 +343,12 @@ class _DeviceRange:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         typestr = "<i8" if self.word_bytes == 8 else "|u1"
-        return {"shape": (self.words,), "typestr": typestr, "data": (self.address, False), "version": 3}
+        return {
+            "shape": (self.words,),
+            "typestr": typestr,
+            "data": (self.address, False),
+            "version": 3,
+        }
 
 
 def _words_at(addresses: torch.Tensor, words: torch.Tensor, word_bytes: int) -> _Words:
@@ -323,7 +377,9 @@ class CudaDevice:
             self._here.has_entered = True
 
     def work(self) -> None:
-        """As `enter`, in the thread that works here from now on, which is not the engine's: that one may capture a graph meanwhile."""
+        """As `enter`, in the thread that works here from now on, which is not the engine's: that
+        one may capture a graph meanwhile.
+        """
         if not getattr(self._here, "is_at_work", False):
             self.enter()
             cuda_driver.ignore_captures()

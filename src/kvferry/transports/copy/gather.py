@@ -12,7 +12,14 @@ from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.sleep import short_sleep
 from kvferry.transports.base import Segments
 from kvferry.transports.copy.native import native_or
-from kvferry.transports.copy.segments import Bytes, Descriptors, Offsets, are_within, batches, coalesce
+from kvferry.transports.copy.segments import (
+    Bytes,
+    Descriptors,
+    Offsets,
+    are_within,
+    batches,
+    coalesce,
+)
 from kvferry.types import Region
 
 __all__ = [
@@ -36,7 +43,9 @@ __all__ = [
 
 
 class AddressedMemory:
-    """A stretch of this process's memory, by address. Whoever asks has checked that a range may be touched: there may be gaps."""
+    """A stretch of this process's memory, by address. Whoever asks has checked that a range may be
+    touched: there may be gaps.
+    """
 
     def __init__(self, first: int, size_bytes: int) -> None:
         self._first = first
@@ -44,21 +53,26 @@ class AddressedMemory:
 
     def views(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[memoryview]:
         memory, first = self._bytes, self._first
-        return [memory[address - first : address - first + size] for address, size in zip(addresses, sizes, strict=True)]
+        return [
+            memory[address - first : address - first + size]
+            for address, size in zip(addresses, sizes, strict=True)
+        ]
 
 
 def region_view(region: Region) -> Bytes:
-    """The bytes from the region's first block to its last. Valid as long as the memory is; nobody checks that."""
+    """The bytes from the region's first block to its last. Valid as long as the memory is; nobody
+    checks that.
+    """
     if region.size_bytes <= 0:
         raise LocalProtocolError(f"region {region.name!r} is empty")
     return np.ctypeslib.as_array((ctypes.c_uint8 * region.size_bytes).from_address(region.address))
 
 
-# -------------------- copiers --------------------
-# How a batch of runs is copied: by the native function, or by numpy where kvferry was installed without a compiler.
+# -------------------- copiers -------------------- How a batch of runs is copied: by the native
+# function, or by numpy where kvferry was installed without a compiler.
 #
-# Called by the thread that owns the transport. Both release the GIL while they copy. Why there is a native function, and what it
-# gains: docs/decisions/018-copies-by-a-compiled-loop.md.
+# Called by the thread that owns the transport. Both release the GIL while they copy. Why there is a
+# native function, and what it gains: docs/decisions/018-copies-by-a-compiled-loop.md.
 
 
 CopySegments = Callable[[Bytes, Bytes, Offsets, Offsets, Offsets], None]
@@ -66,7 +80,9 @@ CopySegments = Callable[[Bytes, Bytes, Offsets, Offsets, Offsets], None]
 
 class Copier(Protocol):
     def __call__(self, target: Bytes, source: Bytes, descriptors: Descriptors) -> None:
-        """Copy each run from its `local` place in the source to its `remote` place in the target. All lie within: checked before."""
+        """Copy each run from its `local` place in the source to its `remote` place in the target.
+        All lie within: checked before.
+        """
 
 
 def fastest_copier() -> Copier:
@@ -81,24 +97,34 @@ def fastest_copier() -> Copier:
 
 
 def copy_by_numpy(target: Bytes, source: Bytes, descriptors: Descriptors) -> None:
-    for origin, to, size in zip(descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.size_bytes.tolist(), strict=True):
+    for origin, to, size in zip(
+        descriptors.local.tolist(),
+        descriptors.remote.tolist(),
+        descriptors.size_bytes.tolist(),
+        strict=True,
+    ):
         target[to : to + size] = source[origin : origin + size]
 
 
 # -------------------- gather --------------------
 # Copying segments between two mapped regions, in slices, at the speed of memory.
 #
-# Called by the thread that owns the transport. Neighbours on both sides are joined first. What is left is copied in the order of its source:
-# a processor reads ahead well only where addresses ascend; where the bytes are written hardly matters.
-# `kvferry bench transfer` shows what comes of it, beside memcpy.
+# Called by the thread that owns the transport. Neighbours on both sides are joined first. What is
+# left is copied in the order of its source: a processor reads ahead well only where addresses
+# ascend; where the bytes are written hardly matters. `kvferry bench transfer` shows what comes of
+# it, beside memcpy.
 
 
 SLICE_BYTES = 16 * 1024 * 1024
-"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each empties the caches, so that whatever
-the interpreter does between two slices is slow; there should be few."""
+"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each
+empties the caches, so that whatever the interpreter does between two slices is slow; there should
+be few.
+"""
 
 SLICE_COST = 128 * 1024
-"""What a slice takes besides its bytes, in bytes that could have been copied meanwhile: some calls of the interpreter."""
+"""What a slice takes besides its bytes, in bytes that could have been copied meanwhile: some calls
+of the interpreter.
+"""
 
 
 class CopyDirection(Enum):
@@ -117,17 +143,28 @@ class RegionCopy:
 
     def ends(self) -> tuple[Bytes, Bytes]:
         """Target and source."""
-        return (self.local, self.remote) if self.direction is CopyDirection.READ else (self.remote, self.local)
+        return (
+            (self.local, self.remote)
+            if self.direction is CopyDirection.READ
+            else (self.remote, self.local)
+        )
 
     def cut(self) -> list[tuple[Descriptors, int]]:
         """Slices and their bytes: joined, with the source as their local side, and sorted by it."""
         segments = self.segments
         if self.direction is CopyDirection.READ:
             segments = Segments(
-                segments.remote_region, segments.local_region, segments.segment_bytes, segments.remote_offsets, segments.local_offsets
+                segments.remote_region,
+                segments.local_region,
+                segments.segment_bytes,
+                segments.remote_offsets,
+                segments.local_offsets,
             )
         descriptors = coalesce(segments)
-        return [(part, part.total_bytes) for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))]
+        return [
+            (part, part.total_bytes)
+            for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))
+        ]
 
     def is_cut_as(self, other: "RegionCopy") -> bool:
         """Whether the same places are copied, in another region."""
@@ -140,7 +177,9 @@ class RegionCopy:
 
 
 def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tuple[int, int]]:
-    """Copy one slice each time; yields its bytes and how many copies it took. Layers mostly move the same blocks: these are cut once."""
+    """Copy one slice each time; yields its bytes and how many copies it took. Layers mostly move
+    the same blocks: these are cut once.
+    """
     last: RegionCopy | None = None
     parts: list[tuple[Descriptors, int]] = []
     for copy in copies:
@@ -156,21 +195,24 @@ def _are_same(first: Offsets, second: Offsets) -> bool:
     return first is second or np.array_equal(first, second)
 
 
-# -------------------- address copy --------------------
-# Copies between addresses of this process: many segments of one size from anywhere to anywhere, handed over as a whole.
+# -------------------- address copy -------------------- Copies between addresses of this process:
+# many segments of one size from anywhere to anywhere, handed over as a whole.
 #
-# The layers of a cache mostly move the same blocks, so the same offsets may stand for several places.
+# The layers of a cache mostly move the same blocks, so the same offsets may stand for several
+# places.
 #
-# What moves KV without a peer's help stands on this: the gathering and scattering of bounce-buffer transfers, and the transport that reads a
-# peer's memory on the same GPU. Called by one thread.
+# What moves KV without a peer's help stands on this: the gathering and scattering of bounce-buffer
+# transfers, and the transport that reads a peer's memory on the same GPU. Called by one thread.
 
 
 MAX_OFFSET = (1 << 63) - 1
 
 
 class AddressCopies(NamedTuple):
-    """For every place `p`, copy `i` moves `size_bytes` bytes from address `source_bases[p] + sources[i]` to `target_bases[p] + targets[i]`,
-    valid in this process for all offsets from 0 to `source_last` and `target_last`."""
+    """For every place `p`, copy `i` moves `size_bytes` bytes from address `source_bases[p] +
+    sources[i]` to `target_bases[p] + targets[i]`, valid in this process for all offsets from 0 to
+    `source_last` and `target_last`.
+    """
 
     size_bytes: int
     sources: Offsets
@@ -208,16 +250,21 @@ class Timing(Enum):
 
 class CopyJob(Protocol):
     def is_done(self) -> bool:
-        """Whether every byte is in place. Never waits. TransportError when the device has failed."""
+        """Whether every byte is in place. Never waits. TransportError when the device has
+        failed.
+        """
 
 
 class AddressCopier(Protocol):
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
-        """Begin to copy. Targets do not overlap each other, nor any source. TransportError when an offset is past its last; then
-        nothing of this call is under way."""
+        """Begin to copy. Targets do not overlap each other, nor any source. TransportError when an
+        offset is past its last; then nothing of this call is under way.
+        """
 
     def pause(self, seconds: float) -> None:
-        """So long at most, until something more of it may be done. Other threads of the interpreter go on meanwhile."""
+        """So long at most, until something more of it may be done. Other threads of the interpreter
+        go on meanwhile.
+        """
 
     def close(self) -> None:
         """Wait until nothing of it is under way, and let go of what it holds. Idempotent."""
@@ -236,13 +283,20 @@ class HostAddressCopier:
 
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         for part in copies:
-            if not are_within(part.sources, part.source_last) or not are_within(part.targets, part.target_last):
+            if not are_within(part.sources, part.source_last) or not are_within(
+                part.targets, part.target_last
+            ):
                 raise TransportError("a segment of this transfer leaves its region")
             if not part.num_rows or not part.size_bytes:
                 continue
-            sources, targets = _HostRange.over(part.sources, part.size_bytes), _HostRange.over(part.targets, part.size_bytes)
+            sources, targets = (
+                _HostRange.over(part.sources, part.size_bytes),
+                _HostRange.over(part.targets, part.size_bytes),
+            )
             descriptors = Descriptors(
-                part.sources - sources.first, part.targets - targets.first, np.full(part.num_rows, part.size_bytes, np.int64)
+                part.sources - sources.first,
+                part.targets - targets.first,
+                np.full(part.num_rows, part.size_bytes, np.int64),
             )
             for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
                 self._copy(targets.at(target_base), sources.at(source_base), descriptors)
@@ -257,7 +311,9 @@ class HostAddressCopier:
 
 @dataclass(frozen=True, slots=True)
 class _HostRange:
-    """All memory from the first to the last of some offsets. There may be gaps: nobody touches those."""
+    """All memory from the first to the last of some offsets. There may be gaps: nobody touches
+    those.
+    """
 
     first: int
     length: int

@@ -1,7 +1,9 @@
-"""The kernel that copies many segments of one size from anywhere to anywhere on a GPU. Sole importer of triton.
+"""The kernel that copies many segments of one size from anywhere to anywhere on a GPU. Sole
+importer of triton.
 
-Each program copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one segment that is longer. The addresses come from a table
-(`copy_table.py`): the second number of a program says whose.
+Each program copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one segment that is
+longer. The addresses come from a table (`copy_table.py`): the second number of a program says
+whose.
 """
 
 import logging
@@ -38,8 +40,9 @@ PARAMETERS = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 
 @triton.jit(do_not_specialize=["units", "tiles"])
 def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Words of 8 bytes where addresses and sizes are multiples of 16, else of one. `units`: of two words there, by which the compiler sees
-    that two can be moved at a time."""
+    """Words of 8 bytes where addresses and sizes are multiples of 16, else of one. `units`: of two
+    words there, by which the compiler sees that two can be moved at a time.
+    """
     program = tl.program_id(0)
     place = table + tl.program_id(1) * 5
     rows = (program // tiles) * ROWS + tl.arange(0, ROWS)
@@ -56,7 +59,11 @@ def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGN
         ends = targets.to(tl.pointer_type(tl.int8))
         words = units
     mask = exists[:, None] & (columns < words)[None, :]
-    tl.store(ends[:, None] + columns[None, :], tl.load(origins[:, None] + columns[None, :], mask=mask, other=0), mask=mask)
+    tl.store(
+        ends[:, None] + columns[None, :],
+        tl.load(origins[:, None] + columns[None, :], mask=mask, other=0),
+        mask=mask,
+    )
 
 
 class _Shape(NamedTuple):
@@ -83,18 +90,32 @@ def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
     if words >= MAX_WORDS:
         raise TransportError(f"no kernel copies segments of {size_bytes} bytes")
     width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
-    return _Shape(TILE_WORDS // width, width, -(-words // width), words // 2 if is_aligned else words, is_aligned)
+    return _Shape(
+        TILE_WORDS // width,
+        width,
+        -(-words // width),
+        words // 2 if is_aligned else words,
+        is_aligned,
+    )
 
 
 def _kernel_of(compiled: Any) -> Kernel:
-    """What triton has compiled, as the driver starts it. ValueError when it is not of the kind that we know: other versions of triton give
-    kernels more than was asked for."""
+    """What triton has compiled, as the driver starts it. ValueError when it is not of the kind that
+    we know: other versions of triton give kernels more than was asked for.
+    """
     meta = compiled.metadata
     kinds = _parameter_kinds(compiled.asm["ptx"])
     spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-    specials = (getattr(meta, kind, None) for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode"))
+    specials = (
+        getattr(meta, kind, None)
+        for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode")
+    )
     # Beside ours there may be addresses of memory that it works in, of which ours needs none.
-    is_known = kinds[:3] == ["u64", "u32", "u32"] and {*kinds[3:]} <= {"u64"} and len(kinds) <= MAX_PARAMETERS
+    is_known = (
+        kinds[:3] == ["u64", "u32", "u32"]
+        and {*kinds[3:]} <= {"u64"}
+        and len(kinds) <= MAX_PARAMETERS
+    )
     if not is_known or any(spaces) or any(specials) or meta.num_ctas != 1:
         raise ValueError(f"parameters {kinds} of {meta}")
     return Kernel(compiled.function, meta.num_warps * WARP_THREADS, meta.shared, len(kinds))
@@ -108,11 +129,15 @@ def _parameter_kinds(ptx: str) -> list[str]:
 class SegmentKernel:
     """Compiled for the current device when it is made. Each call starts it.
 
-    Triton works out anew with every call which of its variants is meant, and what belongs to it, which takes longer than all else here
-    together. So the variants that it made are started by the driver's own calls, if that is seen to work with this triton."""
+    Triton works out anew with every call which of its variants is meant, and what belongs to it,
+    which takes longer than all else here together. So the variants that it made are started by the
+    driver's own calls, if that is seen to work with this triton.
+    """
 
     def __init__(self, table: CudaTable, scratch: torch.Tensor) -> None:
-        """`scratch`: some memory of the device that holds nothing yet. Both are free again afterwards."""
+        """`scratch`: some memory of the device that holds nothing yet. Both are free again
+        afterwards.
+        """
         self._kernels: dict[tuple[bool, int], Kernel] = {}
         self._compiled = list[Any]()
         """Triton unloads what nobody holds."""
@@ -121,7 +146,9 @@ class SegmentKernel:
         for is_aligned in (True, False):
             for width in WIDTHS:
                 size_bytes = width * (8 if is_aligned else 1)
-                compiled = self._start_by_triton(table.upload(layout, stream), layout, _shape_of(size_bytes, is_aligned))
+                compiled = self._start_by_triton(
+                    table.upload(layout, stream), layout, _shape_of(size_bytes, is_aligned)
+                )
                 self._compiled.append(compiled)
                 try:
                     self._kernels[is_aligned, width] = _kernel_of(compiled)
@@ -136,9 +163,16 @@ class SegmentKernel:
         """Whether triton only compiles."""
         return len(self._kernels) == 2 * len(WIDTHS)
 
-    def __call__(self, table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
-        """Copy segments of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the
-        size are multiples of 16.
+    def __call__(
+        self,
+        table: CudaTable,
+        layout: TableLayout,
+        size_bytes: int,
+        is_aligned: bool,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Copy segments of `size_bytes` by a table that is laid out like that, and record its
+        event. `is_aligned`: all addresses and the size are multiples of 16.
         """
         shape = _shape_of(size_bytes, is_aligned)
         kernel = self._kernels.get((is_aligned, shape.width))
@@ -148,13 +182,29 @@ class SegmentKernel:
                 table.event.record(stream)
             return
         source = *table.addresses, 8 * layout.num_numbers
-        cuda_driver.start_kernel(kernel, source, shape.grid(layout), shape.numbers, stream.cuda_stream, table.event_handle)
+        cuda_driver.start_kernel(
+            kernel,
+            source,
+            shape.grid(layout),
+            shape.numbers,
+            stream.cuda_stream,
+            table.event_handle,
+        )
 
     def _start_by_triton(self, table: torch.Tensor, layout: TableLayout, shape: _Shape) -> Any:
         grid, numbers = shape.grid(layout), shape.numbers
-        return _copy[grid](table, *numbers, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS)
+        return _copy[grid](
+            table, *numbers, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS
+        )
 
-    def _check(self, table: CudaTable, layout: TableLayout, scratch: torch.Tensor, size_bytes: int, is_aligned: bool) -> None:
+    def _check(
+        self,
+        table: CudaTable,
+        layout: TableLayout,
+        scratch: torch.Tensor,
+        size_bytes: int,
+        is_aligned: bool,
+    ) -> None:
         half = scratch.numel() // 2
         scratch[:half].fill_(7)
         scratch[half:].zero_()
@@ -166,7 +216,9 @@ class SegmentKernel:
 
 
 def _trial(first: int, size_bytes: int) -> list[AddressCopies]:
-    """Two places with one row and with two: from the first half of some memory to the first slots of the other."""
+    """Two places with one row and with two: from the first half of some memory to the first slots
+    of the other.
+    """
     half, slot = size_bytes // 2, size_bytes // 2 // TRIAL_SLOTS
     rows = np.arange(2, dtype=np.int64) * slot
     one = AddressCopies(slot, rows[:1], rows[:1], (first,), (first + half,))

@@ -1,4 +1,6 @@
-"""The loops of `_copy.c`, each with what stands in for it where kvferry was installed without a compiler, or before it was written."""
+"""The loops of `_copy.c`, each with what stands in for it where kvferry was installed without a
+compiler, or before it was written.
+"""
 
 import ctypes
 import time
@@ -21,7 +23,15 @@ __all__ = [
 ]
 
 
-NATIVE_FUNCTIONS = "are_within", "poll_until", "copy_segments", "spin_wait", "put_all", "put_places", "start_kernel"
+NATIVE_FUNCTIONS = (
+    "are_within",
+    "poll_until",
+    "copy_segments",
+    "spin_wait",
+    "put_all",
+    "put_places",
+    "start_kernel",
+)
 
 NativeFunction = TypeVar("NativeFunction")
 
@@ -44,8 +54,8 @@ def _native_module() -> Any:
         return None
 
 
-# -------------------- driver calls --------------------
-# Calls of a device's driver that every transfer makes, by their addresses: compiled, or by ctypes where kvferry was installed without a
+# -------------------- driver calls -------------------- Calls of a device's driver that every
+# transfer makes, by their addresses: compiled, or by ctypes where kvferry was installed without a
 # compiler.
 #
 # Other threads of the interpreter go on meanwhile. Nothing of CUDA is needed to import this.
@@ -55,7 +65,9 @@ OWN_PARAMETERS = 3
 
 
 class Kernel(NamedTuple):
-    """A kernel that is loaded: it takes the address of a table, two numbers, and further addresses, which are all nothing."""
+    """A kernel that is loaded: it takes the address of a table, two numbers, and further addresses,
+    which are all nothing.
+    """
 
     function: int
     threads: int
@@ -82,24 +94,46 @@ def start_by_ctypes(
 ) -> tuple[int, int]:
     number, pointer, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
     upload = ctypes.CFUNCTYPE(ctypes.c_int, number, pointer, ctypes.c_size_t, pointer)(calls[0])
-    launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[count] * 7, pointer, pointer, pointer)(calls[1])
+    launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[count] * 7, pointer, pointer, pointer)(
+        calls[1]
+    )
     record = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(calls[2])
     function, threads, shared_bytes, num_parameters = kernel
-    values = (number(table[0]), *map(ctypes.c_int, numbers), *[number() for _ in range(num_parameters - OWN_PARAMETERS)])
+    values = (
+        number(table[0]),
+        *map(ctypes.c_int, numbers),
+        *[number() for _ in range(num_parameters - OWN_PARAMETERS)],
+    )
     parameters = (pointer * len(values))(*map(ctypes.addressof, values))
     if table[2] and (status := upload(*table, stream)):
         return 0, int(status)
-    if status := launch(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), None):
+    if status := launch(
+        function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), None
+    ):
         return 1, int(status)
     return 2, int(record(event, stream))
 
 
 poll_until: Callable[[int, int, int, float], int] = native_or("poll_until", poll_with_short_sleeps)
-"""Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
+"""Call the function at an address, with a pointer, until it answers something else than `waiting`,
+for so long at most: its last answer.
+"""
 spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
-"""So long, awake: a processor that has slept for some microseconds takes longer than those to be back, and is slow at first."""
+"""So long, awake: a processor that has slept for some microseconds takes longer than those to be
+back, and is slow at first.
+"""
 start_kernel: Callable[
-    [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
+    [
+        tuple[int, int, int],
+        tuple[int, int, int],
+        tuple[int, int, int, int],
+        tuple[int, int],
+        tuple[int, int],
+        int,
+        int,
+    ],
+    tuple[int, int],
 ] = native_or("start_kernel", start_by_ctypes)
-"""Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
-which of the three calls was the last, and its status."""
+"""Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record
+an event, in the order of a stream: which of the three calls was the last, and its status.
+"""

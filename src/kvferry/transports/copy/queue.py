@@ -1,6 +1,7 @@
 """The transfers of a transport that copies by itself: what is under way, sliced, in turn.
 
-Owned by the transport's thread. The transport says which peers are alive; this does the rest of the data transport's contract.
+Owned by the transport's thread. The transport says which peers are alive; this does the rest of the
+data transport's contract.
 """
 
 import time
@@ -10,7 +11,15 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Completion, Handle, Segments
-from kvferry.transports.copy.gather import SLICE_BYTES, SLICE_COST, Copier, CopyDirection, RegionCopy, copy_in_slices, fastest_copier
+from kvferry.transports.copy.gather import (
+    SLICE_BYTES,
+    SLICE_COST,
+    Copier,
+    CopyDirection,
+    RegionCopy,
+    copy_in_slices,
+    fastest_copier,
+)
 from kvferry.transports.copy.segments import Bytes
 from kvferry.types import PeerId
 
@@ -33,7 +42,14 @@ class CopyTransfer:
     copies: int = 0
 
     def completion(self, error: str | None) -> Completion:
-        return Completion(self.handle, error, self.total_bytes, self.copies, self.post_s, time.perf_counter() - self.started)
+        return Completion(
+            self.handle,
+            error,
+            self.total_bytes,
+            self.copies,
+            self.post_s,
+            time.perf_counter() - self.started,
+        )
 
 
 @dataclass(slots=True)
@@ -57,12 +73,19 @@ class CopyQueue:
         direction: CopyDirection,
         admit: Callable[[Slices], Slices] = iter,
     ) -> Handle:
-        """`admit` may stand between the slices and whoever asks for them: a TransportError from there fails the transfer."""
+        """`admit` may stand between the slices and whoever asks for them: a TransportError from
+        there fails the transfer.
+        """
         started = time.perf_counter()
-        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in segments]
+        copies = [
+            RegionCopy(part, local[part.local_region], remote[part.remote_region], direction)
+            for part in segments
+        ]
         slices = admit(copy_in_slices(copies, self.copier))
         handle = self._next_handle()
-        self._active.append(CopyTransfer(handle, peer, started, slices, time.perf_counter() - started))
+        self._active.append(
+            CopyTransfer(handle, peer, started, slices, time.perf_counter() - started)
+        )
         return handle
 
     def end_at_once(self) -> Handle:
@@ -72,8 +95,10 @@ class CopyQueue:
         return handle
 
     def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
-        """A slice's worth of the transfer whose turn it is: of many small regions, several. `is_alive` is asked before, so also between
-        the last slice and the end, and calls `fail_peer` for a dead one."""
+        """A slice's worth of the transfer whose turn it is: of many small regions, several.
+        `is_alive` is asked before, so also between the last slice and the end, and calls
+        `fail_peer` for a dead one.
+        """
         if not self._active or not is_alive(self._active[0].peer):
             return
         transfer = self._active[0]

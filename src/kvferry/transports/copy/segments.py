@@ -1,6 +1,8 @@
-"""Runs: segments that are neighbours on both sides, joined, so that one copy or descriptor moves them.
+"""Runs: segments that are neighbours on both sides, joined, so that one copy or descriptor moves
+them.
 
-Pure. Segments are sorted by their local offset first: their order means nothing, and sorted they join best.
+Pure. Segments are sorted by their local offset first: their order means nothing, and sorted they
+join best.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +41,9 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Copy `i` moves `size_bytes[i]` bytes between `local[i]` and `remote[i]`: offsets or addresses, as the maker says."""
+    """Copy `i` moves `size_bytes[i]` bytes between `local[i]` and `remote[i]`: offsets or
+    addresses, as the maker says.
+    """
 
     local: Offsets
     remote: Offsets
@@ -60,33 +64,55 @@ def coalesce(segments: Segments) -> Descriptors:
     """The fewest copies that move exactly these segments."""
     order = np.argsort(segments.local_offsets, kind="stable")
     local, remote = segments.local_offsets[order], segments.remote_offsets[order]
-    joined = (np.diff(local) == segments.segment_bytes) & (np.diff(remote) == segments.segment_bytes)
-    starts = np.flatnonzero(np.concatenate(([True], ~joined))) if len(local) else np.empty(0, np.int64)
+    joined = (np.diff(local) == segments.segment_bytes) & (
+        np.diff(remote) == segments.segment_bytes
+    )
+    starts = (
+        np.flatnonzero(np.concatenate(([True], ~joined))) if len(local) else np.empty(0, np.int64)
+    )
     counts = np.diff(np.append(starts, len(local)))
-    return Descriptors(local[starts], remote[starts], counts.astype(np.int64) * segments.segment_bytes)
+    return Descriptors(
+        local[starts], remote[starts], counts.astype(np.int64) * segments.segment_bytes
+    )
 
 
-def descriptors_between(segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region]) -> Descriptors:
-    """The same of a whole transfer, as addresses. What shares its offsets with others is joined once: layers mostly do."""
+def descriptors_between(
+    segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region]
+) -> Descriptors:
+    """The same of a whole transfer, as addresses. What shares its offsets with others is joined
+    once: layers mostly do.
+    """
     known: dict[tuple[int, int, int], Descriptors] = {}
     parts = []
     for part in segments:
         key = part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)
         if key not in known:
             known[key] = coalesce(part)
-        parts.append(known[key].moved(local[part.local_region].address, remote[part.remote_region].address))
+        parts.append(
+            known[key].moved(local[part.local_region].address, remote[part.remote_region].address)
+        )
     return _concatenate(parts)
 
 
-def batches(descriptors: Descriptors, max_bytes: int, max_descriptors: int) -> Iterator[Descriptors]:
-    """Cut into parts of at most `max_descriptors` copies and `max_bytes` bytes; a longer run is split."""
+def batches(
+    descriptors: Descriptors, max_bytes: int, max_descriptors: int
+) -> Iterator[Descriptors]:
+    """Cut into parts of at most `max_descriptors` copies and `max_bytes` bytes; a longer run is
+    split.
+    """
     descriptors = _split_long(descriptors, max_bytes)
     ends = np.cumsum(descriptors.size_bytes)
     first = 0
     while first < len(descriptors):
         before = int(ends[first] - descriptors.size_bytes[first])
-        last = min(int(np.searchsorted(ends, before + max_bytes, side="right")), first + max_descriptors)
-        yield Descriptors(descriptors.local[first:last], descriptors.remote[first:last], descriptors.size_bytes[first:last])
+        last = min(
+            int(np.searchsorted(ends, before + max_bytes, side="right")), first + max_descriptors
+        )
+        yield Descriptors(
+            descriptors.local[first:last],
+            descriptors.remote[first:last],
+            descriptors.size_bytes[first:last],
+        )
         first = last
 
 
@@ -113,14 +139,17 @@ def _concatenate(parts: Sequence[Descriptors]) -> Descriptors:
     )
 
 
-# -------------------- offsets --------------------
-# Arithmetic over all offsets of a transfer at once: by a native function, or by numpy where kvferry was installed without a compiler.
+# -------------------- offsets -------------------- Arithmetic over all offsets of a transfer at
+# once: by a native function, or by numpy where kvferry was installed without a compiler.
 #
-# Pure. There may be hundreds of thousands of them, or some dozens for each of a hundred regions: both shall cost little.
+# Pure. There may be hundreds of thousands of them, or some dozens for each of a hundred regions:
+# both shall cost little.
 
 
 PLACE_NUMBERS = 5
-"""What a table says of each place (`copy_table.py`). The kernel and the native function count by it too."""
+"""What a table says of each place (`copy_table.py`). The kernel and the native function count by it
+too.
+"""
 
 
 def _are_within(offsets: Offsets, last: int) -> bool:
@@ -134,7 +163,13 @@ def _put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
     return int(np.bitwise_or.reduce(offsets)) if len(offsets) else 0
 
 
-def _put_places(table: Offsets, first: int, sources: Sequence[int], targets: Sequence[int], rest: tuple[int, int, int]) -> int:
+def _put_places(
+    table: Offsets,
+    first: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    rest: tuple[int, int, int],
+) -> int:
     places = table[first : first + PLACE_NUMBERS * len(sources)].reshape(-1, PLACE_NUMBERS)
     places[:, 0], places[:, 1], places[:, 2:] = sources, targets, rest
     return int(np.bitwise_or.reduce(places[:, :2], axis=None))
@@ -142,8 +177,12 @@ def _put_places(table: Offsets, first: int, sources: Sequence[int], targets: Seq
 
 _within: Callable[[Offsets, int], bool] = native_or("are_within", _are_within)
 _put: Callable[[Offsets, int, Offsets, int], int] = native_or("put_all", _put_all)
-put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = native_or("put_places", _put_places)
-"""For each place write its numbers into the table from `first` on: its source, its target, and the rest. All sources and targets, or-ed."""
+put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = (
+    native_or("put_places", _put_places)
+)
+"""For each place write its numbers into the table from `first` on: its source, its target, and the
+rest. All sources and targets, or-ed.
+"""
 
 
 def are_within(offsets: Offsets, last: int) -> bool:
@@ -155,8 +194,9 @@ def are_within(offsets: Offsets, last: int) -> bool:
 
 
 def put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
-    """Write them into the table from `first` on. All of them, or-ed: what its lowest bits say of every one. IndexError unless every one is
-    from 0 to `last`; then what was written is worthless."""
+    """Write them into the table from `first` on. All of them, or-ed: what its lowest bits say of
+    every one. IndexError unless every one is from 0 to `last`; then what was written is worthless.
+    """
     try:
         return _put(table, first, offsets, last)
     except (BufferError, ValueError):  # they do not lie side by side
@@ -173,8 +213,12 @@ MAX_ADDRESS = 1 << 63
 """Offsets and addresses are computed in signed 64 bits."""
 
 
-def check_segments(segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
-    """LocalProtocolError when our side of a segment is impossible, TransportError when the peer's is."""
+def check_segments(
+    segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object
+) -> None:
+    """LocalProtocolError when our side of a segment is impossible, TransportError when the peer's
+    is.
+    """
     check_segment_fields(segments, local, remote, peer)
     seen = set[tuple[int, int, int]]()
     for part in segments:
@@ -183,26 +227,39 @@ def check_segments(segments: Sequence[Segments], local: Sequence[Region], remote
         near = id(part.local_offsets), local[part.local_region].size_bytes, size
         if near not in seen:
             seen.add(near)
-            _check_side(part.local_region, part.local_offsets, size, local, ("our", LocalProtocolError))
+            _check_side(
+                part.local_region, part.local_offsets, size, local, ("our", LocalProtocolError)
+            )
         far = id(part.remote_offsets), remote[part.remote_region].size_bytes, size
         if far not in seen:
             seen.add(far)
-            _check_side(part.remote_region, part.remote_offsets, size, remote, (f"{peer}'s", TransportError))
+            _check_side(
+                part.remote_region, part.remote_offsets, size, remote, (f"{peer}'s", TransportError)
+            )
 
 
-def check_segment_fields(segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
-    """The same of all but the offsets themselves: for transports that look at each of a great many when its turn comes."""
+def check_segment_fields(
+    segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object
+) -> None:
+    """The same of all but the offsets themselves: for transports that look at each of a great many
+    when its turn comes.
+    """
     num_local, num_remote = len(local), len(remote)
     for part in segments:
         if part.segment_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
             raise LocalProtocolError(
-                f"a transfer with {peer} has {part.segment_bytes} bytes a segment, {len(part.local_offsets)} local and "
+                f"a transfer with {peer} has {part.segment_bytes} bytes a segment, "
+                f"{len(part.local_offsets)} local and "
                 f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
             )
         if not 0 <= part.local_region < num_local:
-            raise LocalProtocolError(f"region {part.local_region} is not one of our {num_local} regions")
+            raise LocalProtocolError(
+                f"region {part.local_region} is not one of our {num_local} regions"
+            )
         if not 0 <= part.remote_region < num_remote:
-            raise TransportError(f"region {part.remote_region} is not one of {peer}'s {num_remote} regions")
+            raise TransportError(
+                f"region {part.remote_region} is not one of {peer}'s {num_remote} regions"
+            )
 
 
 def check_regions(regions: Sequence[Region], peer: object) -> None:
@@ -210,17 +267,23 @@ def check_regions(regions: Sequence[Region], peer: object) -> None:
     for region in regions:
         numbers = (region.address, region.block_bytes, region.stride_bytes, region.num_blocks)
         if min(numbers) < 0 or region.address + region.size_bytes >= MAX_ADDRESS:
-            raise TransportError(f"region {region.name!r} of {peer} is not a range of memory; drop this peer")
+            raise TransportError(
+                f"region {region.name!r} of {peer} is not a range of memory; drop this peer"
+            )
 
 
 def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """The ranges (address, size) that the regions cover, ascending; overlapping ones as one, and neighbours in host memory. On a device
-    neighbours may be allocations of their own, of which no two can be shown to others as one."""
+    """The ranges (address, size) that the regions cover, ascending; overlapping ones as one, and
+    neighbours in host memory. On a device neighbours may be allocations of their own, of which no
+    two can be shown to others as one.
+    """
     merged: list[tuple[int, int]] = []
     for region in sorted(regions, key=lambda each: each.address):
         end = region.address + region.size_bytes
         reach = sum(merged[-1]) if merged else 0
-        if merged and (region.address < reach or (region.address == reach and region.memory is MemoryKind.DRAM)):
+        if merged and (
+            region.address < reach or (region.address == reach and region.memory is MemoryKind.DRAM)
+        ):
             first = merged[-1][0]
             merged[-1] = first, max(end, sum(merged[-1])) - first
         elif region.size_bytes:
@@ -229,12 +292,17 @@ def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
 
 
 def _check_side(
-    region: int, offsets: npt.NDArray[np.int64], segment_bytes: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]
+    region: int,
+    offsets: npt.NDArray[np.int64],
+    segment_bytes: int,
+    regions: Sequence[Region],
+    blame: tuple[str, type[KVFerryError]],
 ) -> None:
     whose, error = blame
     size_bytes = regions[region].size_bytes
     if not are_within(offsets, size_bytes - segment_bytes):
         raise error(
-            f"offsets {int(offsets.min())} to {int(offsets.max())} with {segment_bytes} bytes a segment leave {whose} region "
+            f"offsets {int(offsets.min())} to {int(offsets.max())} with {segment_bytes} bytes a "
+            f"segment leave {whose} region "
             f"{region} of {size_bytes} bytes"
         )

@@ -1,6 +1,7 @@
 """The table by which a kernel finds the segments that it copies. Pure.
 
-Layers mostly move the same blocks, so offsets are written down once for all places that have them in common:
+Layers mostly move the same blocks, so offsets are written down once for all places that have them
+in common:
 
     place 0: source base, target base, where its sources begin, where its targets begin, how many
     place 1: ...
@@ -39,21 +40,28 @@ MAX_PLACES = 2048
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
 """Rows of offsets in one table."""
 FIRST_ROWS = 8192
-"""Rows of a long transfer that are handed over first. Then it is more each time, so that the device has work while the next are written
-down."""
+"""Rows of a long transfer that are handed over first. Then it is more each time, so that the device
+has work while the next are written down.
+"""
 GROWTH_PER_TICK = 4
 TICK_BYTES = 1 << 30
 """What is handed over at a time, if more than one row is: others want their turn."""
 MAX_IDLE_FACTOR = 2
-"""Every place gets as many programs as the one with the most rows; so many times what all of them need are too many."""
+"""Every place gets as many programs as the one with the most rows; so many times what all of them
+need are too many.
+"""
 
 
 CopyTuple = tuple[int, Offsets, Offsets, int, int, int, int]
-"""As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of each transfer."""
+"""As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of
+each transfer.
+"""
 
 
 class _TableEntry(NamedTuple):
-    """Numbers `first_source + i` and `first_target + i` of the table are offsets from these addresses."""
+    """Numbers `first_source + i` and `first_target + i` of the table are offsets from these
+    addresses.
+    """
 
     source_base: int
     target_base: int
@@ -73,13 +81,23 @@ class TableLayout(NamedTuple):
 
 
 def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
-    """Those with the same offsets, by size and length, at most a table's worth of places. Mostly that is all of them, so this is looked at
-    first: there may be a hundred layers. Offsets are the same if they are the same array."""
+    """Those with the same offsets, by size and length, at most a table's worth of places. Mostly
+    that is all of them, so this is looked at first: there may be a hundred layers. Offsets are the
+    same if they are the same array.
+    """
     if not segments:
         return []
-    size, near, far = segments[0].segment_bytes, segments[0].local_offsets, segments[0].remote_offsets
+    size, near, far = (
+        segments[0].segment_bytes,
+        segments[0].local_offsets,
+        segments[0].remote_offsets,
+    )
     for part in segments:
-        if part.local_offsets is not near or part.remote_offsets is not far or part.segment_bytes != size:
+        if (
+            part.local_offsets is not near
+            or part.remote_offsets is not far
+            or part.segment_bytes != size
+        ):
             break
     else:
         if len(segments) <= MAX_PLACES:
@@ -87,13 +105,23 @@ def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
     found: dict[tuple[int, int, int], list[Segments]] = {}
     for part in segments:
         if len(part.local_offsets):
-            found.setdefault((part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []).append(part)
-    groups = sorted(found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets)))
-    return [same[first : first + MAX_PLACES] for same in groups for first in range(0, len(same), MAX_PLACES)]
+            found.setdefault(
+                (part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []
+            ).append(part)
+    groups = sorted(
+        found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets))
+    )
+    return [
+        same[first : first + MAX_PLACES]
+        for same in groups
+        for first in range(0, len(same), MAX_PLACES)
+    ]
 
 
 def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
-    """Those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
+    """Those with the same offsets as one, by size and length. Offsets are the same if they are the
+    same array.
+    """
     found: dict[tuple[int, int, int], list[CopyTuple]] = {}
     for part in copies:
         found.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
@@ -108,7 +136,11 @@ def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
 
 def is_one_launch(part: AddressCopies) -> bool:
     """As most transfers are: handed over at once, and copied by one kernel."""
-    return 0 < part.num_rows <= FIRST_ROWS and 0 < part.total_bytes <= TICK_BYTES and part.num_places <= MAX_PLACES
+    return (
+        0 < part.num_rows <= FIRST_ROWS
+        and 0 < part.total_bytes <= TICK_BYTES
+        and part.num_places <= MAX_PLACES
+    )
 
 
 def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
@@ -129,7 +161,11 @@ def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopie
                 continue
             taken = part.rows(first, first + fitting)
             waiting.append(taken)
-            first, rows, room = first + taken.num_rows, rows - taken.num_rows, room - taken.total_bytes
+            first, rows, room = (
+                first + taken.num_rows,
+                rows - taken.num_rows,
+                room - taken.total_bytes,
+            )
     if waiting:
         yield waiting
 
@@ -145,7 +181,9 @@ def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
 
 
 def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
-    """What one kernel copies: segments of one size, at most a table's worth, places of about as many rows."""
+    """What one kernel copies: segments of one size, at most a table's worth, places of about as
+    many rows.
+    """
     if len(copies) == 1 and is_one_launch(copies[0]):
         yield [copies[0]]
         return
@@ -154,7 +192,10 @@ def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCop
         first = 0
         while first < part.num_rows and part.size_bytes:
             taken = part.rows(first, first + (room or TABLE_ROWS))
-            places, segments = num_places + part.num_places, num_segments + taken.num_rows * part.num_places
+            places, segments = (
+                num_places + part.num_places,
+                num_segments + taken.num_rows * part.num_places,
+            )
             most = max(most_rows, taken.num_rows)
             fits = room and places <= MAX_PLACES and most * places <= MAX_IDLE_FACTOR * segments
             if waiting and (not fits or waiting[0].size_bytes != part.size_bytes):
@@ -162,7 +203,13 @@ def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCop
                 waiting, room, num_places, num_segments, most_rows = [], TABLE_ROWS, 0, 0, 0
                 continue
             waiting.append(taken)
-            first, room, num_places, num_segments, most_rows = first + taken.num_rows, room - taken.num_rows, places, segments, most
+            first, room, num_places, num_segments, most_rows = (
+                first + taken.num_rows,
+                room - taken.num_rows,
+                places,
+                segments,
+                most,
+            )
     if waiting:
         yield waiting
 
@@ -174,8 +221,12 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
     try:
         for part in parts:
             rows = part.num_rows
-            bits |= put_all(table, at, part.sources, part.source_last) | put_all(table, at + rows, part.targets, part.target_last)
-            bits |= put_places(table, first, part.source_bases, part.target_bases, (at, at + rows, rows))
+            bits |= put_all(table, at, part.sources, part.source_last) | put_all(
+                table, at + rows, part.targets, part.target_last
+            )
+            bits |= put_places(
+                table, first, part.source_bases, part.target_bases, (at, at + rows, rows)
+            )
             first, at = first + PLACE_NUMBERS * part.num_places, at + 2 * rows
     except IndexError as error:
         raise TransportError("a segment of this transfer leaves its region") from error
@@ -184,13 +235,32 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
 
 def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
     """Sources and targets of all segments, for whoever copies without a kernel."""
-    places = [_TableEntry(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
+    places = [
+        _TableEntry(*numbers)
+        for numbers in table[: PLACE_NUMBERS * layout.num_places]
+        .reshape(-1, PLACE_NUMBERS)
+        .tolist()
+    ]
     return (
-        np.concatenate([table[place.first_source :][: place.num_rows] + place.source_base for place in places]),
-        np.concatenate([table[place.first_target :][: place.num_rows] + place.target_base for place in places]),
+        np.concatenate(
+            [table[place.first_source :][: place.num_rows] + place.source_base for place in places]
+        ),
+        np.concatenate(
+            [table[place.first_target :][: place.num_rows] + place.target_base for place in places]
+        ),
     )
 
 
 def _merge(parts: Sequence[CopyTuple]) -> AddressCopies:
-    sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(*parts, strict=True)
-    return AddressCopies(sizes[0], sources[0], targets[0], source_bases, target_bases, min(source_lasts), min(target_lasts))
+    sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(
+        *parts, strict=True
+    )
+    return AddressCopies(
+        sizes[0],
+        sources[0],
+        targets[0],
+        source_bases,
+        target_bases,
+        min(source_lasts),
+        min(target_lasts),
+    )

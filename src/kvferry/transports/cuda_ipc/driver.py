@@ -1,6 +1,8 @@
-"""The few calls of CUDA's driver that torch does not have: memory of this process shown to others, and theirs opened here.
+"""The few calls of CUDA's driver that torch does not have: memory of this process shown to others,
+and theirs opened here.
 
-Any thread, with the device's context current in it (`enter_device`). Errors are TransportError; a machine without a driver is one too.
+Any thread, with the device's context current in it (`enter_device`). Errors are TransportError; a
+machine without a driver is one too.
 """
 
 import ctypes
@@ -53,7 +55,9 @@ class Allocation:
 def allocation_of(address: int) -> Allocation:
     """The allocation that an address lies in."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    _call(
+        "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+    )
     return Allocation(base.value, size.value)
 
 
@@ -89,27 +93,44 @@ def write_memory(address: int, content: bytes) -> None:
 
 def upload(target: int, source: int, size_bytes: int, stream: int) -> None:
     """Copy pinned memory to the device, in the order of a stream. Returns at once."""
-    _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
+    _call(
+        "cuMemcpyHtoDAsync_v2",
+        ctypes.c_uint64(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(size_bytes),
+        ctypes.c_void_p(stream),
+    )
 
 
 def start_kernel(
-    kernel: Kernel, table: tuple[int, int, int], grid: tuple[int, int], numbers: tuple[int, int], stream: int, event: int
+    kernel: Kernel,
+    table: tuple[int, int, int],
+    grid: tuple[int, int],
+    numbers: tuple[int, int],
+    stream: int,
+    event: int,
 ) -> None:
-    """In the order of a stream: copy a table (its address there, where it is pinned, its bytes) to the device, start a kernel, record an
-    event. Returns at once."""
-    call, status = driver_calls.start_kernel(_kernel_calls(), table, kernel, grid, numbers, stream, event)
+    """In the order of a stream: copy a table (its address there, where it is pinned, its bytes) to
+    the device, start a kernel, record an event. Returns at once.
+    """
+    call, status = driver_calls.start_kernel(
+        _kernel_calls(), table, kernel, grid, numbers, stream, event
+    )
     if status:
         raise _error(KERNEL_CALLS[call], status)
 
 
 def is_complete(event: int, within_s: float) -> bool:
-    """Whether the device has come past an event, or has failed. It is asked all the time for so long; other threads of this interpreter go
-    on meanwhile."""
+    """Whether the device has come past an event, or has failed. It is asked all the time for so
+    long; other threads of this interpreter go on meanwhile.
+    """
     return driver_calls.poll_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
 
 
 def ignore_captures() -> None:
-    """For the calling thread: nothing is forbidden to it while another thread captures a graph of kernels, and it does not spoil that."""
+    """For the calling thread: nothing is forbidden to it while another thread captures a graph of
+    kernels, and it does not spoil that.
+    """
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(RELAXED)))
 
 
@@ -169,4 +190,6 @@ def _call(name: str, *arguments: Any) -> None:
 def _error(name: str, status: int) -> TransportError:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
-    return TransportError(f"{name} failed: {(text.value or b'unknown error').decode()} (CUDA error {status})")
+    return TransportError(
+        f"{name} failed: {(text.value or b'unknown error').decode()} (CUDA error {status})"
+    )

@@ -20,7 +20,9 @@ MAX_INT = (1 << 31) - 1
 
 
 class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation that holds regions. `address` is where its owner has it: regions are named by that."""
+    """An allocation that holds regions. `address` is where its owner has it: regions are named by
+    that.
+    """
 
     handle: bytes
     address: int
@@ -36,9 +38,18 @@ class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerMemory:
-    """Opens everything at once. TransportError when any of it is not what it is said to be. Close it."""
+    """Opens everything at once. TransportError when any of it is not what it is said to be. Close
+    it.
+    """
 
-    def __init__(self, peer: PeerId, offer: CudaOffer, regions: tuple[Region, ...], device: int, may_be_elsewhere: bool) -> None:
+    def __init__(
+        self,
+        peer: PeerId,
+        offer: CudaOffer,
+        regions: tuple[Region, ...],
+        device: int,
+        may_be_elsewhere: bool,
+    ) -> None:
         self.regions = regions
         self.sizes = [region.size_bytes for region in regions]
         self._opened: list[int] = []
@@ -58,7 +69,9 @@ class PeerMemory:
         return self._incarnation.has_ended()
 
     def close(self) -> None:
-        """Every transfer with this peer has ended before. Idempotent. All is closed that can be; the first error is raised then."""
+        """Every transfer with this peer has ended before. Idempotent. All is closed that can be;
+        the first error is raised then.
+        """
         opened, self._opened = self._opened, []
         with ExitStack() as stack:
             stack.callback(self._incarnation.close)
@@ -73,7 +86,9 @@ class PeerMemory:
             self._opened.append(address)
             found = cuda_driver.allocation_of(address)
             if found.address + found.size_bytes - address < allocation.size_bytes:
-                raise TransportError(f"the device memory that {peer} offers is shorter than it says; drop this peer")
+                raise TransportError(
+                    f"the device memory that {peer} offers is shorter than it says; drop this peer"
+                )
             here.append((allocation, address))
         return [_place(peer, region, here) for region in self.regions]
 
@@ -83,13 +98,29 @@ def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
     try:
         decoded = msgspec.msgpack.decode(offer.blob, type=CudaOffer)
     except msgspec.MsgspecError as error:
-        raise TransportError(f"the cuda_ipc offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
-    numbers = [decoded.pid, decoded.start_ticks, *(n for each in decoded.allocations for n in (each.address, each.size_bytes))]
-    is_possible = min(numbers) >= 0 and decoded.pid <= MAX_INT and len(decoded.allocations) <= MAX_ALLOCATIONS
-    if not is_possible or any(len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations):
-        raise TransportError(f"the cuda_ipc offer of {peer} is not one of device memory; drop this peer")
+        raise TransportError(
+            f"the cuda_ipc offer of {peer} cannot be understood ({error}); do both sides run the "
+            "same kvferry?"
+        ) from error
+    numbers = [
+        decoded.pid,
+        decoded.start_ticks,
+        *(n for each in decoded.allocations for n in (each.address, each.size_bytes)),
+    ]
+    is_possible = (
+        min(numbers) >= 0 and decoded.pid <= MAX_INT and len(decoded.allocations) <= MAX_ALLOCATIONS
+    )
+    if not is_possible or any(
+        len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations
+    ):
+        raise TransportError(
+            f"the cuda_ipc offer of {peer} is not one of device memory; drop this peer"
+        )
     if offer.reach != host_identity():
-        raise TransportError(f"the cuda_ipc offer of {peer} is from another host, user or container; use another transport")
+        raise TransportError(
+            f"the cuda_ipc offer of {peer} is from another host, user or container; use another "
+            "transport"
+        )
     return decoded
 
 
@@ -100,10 +131,14 @@ def has_ended(peer: PeerId) -> str:
 def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) -> None:
     theirs = cuda_driver.device_with(gpu)
     if theirs is None:
-        raise TransportError(f"the GPU of {peer} is not visible to this process (CUDA_VISIBLE_DEVICES); show it here, or use nixl")
+        raise TransportError(
+            f"the GPU of {peer} is not visible to this process (CUDA_VISIBLE_DEVICES); show it "
+            "here, or use nixl"
+        )
     if theirs != device and not (may_be_elsewhere and cuda_driver.can_reach(device, theirs)):
         raise TransportError(
-            f"GPU {device} cannot reach GPU {theirs}, where the cache of {peer} is (no peer access, or no triton); use nixl there"
+            f"GPU {device} cannot reach GPU {theirs}, where the cache of {peer} is (no peer "
+            "access, or no triton); use nixl there"
         )
 
 
@@ -112,4 +147,6 @@ def _place(peer: PeerId, region: Region, here: list[tuple[OfferedAllocation, int
         at = region.address - allocation.address
         if at >= 0 and at + region.size_bytes <= allocation.size_bytes:
             return address + at
-    raise TransportError(f"region {region.name!r} of {peer} is not in the device memory it offers; drop this peer")
+    raise TransportError(
+        f"region {region.name!r} of {peer} is not in the device memory it offers; drop this peer"
+    )

@@ -1,4 +1,6 @@
-"""One transfer by kernels of ours: its segments as addresses, a launch at a time. Owned by the transport's thread."""
+"""One transfer by kernels of ours: its segments as addresses, a launch at a time. Owned by the
+transport's thread.
+"""
 
 import logging
 import os
@@ -16,7 +18,13 @@ from kvferry.transports.copy.gather import AddressCopies, CopyDirection, Timing
 from kvferry.transports.copy.segments import check_regions, check_segment_fields, check_segments
 from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
 from kvferry.transports.cuda_ipc import driver as cuda_driver
-from kvferry.transports.cuda_ipc.peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
+from kvferry.transports.cuda_ipc.peer import (
+    CudaOffer,
+    OfferedAllocation,
+    PeerMemory,
+    decode_offer,
+    has_ended,
+)
 from kvferry.transports.locality import host_identity, start_ticks
 from kvferry.transports.write_grants import write_grants_unsupported
 from kvferry.types import MemoryKind, PeerId, Region
@@ -47,7 +55,9 @@ class CudaTransfer:
 
     @property
     def is_one_launch(self) -> bool:
-        """Whether all of it is launched at once, by one kernel: then nothing of it moves if one of its offsets is impossible."""
+        """Whether all of it is launched at once, by one kernel: then nothing of it moves if one of
+        its offsets is impossible.
+        """
         return len(self._copies) == 1 and is_one_launch(self._copies[0])
 
     def launch(self, copier: "CudaAddressCopier") -> None:
@@ -79,43 +89,64 @@ class CudaTransfer:
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        device_s = None if self.error or not self._jobs or self._jobs[0].timespan is None else self._device_s()
-        return Completion(self.handle, self.error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s)
+        device_s = (
+            None
+            if self.error or not self._jobs or self._jobs[0].timespan is None
+            else self._device_s()
+        )
+        return Completion(
+            self.handle,
+            self.error,
+            self._total_bytes,
+            self._num_launches,
+            self._post_s,
+            elapsed,
+            device_s,
+        )
 
     def _device_s(self) -> float | None:
         times = (job.device_s(self._jobs[0]) for job in self._jobs)
         return max((seconds for seconds in times if seconds is not None), default=None)
 
 
-# -------------------- cuda ipc --------------------
-# The `cuda_ipc` data transport: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
+# -------------------- cuda ipc -------------------- The `cuda_ipc` data transport: caches on GPUs
+# of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
 #
-# Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its segments
-# (more where they are very many, or very unequal), on streams of our own. No engine waits for it: `poll` asks for a moment whether it is
-# through, and lets other threads of the interpreter go on meanwhile. Facts of CUDA 13:
+# Owned by one thread. Every allocation that holds a region is opened once per peer and life; a
+# transfer is one kernel over all its segments (more where they are very many, or very unequal), on
+# streams of our own. No engine waits for it: `poll` asks for a moment whether it is through, and
+# lets other threads of the interpreter go on meanwhile. Facts of CUDA 13:
 #
-# - Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer costs its transfers, never this process;
-#   but what is open would hold its whole cache on the device, so peers are looked at every now and then.
-# - A kernel that touches memory which is not there ends the process's use of the GPU for good. So what a peer offers is believed only as far
-#   as the driver confirms it: the length of every allocation is asked for here.
-# - Handles of a process cannot be opened by itself, and of memory from CUDA's virtual memory calls (torch's expandable segments) there are
-#   none.
+# - Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer
+#   costs its transfers, never this process; but what is open would hold its whole cache on the
+#   device, so peers are looked at every now and then.
+# - A kernel that touches memory which is not there ends the process's use of the GPU for good. So
+#   what a peer offers is believed only as far as the driver confirms it: the length of every
+#   allocation is asked for here.
+# - Handles of a process cannot be opened by itself, and of memory from CUDA's virtual memory calls
+#   (torch's expandable segments) there are none.
 
 
 DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at."""
 LAUNCH_S = 500e-6
-"""How long one poll hands over what is to be copied: the device is not to wait for the rest of a turn."""
+"""How long one poll hands over what is to be copied: the device is not to wait for the rest of a
+turn.
+"""
 WATCH_S = 250e-6
 """How long one poll looks at the kernels under way: most are through by then."""
 BUSY_S = 2e-3
-"""So long after the last launch or end they are looked at all the time: a GiB takes a quarter of that."""
+"""So long after the last launch or end they are looked at all the time: a GiB takes a quarter of
+that.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class CudaIpcTransport:
-    """Implements `ports.data.DataTransport`. Nothing of CUDA is loaded before `register` is given memory of a device."""
+    """Implements `ports.data.DataTransport`. Nothing of CUDA is loaded before `register` is given
+    memory of a device.
+    """
 
     def __init__(self) -> None:
         self._regions: tuple[Region, ...] = ()
@@ -135,7 +166,9 @@ class CudaIpcTransport:
         return "cuda_ipc"
 
     def register(self, regions: Sequence[Region]) -> bool:
-        if {region.memory for region in regions} != {MemoryKind.VRAM} or len({region.device for region in regions}) != 1:
+        if {region.memory for region in regions} != {MemoryKind.VRAM} or len(
+            {region.device for region in regions}
+        ) != 1:
             return False
         # Imported only where there is a device: it takes torch with CUDA.
         from kvferry.transports.copy.cuda import CudaDevice
@@ -145,16 +178,24 @@ class CudaIpcTransport:
             device.enter()
             self._offer = _own_offer(regions, device.number)
             device.prepare()
-        except (TransportError, RuntimeError) as error:  # torch's are RuntimeErrors: no memory left, say
+        except (
+            TransportError,
+            RuntimeError,
+        ) as error:  # torch's are RuntimeErrors: no memory left, say
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False
         self._device, self._regions = device, tuple(regions)
-        self._addresses, self._sizes = [region.address for region in regions], [region.size_bytes for region in regions]
+        self._addresses, self._sizes = (
+            [region.address for region in regions],
+            [region.size_bytes for region in regions],
+        )
         return True
 
     def offer(self) -> TransportOffer:
         if self._offer is None:
-            raise LocalProtocolError("the cuda_ipc transport is used before its memory is registered")
+            raise LocalProtocolError(
+                "the cuda_ipc transport is used before its memory is registered"
+            )
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(self._offer))
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
@@ -162,9 +203,13 @@ class CudaIpcTransport:
         check_regions(regions, peer)
         decoded = decode_offer(peer, offer)
         if decoded.pid == os.getpid():
-            raise TransportError(f"{peer} is this very process, whose memory cannot be opened again; drop this peer")
+            raise TransportError(
+                f"{peer} is this very process, whose memory cannot be opened again; drop this peer"
+            )
         self.disconnect(peer)
-        self._peers[peer] = PeerMemory(peer, decoded, tuple(regions), device.number, device.copier.reaches_other_gpus)
+        self._peers[peer] = PeerMemory(
+            peer, decoded, tuple(regions), device.number, device.copier.reaches_other_gpus
+        )
 
     def disconnect(self, peer: PeerId) -> None:
         self._drop(peer, f"peer {peer} was disconnected")
@@ -215,7 +260,9 @@ class CudaIpcTransport:
         return None
 
     def set_timing(self, timing: Timing) -> None:
-        """Whether completions say how long the device was at it, from now on. That costs some microseconds."""
+        """Whether completions say how long the device was at it, from now on. That costs some
+        microseconds.
+        """
         self._entered().copier.timing = timing
 
     def close(self) -> None:
@@ -230,11 +277,16 @@ class CudaIpcTransport:
 
     def _entered(self) -> "CudaDevice":
         if self._device is None:
-            raise LocalProtocolError("the cuda_ipc transport is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError(
+                "the cuda_ipc transport is used before its memory is registered, or after it is "
+                "closed"
+            )
         self._device.work()
         return self._device
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection) -> Handle:
+    def _start(
+        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection
+    ) -> Handle:
         memory = self._peers.get(peer)
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
@@ -243,10 +295,17 @@ class CudaIpcTransport:
         self._last_handle += 1
         transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
         copier = self._entered().copier
-        is_next = transfer.is_launching and not copier.is_full and not any(each.is_launching for each in self._transfers)
-        # Offsets are looked at when they are written down. Whether few of them are possible is known before anything moves; to look at very
-        # many takes as long as to move a good part of them.
-        if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (is_next and transfer.is_one_launch):
+        is_next = (
+            transfer.is_launching
+            and not copier.is_full
+            and not any(each.is_launching for each in self._transfers)
+        )
+        # Offsets are looked at when they are written down. Whether few of them are possible is
+        # known before anything moves; to look at very many takes as long as to move a good part of
+        # them.
+        if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (
+            is_next and transfer.is_one_launch
+        ):
             check_segments(segments, self._regions, memory.regions, peer)
         if is_next:
             self._launch(transfer, copier)
@@ -255,17 +314,27 @@ class CudaIpcTransport:
         self._transfers.append(transfer)
         return transfer.handle
 
-    def _copies(self, group: Sequence[Segments], memory: PeerMemory, direction: CopyDirection) -> AddressCopies:
+    def _copies(
+        self, group: Sequence[Segments], memory: PeerMemory, direction: CopyDirection
+    ) -> AddressCopies:
         size, near, far = group[0].segment_bytes, group[0].local_offsets, group[0].remote_offsets
         ours, theirs = [part.local_region for part in group], [part.remote_region for part in group]
-        here, there = tuple([self._addresses[each] for each in ours]), tuple([memory.addresses[each] for each in theirs])
-        last_here, last_there = min([self._sizes[each] for each in ours]) - size, min([memory.sizes[each] for each in theirs]) - size
+        here, there = (
+            tuple([self._addresses[each] for each in ours]),
+            tuple([memory.addresses[each] for each in theirs]),
+        )
+        last_here, last_there = (
+            min([self._sizes[each] for each in ours]) - size,
+            min([memory.sizes[each] for each in theirs]) - size,
+        )
         if direction is CopyDirection.READ:
             return AddressCopies(size, far, near, there, here, last_there, last_here)
         return AddressCopies(size, near, far, here, there, last_here, last_there)
 
     def _launch_next(self) -> CudaTransfer | None:
-        """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
+        """Hand over some of the transfer whose turn it is: that transfer. None when all are handed
+        over.
+        """
         if not any(transfer.is_launching for transfer in self._transfers):
             return None
         copier = self._entered().copier
@@ -284,14 +353,18 @@ class CudaIpcTransport:
         self._moved_at = time.monotonic()
 
     def _watch(self) -> None:
-        """Until a kernel is through, or for a while. Where several transfers are under way another may be through before the oldest."""
+        """Until a kernel is through, or for a while. Where several transfers are under way another
+        may be through before the oldest.
+        """
         try:
             self._entered().copier.watch(WATCH_S if len(self._transfers) == 1 else WATCH_S / 10)
         except RuntimeError:  # the device has failed, which each transfer finds
             return
 
     def _is_moving(self, now: float) -> bool:
-        """Whether kernels end as soon as they should. If not, others keep the device busy, and nobody needs to look all the time."""
+        """Whether kernels end as soon as they should. If not, others keep the device busy, and
+        nobody needs to look all the time.
+        """
         return now < self._moved_at + BUSY_S
 
     def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
@@ -307,7 +380,9 @@ class CudaIpcTransport:
         return [transfer.completion() for transfer in ended]
 
     def _drop(self, peer: PeerId, why: str) -> None:
-        """Its memory is closed once no kernel touches it: those under way are through in a moment, whatever the peer does."""
+        """Its memory is closed once no kernel touches it: those under way are through in a moment,
+        whatever the peer does.
+        """
         memory = self._peers.pop(peer, None)
         if memory is None:
             return
@@ -327,7 +402,10 @@ def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
     """Every allocation that holds a region, once."""
     ticks = start_ticks(os.getpid())
     if ticks is None:
-        raise LocalProtocolError("/proc does not show this process, so its cache cannot be offered over cuda_ipc; mount /proc")
+        raise LocalProtocolError(
+            "/proc does not show this process, so its cache cannot be offered over cuda_ipc; "
+            "mount /proc"
+        )
     allocations: dict[int, OfferedAllocation] = {}
     for region in regions:
         found = cuda_driver.allocation_of(region.address)

@@ -1,10 +1,11 @@
-"""A host buffer of a CUDA cache in pinned host memory. Copies go through a stream of their own, so that they run beside the engine's
-kernels.
+"""A host buffer of a CUDA cache in pinned host memory. Copies go through a stream of their own, so
+that they run beside the engine's kernels.
 
-Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: it is
-asked for after the engine has seen the output of the step that filled the blocks, which its kernels computed after they had written them.
-Long runs of blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory is like the device's own:
-a copy each would cost some 40 us of this thread.
+Called by the thread that owns the store; it never waits for the device. A copy from the engine
+needs no event of the engine's stream: it is asked for after the engine has seen the output of the
+step that filled the blocks, which its kernels computed after they had written them. Long runs of
+blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory
+is like the device's own: a copy each would cost some 40 us of this thread.
 """
 
 import time
@@ -23,7 +24,9 @@ from kvferry.types import MemoryKind, Region
 __all__ = ["CudaHostBuffer"]
 
 SLICE_S = 0.001
-"""How long one slice hands copies to the device: each takes some ten microseconds, whatever its size."""
+"""How long one slice hands copies to the device: each takes some ten microseconds, whatever its
+size.
+"""
 WAIT_S = 0.0002
 """How soon a copy that was handed over is asked after."""
 LONG_SEGMENT_BYTES = 512 * 1024
@@ -61,9 +64,13 @@ class _Copy:
 
 
 class CudaHostBuffer:
-    """Implements `transports.host_buffer.Mirror`. `host_buffer` lies in `memory` (address and size), which is pinned until `close`."""
+    """Implements `transports.host_buffer.Mirror`. `host_buffer` lies in `memory` (address and
+    size), which is pinned until `close`.
+    """
 
-    def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: tuple[int, int]) -> None:
+    def __init__(
+        self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: tuple[int, int]
+    ) -> None:
         devices = {region.device for region in engine}
         if len(devices) != 1 or any(region.memory is not MemoryKind.VRAM for region in engine):
             raise LocalProtocolError("this host buffer is for a cache on one CUDA device")
@@ -72,26 +79,47 @@ class CudaHostBuffer:
         self._stream = torch.cuda.Stream(self._device)
         self._memory = memory
         self._pin(memory)
-        self._rows = [(self._tensor(a, b), self._tensor(b, a)) for a, b in zip(engine, host_buffer, strict=True)]
+        self._rows = [
+            (self._tensor(a, b), self._tensor(b, a))
+            for a, b in zip(engine, host_buffer, strict=True)
+        ]
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         chosen = blocks_by_region(blocks, self._engine)
-        return self._copy([_Copy(*self._rows[index][::-1], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
+        return self._copy(
+            [
+                _Copy(*self._rows[index][::-1], numbers, self._engine[index].block_bytes)
+                for index, numbers in chosen
+            ]
+        )
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         chosen = blocks_by_region(blocks, self._engine)
-        return self._copy([_Copy(*self._rows[index], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
+        return self._copy(
+            [
+                _Copy(*self._rows[index], numbers, self._engine[index].block_bytes)
+                for index, numbers in chosen
+            ]
+        )
 
     def close(self) -> None:
-        """Wait for the device: what it still copies would land in memory that is somebody else's."""
+        """Wait for the device: what it still copies would land in memory that is somebody
+        else's.
+        """
         if self._rows:
             self._rows = []
             self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory[0])
 
     def _tensor(self, region: Region, other: Region) -> torch.Tensor:
-        """A region on the device, or in pinned memory, which the device sees at the same address."""
-        numbers = [n for each in (region, other) for n in (each.address, each.block_bytes, each.stride_bytes)]
+        """A region on the device, or in pinned memory, which the device sees at the same
+        address.
+        """
+        numbers = [
+            n
+            for each in (region, other)
+            for n in (each.address, each.block_bytes, each.stride_bytes)
+        ]
         word_bytes = 8 if not any(n % 8 for n in numbers) else 1
         return torch.as_tensor(_Rows(region, word_bytes), device=self._device)
 
@@ -111,7 +139,9 @@ class CudaHostBuffer:
         until = time.perf_counter() + SLICE_S
         for copy in copies:
             contiguous = list(_contiguous_blocks(copy.numbers))
-            is_scattered = len(copy.numbers) * copy.block_bytes < len(contiguous) * LONG_SEGMENT_BYTES
+            is_scattered = (
+                len(copy.numbers) * copy.block_bytes < len(contiguous) * LONG_SEGMENT_BYTES
+            )
             for _ in self._gathered(copy) if is_scattered else self._copied(copy, contiguous):
                 if time.perf_counter() >= until:
                     yield 0.0
@@ -127,14 +157,19 @@ class CudaHostBuffer:
         step = max(1, GATHER_BYTES // copy.block_bytes)
         for first in range(0, len(copy.numbers), step):
             with torch.cuda.stream(self._stream):
-                rows = torch.from_numpy(copy.numbers[first : first + step]).to(self._device, non_blocking=True)
+                rows = torch.from_numpy(copy.numbers[first : first + step]).to(
+                    self._device, non_blocking=True
+                )
                 copy.to.index_copy_(0, rows, copy.source.index_select(0, rows))
             yield
 
     def _pin(self, memory: tuple[int, int]) -> None:
         status = torch.cuda.cudart().cudaHostRegister(*memory, PORTABLE_AND_MAPPED)
         if int(status) != 0:
-            raise ConfigError(f"a host buffer of {memory[1]} bytes cannot be pinned (CUDA error {int(status)}); raise the memlock limit")
+            raise ConfigError(
+                f"a host buffer of {memory[1]} bytes cannot be pinned (CUDA error {int(status)}); "
+                "raise the memlock limit"
+            )
 
 
 def _contiguous_blocks(numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,9 @@
-"""Putting blocks into another order, in place, step by step, at the speed of numpy's strided copies.
+"""Putting blocks into another order, in place, step by step, at the speed of numpy's strided
+copies.
 
-Called by the thread that owns the store. Some blocks are copied aside, and from there every item is written where it belongs. Blocks whose
-starts are evenly spaced share one strided copy, so that tiny blocks in a run cost no call each.
+Called by the thread that owns the store. Some blocks are copied aside, and from there every item is
+written where it belongs. Blocks whose starts are evenly spaced share one strided copy, so that tiny
+blocks in a run cost no call each.
 """
 
 from collections.abc import Iterator
@@ -17,34 +19,53 @@ from kvferry.transports.copy.segments import Bytes
 __all__ = ["STEP_BYTES", "check_placement", "rearrange"]
 
 STEP_BYTES = 2 * 1024 * 1024
-"""What one step moves at most: a strided copy of short items makes about 2 GB/s, so this is a millisecond."""
+"""What one step moves at most: a strided copy of short items makes about 2 GB/s, so this is a
+millisecond.
+"""
 SEGMENT_COST = 32 * 1024
-"""Each run of blocks takes some ten microseconds, however little it moves: as long as so many bytes."""
+"""Each run of blocks takes some ten microseconds, however little it moves: as long as so many
+bytes.
+"""
 ASIDE_BUFFER_BYTES = 256 * 1024
 """Blocks that are copied aside together: as much as stays in the second-level cache."""
 
 
 def check_placement(placement: BlockPermutation, size_bytes: int) -> None:
-    """LocalProtocolError unless all that is read or written lies in blocks that lie apart, in a region of `size_bytes`."""
+    """LocalProtocolError unless all that is read or written lies in blocks that lie apart, in a
+    region of `size_bytes`.
+    """
     dims = len(placement.shape)
     sizes = (placement.block_bytes, placement.item_bytes, *placement.shape)
     if not len(placement.arrived) == len(placement.wanted) == dims > 0 or min(sizes) <= 0:
-        raise LocalProtocolError(f"blocks of {placement.shape} items cannot be rearranged from {placement.arrived} to {placement.wanted}")
+        raise LocalProtocolError(
+            f"blocks of {placement.shape} items cannot be rearranged from {placement.arrived} to "
+            f"{placement.wanted}"
+        )
     for strides in (placement.arrived, placement.wanted):
-        last = sum((size - 1) * stride for size, stride in zip(placement.shape, strides, strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(placement.shape, strides, strict=True)
+        )
         if min(strides) < 0 or last + placement.item_bytes > placement.block_bytes:
             raise LocalProtocolError(
-                f"items of shape {placement.shape} at strides {strides} leave a block of {placement.block_bytes} bytes"
+                f"items of shape {placement.shape} at strides {strides} leave a block of "
+                f"{placement.block_bytes} bytes"
             )
     starts = np.sort(placement.offsets)
     if len(starts) and (starts[0] < 0 or starts[-1] > size_bytes - placement.block_bytes):
-        raise LocalProtocolError(f"blocks at {starts[0]} to {starts[-1]} leave region {placement.region} of {size_bytes} bytes")
+        raise LocalProtocolError(
+            f"blocks at {starts[0]} to {starts[-1]} leave region {placement.region} of "
+            f"{size_bytes} bytes"
+        )
     if np.any(np.diff(starts) < placement.block_bytes):
-        raise LocalProtocolError(f"blocks of region {placement.region} that are to be rearranged overlap")
+        raise LocalProtocolError(
+            f"blocks of region {placement.region} that are to be rearranged overlap"
+        )
 
 
 def rearrange(placement: BlockPermutation, region: Bytes) -> Iterator[int]:
-    """Rearrange some more each time; yields what that has cost, in bytes. The placement has been checked against the region."""
+    """Rearrange some more each time; yields what that has cost, in bytes. The placement has been
+    checked against the region.
+    """
     size = placement.block_bytes
     at_once = max(1, ASIDE_BUFFER_BYTES // size) if size <= STEP_BYTES else 1
     aside = np.empty(at_once * size, np.uint8)
@@ -57,14 +78,23 @@ def rearrange(placement: BlockPermutation, region: Bytes) -> Iterator[int]:
             yield from _rearrange_large(placement, region, aside, start)
 
 
-def _rearrange_large(placement: BlockPermutation, region: Bytes, aside: Bytes, start: int) -> Iterator[int]:
-    """One block of several steps: aside first, then a few rows of its longest dimension at a time."""
+def _rearrange_large(
+    placement: BlockPermutation, region: Bytes, aside: Bytes, start: int
+) -> Iterator[int]:
+    """One block of several steps: aside first, then a few rows of its longest dimension at a
+    time.
+    """
     size = placement.block_bytes
     for first in range(0, size, STEP_BYTES):
-        aside[first : first + STEP_BYTES] = region[start + first : start + min(size, first + STEP_BYTES)]
+        aside[first : first + STEP_BYTES] = region[
+            start + first : start + min(size, first + STEP_BYTES)
+        ]
         yield STEP_BYTES // 4
     axis = max(range(len(placement.shape)), key=placement.shape.__getitem__)
-    source, target = _items(placement, aside, 0, placement.arrived), _items(placement, region, start, placement.wanted)
+    source, target = (
+        _items(placement, aside, 0, placement.arrived),
+        _items(placement, region, start, placement.wanted),
+    )
     row_bytes = max(1, prod(placement.shape) * placement.item_bytes // placement.shape[axis])
     step = max(1, STEP_BYTES // row_bytes)
     for first in range(0, placement.shape[axis], step):
@@ -75,10 +105,14 @@ def _rearrange_large(placement: BlockPermutation, region: Bytes, aside: Bytes, s
 
 def _copy_aside(region: Bytes, aside: Bytes, start: int, step: int, shape: tuple[int, int]) -> None:
     count, size = shape
-    aside[: count * size].reshape(shape)[:] = np.ndarray(shape, np.uint8, region.data, start, (step, 1))
+    aside[: count * size].reshape(shape)[:] = np.ndarray(
+        shape, np.uint8, region.data, start, (step, 1)
+    )
 
 
-def _write(placement: BlockPermutation, region: Bytes, aside: Bytes, start: int, run: tuple[int, int]) -> None:
+def _write(
+    placement: BlockPermutation, region: Bytes, aside: Bytes, start: int, run: tuple[int, int]
+) -> None:
     step, count = run
     item = np.dtype((np.void, placement.item_bytes))
     shape = (count, *placement.shape)
@@ -86,8 +120,12 @@ def _write(placement: BlockPermutation, region: Bytes, aside: Bytes, start: int,
     np.ndarray(shape, item, region.data, start, (step, *placement.wanted))[...] = source
 
 
-def _items(placement: BlockPermutation, memory: Bytes, start: int, strides: tuple[int, ...]) -> npt.NDArray[np.void]:
-    return np.ndarray(placement.shape, np.dtype((np.void, placement.item_bytes)), memory.data, start, strides)
+def _items(
+    placement: BlockPermutation, memory: Bytes, start: int, strides: tuple[int, ...]
+) -> npt.NDArray[np.void]:
+    return np.ndarray(
+        placement.shape, np.dtype((np.void, placement.item_bytes)), memory.data, start, strides
+    )
 
 
 def _evenly_spaced(starts: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int, int]]:

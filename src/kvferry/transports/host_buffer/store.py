@@ -1,7 +1,7 @@
 """The block store of a worker: jobs in turn, about a millisecond each.
 
-Owned by one thread. It touches host memory alone: of regions on another device nothing can be rearranged, but those of a staged cache are
-never registered, their host buffer is.
+Owned by one thread. It touches host memory alone: of regions on another device nothing can be
+rearranged, but those of a staged cache are never registered, their host buffer is.
 """
 
 from collections import deque
@@ -28,20 +28,29 @@ class _Job:
 
 
 class HostBlockStore:
-    """Implements `ports.block_store.BlockStore`. `regions` are what transports see, `host_buffer` says how they follow the engine's, if
-    they are not the engine's own.
+    """Implements `ports.block_store.BlockStore`. `regions` are what transports see, `host_buffer`
+    says how they follow the engine's, if they are not the engine's own.
     """
 
     def __init__(self, regions: Sequence[Region], host_buffer: HostBuffer | None = None) -> None:
-        self._views: list[Bytes | None] = [region_view(region) if region.memory is MemoryKind.DRAM else None for region in regions]
+        self._views: list[Bytes | None] = [
+            region_view(region) if region.memory is MemoryKind.DRAM else None for region in regions
+        ]
         self._host_buffer = host_buffer
         self._jobs: deque[_Job] = deque()
         self._last_handle = 0
 
-    def place(self, permutations: Sequence[BlockPermutation], blocks: Sequence[Sequence[int]] = ()) -> StoreHandle:
+    def place(
+        self, permutations: Sequence[BlockPermutation], blocks: Sequence[Sequence[int]] = ()
+    ) -> StoreHandle:
         parts = [(placement, self._view(placement)) for placement in permutations]
         costs = (cost for placement, view in parts for cost in rearrange(placement, view))
-        return self._start(chain(run_in_ticks(costs, STEP_BYTES), self._required_host_buffer().load(blocks) if blocks else ()))
+        return self._start(
+            chain(
+                run_in_ticks(costs, STEP_BYTES),
+                self._required_host_buffer().load(blocks) if blocks else (),
+            )
+        )
 
     def copy_to_host_buffer(self, blocks: Sequence[Sequence[int]]) -> StoreHandle:
         return self._start(self._required_host_buffer().save(blocks))
@@ -78,11 +87,16 @@ class HostBlockStore:
     def _view(self, placement: BlockPermutation) -> Bytes:
         view = self._views[placement.region] if 0 <= placement.region < len(self._views) else None
         if view is None:
-            raise LocalProtocolError(f"region {placement.region} is not one of ours in host memory, so its blocks cannot be rearranged")
+            raise LocalProtocolError(
+                f"region {placement.region} is not one of ours in host memory, so its blocks "
+                "cannot be rearranged"
+            )
         check_placement(placement, len(view))
         return view
 
     def _required_host_buffer(self) -> HostBuffer:
         if self._host_buffer is None:
-            raise LocalProtocolError("transports see the engine's own cache, so there is nothing to copy")
+            raise LocalProtocolError(
+                "transports see the engine's own cache, so there is nothing to copy"
+            )
         return self._host_buffer

@@ -31,7 +31,9 @@ class UncertainFailure(TransportError):
 
 
 class Agent(Protocol):
-    """What a transfer needs of a NIXL agent. Posting and asking raise TransportError when the peer or the transport has failed."""
+    """What a transfer needs of a NIXL agent. Posting and asking raise TransportError when the peer
+    or the transport has failed.
+    """
 
     @property
     def is_gone(self) -> bool: ...
@@ -68,7 +70,9 @@ class NixlLink:
 
 @dataclass(slots=True, eq=False)
 class NixlTransfer:
-    """A read or write: batches not yet posted, batches under way, and what has been moved. All of it goes through one agent."""
+    """A read or write: batches not yet posted, batches under way, and what has been moved. All of
+    it goes through one agent.
+    """
 
     handle: Handle
     link: NixlLink
@@ -91,7 +95,11 @@ class NixlTransfer:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_exhausted and not self.posted and (not self.may_still_write or self.agent.is_gone)
+        return (
+            self.is_exhausted
+            and not self.posted
+            and (not self.may_still_write or self.agent.is_gone)
+        )
 
     def post(self) -> None:
         batch = self.upcoming or next(self.batches, None)
@@ -127,7 +135,10 @@ class NixlTransfer:
         """It was stopped, and waiting longer for what is under way would be in vain."""
         if self.stopped_at is None or self.has_ended:
             return False
-        return self.may_still_write or now > max(self.stopped_at, self.agent.last_completed_at(self.link)) + timeout_s
+        return (
+            self.may_still_write
+            or now > max(self.stopped_at, self.agent.last_completed_at(self.link)) + timeout_s
+        )
 
     def abandon(self) -> None:
         """Let go of what is under way, so that the agent can end, and the transfer with it."""
@@ -138,7 +149,9 @@ class NixlTransfer:
 
     def completion(self) -> Completion:
         parts = self.collected
-        elapsed_us = max((p.ended_us for p in parts), default=0) - min((p.started_us for p in parts), default=0)
+        elapsed_us = max((p.ended_us for p in parts), default=0) - min(
+            (p.started_us for p in parts), default=0
+        )
         return Completion(
             self.handle,
             self.error,

@@ -1,14 +1,21 @@
-"""The `nixl` data transport: wherever NIXL reaches (UCX by default). NIXL itself is behind `nixl_agent`.
+"""The `nixl` data transport: wherever NIXL reaches (UCX by default). NIXL itself is behind
+`nixl_agent`.
 
-Owned by one thread. It has two agents. The *serving* one is what `offer` hands out: peers read and write through it; it posts nothing and
-lives as long as the transport. Our own transfers are posted on another, made for the first peer connected, which can be thrown away: only
-its end stops for certain what is under way with a peer that has gone silent (`nixl_generations`). Facts, NIXL 1.5.1 with UCX 1.23:
+Owned by one thread. It has two agents. The *serving* one is what `offer` hands out: peers read and
+write through it; it posts nothing and lives as long as the transport. Our own transfers are posted
+on another, made for the first peer connected, which can be thrown away: only its end stops for
+certain what is under way with a peer that has gone silent (`nixl_generations`). Facts, NIXL 1.5.1
+with UCX 1.23:
 
-- Posting may copy everything before it returns (CMA); so transfers are posted in bounded batches, at most one in each `poll`.
-- NIXL's progress thread burns a core while idle, so it is off and `poll` makes progress. The side that reads always needs that. The side
-  that is read needs it while a connection comes up, and on emulated transports (tcp) for every byte; see `serving_interval_s`.
-- A peer that dies shows as an error of the next status call, within milliseconds on one host; one that is stopped or cut off, as silence.
-- What a *write* has handed to the network arrives whatever becomes of its agent: only the peer can say when its memory is at rest.
+- Posting may copy everything before it returns (CMA); so transfers are posted in bounded batches,
+  at most one in each `poll`.
+- NIXL's progress thread burns a core while idle, so it is off and `poll` makes progress. The side
+  that reads always needs that. The side that is read needs it while a connection comes up, and on
+  emulated transports (tcp) for every byte; see `serving_interval_s`.
+- A peer that dies shows as an error of the next status call, within milliseconds on one host; one
+  that is stopped or cut off, as silence.
+- What a *write* has handed to the network arrives whatever becomes of its agent: only the peer can
+  say when its memory is at rest.
 """
 
 import os
@@ -21,7 +28,13 @@ import msgspec
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
-from kvferry.transports.copy.segments import Descriptors, batches, check_regions, check_segments, descriptors_between
+from kvferry.transports.copy.segments import (
+    Descriptors,
+    batches,
+    check_regions,
+    check_segments,
+    descriptors_between,
+)
 from kvferry.transports.locality import nixl_locality
 from kvferry.transports.nixl.agent import AgentPool, NixlAgent, load_nixl
 from kvferry.transports.nixl.transfer import Agent, NixlLink, NixlTransfer
@@ -31,26 +44,37 @@ from kvferry.types import MemoryKind, PeerId, Region
 __all__ = ["NetworkReach", "NixlTransport", "load_nixl"]
 
 MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
-"""Posting copies host memory on the way. Device memory is copied by the device, and then each post costs more than many bytes."""
+"""Posting copies host memory on the way. Device memory is copied by the device, and then each post
+costs more than many bytes.
+"""
 MAX_BATCH_DESCRIPTORS = 1000
-"""Below 1,024, from where on NIXL divides a batch among threads of its own. They spin while something is under way, on cores that the
-engine computes on, and have a connection each, so that an error of one says nothing about the others."""
+"""Below 1,024, from where on NIXL divides a batch among threads of its own. They spin while
+something is under way, on cores that the engine computes on, and have a connection each, so that an
+error of one says nothing about the others.
+"""
 CANCEL_TIMEOUT_S = 5.0
-"""How long a stopped transfer waits for its peer, counted from the peer's last sign of life. A peer that answers ends it sooner, with its
-connection whole; a batch of 32 MiB in this time is a link of 54 Mbit/s."""
+"""How long a stopped transfer waits for its peer, counted from the peer's last sign of life. A peer
+that answers ends it sooner, with its connection whole; a batch of 32 MiB in this time is a link of
+54 Mbit/s.
+"""
 BUSY_S = 120e-6
-"""Progress that took longer moved something: idle it takes 3 µs when called at once again, 60 µs when caches have gone cold."""
+"""Progress that took longer moved something: idle it takes 3 µs when called at once again, 60 µs
+when caches have gone cold.
+"""
 BUSY_MEMORY_S = 0.02
 BUSY_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 0.01
 QUIET_AFTER_S = 1.0
 QUIET_SERVING_INTERVAL_S = 0.1
-"""While peers may read, but nothing has moved for so long: a turn of the transfer worker takes 0.3 ms when caches have gone cold, and an
-idle process shall take less than 1 % of a core. The transfer worker looks more often by itself when a read is likely to begin.
+"""While peers may read, but nothing has moved for so long: a turn of the transfer worker takes 0.3
+ms when caches have gone cold, and an idle process shall take less than 1 % of a core. The transfer
+worker looks more often by itself when a read is likely to begin.
 """
 DRAIN_TIMEOUT_S = 2.0
 MAX_NOTES, MAX_NOTE_BYTES = 1024, 256 * 1024
-"""Notifications that nobody has taken yet. What is beyond is dropped: anybody who can reach NIXL can send some."""
+"""Notifications that nobody has taken yet. What is beyond is dropped: anybody who can reach NIXL
+can send some.
+"""
 
 
 class NetworkReach(Enum):
@@ -105,17 +129,28 @@ class NixlTransport:
     def offer(self) -> TransportOffer:
         agent = self._registered()
         near = nixl_locality(self._backends, os.environ)
-        return TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(agent.name, agent.metadata())), near)
+        return TransportOffer(
+            self.name, "", msgspec.msgpack.encode(_NixlOffer(agent.name, agent.metadata())), near
+        )
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         serving = self._registered()
         try:
             decoded = msgspec.msgpack.decode(offer.blob, type=_NixlOffer)
         except msgspec.MsgspecError as error:
-            raise TransportError(f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+            raise TransportError(
+                f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
+                "same kvferry?"
+            ) from error
         check_regions(regions, peer)
-        if decoded.agent == serving.name or len({(region.memory, region.device) for region in regions}) != 1:
-            raise TransportError(f"the nixl offer of {peer} names this very engine, or memory of several kinds; drop this peer")
+        if (
+            decoded.agent == serving.name
+            or len({(region.memory, region.device) for region in regions}) != 1
+        ):
+            raise TransportError(
+                f"the nixl offer of {peer} names this very engine, or memory of several kinds; "
+                "drop this peer"
+            )
         self.disconnect(peer)
         link = NixlLink(peer, decoded.agent, decoded.metadata, tuple(regions))
         self._posting.reach(link, self._transfers, self._open_posting_agent)
@@ -181,18 +216,30 @@ class NixlTransport:
     def serving_interval_s(self) -> float | None:
         if self._is_busy():
             return BUSY_INTERVAL_S
-        return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
+        return (
+            SERVING_INTERVAL_S
+            if time.monotonic() < self._busy_until + QUIET_AFTER_S
+            else QUIET_SERVING_INTERVAL_S
+        )
 
-    # -- for transports that stand on this one -----------------------------------------------------------------------------
+    # -- for transports that stand on this one --
 
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
-        """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined already, and checked."""
+        """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined
+        already, and checked.
+        """
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
         is_one = len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes
-        return self._enqueue(link, operation, iter((descriptors,)) if is_one else batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS))
+        return self._enqueue(
+            link,
+            operation,
+            iter((descriptors,))
+            if is_one
+            else batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS),
+        )
 
     @property
     def can_post(self) -> bool:
@@ -200,20 +247,30 @@ class NixlTransport:
         return any(transfer.can_post for transfer in self._transfers)
 
     def identity(self) -> tuple[str, bytes]:
-        """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""
+        """The serving agent, by its name and its metadata: whoever has connected to these can
+        notify us.
+        """
         agent = self._registered()
         return agent.name, agent.metadata()
 
-    def connect_agent(self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]) -> None:
+    def connect_agent(
+        self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]
+    ) -> None:
         """As `connect`, with what `identity` tells there."""
-        self.connect(peer, TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(name, metadata))), regions)
+        self.connect(
+            peer,
+            TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(name, metadata))),
+            regions,
+        )
 
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._links
 
     def notify(self, peer: PeerId, note: bytes) -> None:
-        """Send a peer a few bytes. They arrive whole and in order, or the connection fails; whether they have arrived is not known.
-        TransportError, and the peer is disconnected, when it is known to be gone."""
+        """Send a peer a few bytes. They arrive whole and in order, or the connection fails; whether
+        they have arrived is not known. TransportError, and the peer is disconnected, when it is
+        known to be gone.
+        """
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
@@ -224,7 +281,9 @@ class NixlTransport:
             raise
 
     def expect_calls(self, until: float) -> None:
-        """Whoever stands on this transport calls all the time until then: nobody needs to find out whether something moves."""
+        """Whoever stands on this transport calls all the time until then: nobody needs to find out
+        whether something moves.
+        """
         self._known_until = until
 
     def take_notes(self) -> list[bytes]:
@@ -238,7 +297,9 @@ class NixlTransport:
         return notes
 
     def close(self) -> None:
-        """Waits a bounded time for what is posted, then ends all agents, so that no byte is written afterwards."""
+        """Waits a bounded time for what is posted, then ends all agents, so that no byte is written
+        afterwards.
+        """
         if self._serving is None:
             return
         for peer in list(self._links):
@@ -253,7 +314,9 @@ class NixlTransport:
 
     def _registered(self) -> NixlAgent:
         if self._serving is None:
-            raise LocalProtocolError("the nixl transport is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError(
+                "the nixl transport is used before its memory is registered, or after it is closed"
+            )
         return self._serving
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:
@@ -266,12 +329,20 @@ class NixlTransport:
 
     def _open_posting_agent(self) -> NixlAgent:
         try:
-            # UCX would have threads for long batches only. Each costs 11 files, 17 ms at the start and a connection to every peer.
-            agent = self._open_agent(self._regions, 0 if self._backends == ("UCX",) else self._num_threads)
+            # UCX would have threads for long batches only. Each costs 11 files, 17 ms at the start
+            # and a connection to every peer.
+            agent = self._open_agent(
+                self._regions, 0 if self._backends == ("UCX",) else self._num_threads
+            )
         except ConfigError as error:
-            raise TransportError(f"NIXL has served so far, but does not start again ({error})") from error
+            raise TransportError(
+                f"NIXL has served so far, but does not start again ({error})"
+            ) from error
         if agent is None:
-            raise TransportError("NIXL does not register our memory for one agent more; is there a limit on locked memory (ulimit -l)?")
+            raise TransportError(
+                "NIXL does not register our memory for one agent more; is there a limit on locked "
+                "memory (ulimit -l)?"
+            )
         return agent
 
     def _start(self, peer: PeerId, segments: Sequence[Segments], operation: str) -> Handle:
@@ -293,9 +364,15 @@ class NixlTransport:
         return transfer.handle
 
     def _batches(self, segments: Sequence[Segments], link: NixlLink) -> Iterator[Descriptors]:
-        """Descriptors are made when the first batch is posted, not when the transfer is asked for."""
+        """Descriptors are made when the first batch is posted, not when the transfer is asked
+        for.
+        """
         local, remote = self._regions, link.regions
-        yield from batches(descriptors_between(segments, local, remote), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_DESCRIPTORS)
+        yield from batches(
+            descriptors_between(segments, local, remote),
+            MAX_BATCH_BYTES[local[0].memory],
+            MAX_BATCH_DESCRIPTORS,
+        )
 
     def _progress(self, agent: NixlAgent) -> None:
         is_known = time.monotonic() < self._known_until
@@ -333,7 +410,9 @@ class NixlTransport:
         return None
 
     def _give_up(self, agent: Agent, link: NixlLink) -> None:
-        """A peer is silent: whatever waits for it there waits in vain, and need not be patient once more."""
+        """A peer is silent: whatever waits for it there waits in vain, and need not be patient once
+        more.
+        """
         why = f"peer {link.peer} did not end a stopped transfer"
         for transfer in self._transfers:
             if transfer.link is link and transfer.agent is agent:
@@ -342,9 +421,13 @@ class NixlTransport:
             self._fail(link, why)
 
     def _fail(self, link: NixlLink, why: str) -> None:
-        """A connection has failed, and with it, if it is still in use, whatever else goes by the same agent."""
+        """A connection has failed, and with it, if it is still in use, whatever else goes by the
+        same agent.
+        """
         is_current = self._links.get(link.peer) is link
-        for each in [each for each in self._links.values() if is_current and each.agent == link.agent]:
+        for each in [
+            each for each in self._links.values() if is_current and each.agent == link.agent
+        ]:
             self._drop(each, why)
         self._drop(link, why)
 

@@ -1,7 +1,9 @@
-"""The side of the `tcp` transport that dials: our transfers, each on a connection of its own while it lasts.
+"""The side of the `tcp` transport that dials: our transfers, each on a connection of its own while
+it lasts.
 
-Owned by the transport's own thread. A transfer that is cancelled takes its connection with it: whatever the peer still sends has nowhere to
-go. Connections that have served their transfer to its end are kept for the next.
+Owned by the transport's own thread. A transfer that is cancelled takes its connection with it:
+whatever the peer still sends has nowhere to go. Connections that have served their transfer to its
+end are kept for the next.
 """
 
 import contextlib
@@ -20,7 +22,14 @@ from typing import Any
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.transports.base import Completion, Handle
 from kvferry.transports.tcp import wire
-from kvferry.transports.tcp.loop import ConnectionHandler, IoVector, SocketLoop, SocketStream, TcpConnection, tune
+from kvferry.transports.tcp.loop import (
+    ConnectionHandler,
+    IoVector,
+    SocketLoop,
+    SocketStream,
+    TcpConnection,
+    tune,
+)
 from kvferry.types import PeerId
 
 __all__ = ["Dialler", "TcpBatch", "TcpLink", "TcpTransfer", "numeric_addresses"]
@@ -30,7 +39,9 @@ MAX_CONNECTIONS = 4
 MAX_POSTED = 4
 """Requests of one transfer under way at once, so that the peer always knows what is next."""
 STALL_TIMEOUT_S = 60.0
-"""Without a single byte. Requests have deadlines of their own, mostly shorter; this one is for whoever sets none."""
+"""Without a single byte. Requests have deadlines of their own, mostly shorter; this one is for
+whoever sets none.
+"""
 IDLE_TIMEOUT_S = 60.0
 
 SocketAddress = tuple[int, Any]
@@ -74,7 +85,14 @@ class TcpTransfer:
         self.segments += len(batch.rows)
 
     def completion(self, error: str | None) -> Completion:
-        return Completion(self.handle, error, self.total_bytes, self.segments, self.post_s, time.perf_counter() - self.started)
+        return Completion(
+            self.handle,
+            error,
+            self.total_bytes,
+            self.segments,
+            self.post_s,
+            time.perf_counter() - self.started,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +113,9 @@ class TcpLink:
 
 class Dialler:
     def __init__(self, loop: SocketLoop, ended: Callable[[Completion], None]) -> None:
-        """`ended` is called on the loop's thread, once for each transfer, when nothing of it moves any more."""
+        """`ended` is called on the loop's thread, once for each transfer, when nothing of it moves
+        any more.
+        """
         self._loop = loop
         self._ended = ended
 
@@ -106,7 +126,9 @@ class Dialler:
             return
         # A name server may take its time; transfers with other peers shall not wait for it.
         try:
-            threading.Thread(target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True).start()
+            threading.Thread(
+                target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True
+            ).start()
         except RuntimeError as error:
             self.drop(link, f"the name {link.offer.host} cannot be resolved ({error})")
 
@@ -142,7 +164,9 @@ class Dialler:
         elif not connection.is_ready:
             link.addresses.rotate(-1)
             link.failed_dials += 1
-        if self._loop.is_closing or (not link.connections and link.failed_dials >= max(1, len(link.addresses))):
+        if self._loop.is_closing or (
+            not link.connections and link.failed_dials >= max(1, len(link.addresses))
+        ):
             # Nobody is there; whoever waits would wait for ever.
             self._fail_waiting(link, why)
         elif not link.drop_reason:
@@ -151,7 +175,8 @@ class Dialler:
     def _resolve(self, link: TcpLink) -> None:
         try:
             addresses, error = _addresses(link.offer), None
-        except Exception as failure:  # top of the thread: names from outside make the resolver raise more than OSError
+        # top of the thread: names from outside make the resolver raise more than OSError
+        except Exception as failure:
             addresses, error = [], str(failure)
         self._loop.call(partial(self._resolved, link, addresses, error))
 
@@ -171,10 +196,14 @@ class Dialler:
                 try:
                     connection.begin(link.waiting.popleft())
                     self._loop.update(connection)
-                except Exception as error:  # top of a transfer: it fails, its connection with it, nothing else
+                except (
+                    Exception
+                ) as error:  # top of a transfer: it fails, its connection with it, nothing else
                     self._loop.drop(connection, f"{type(error).__name__}: {error}")
         num_coming = sum(1 for connection in link.connections if not connection.is_ready)
-        for _ in range(min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))):
+        for _ in range(
+            min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))
+        ):
             self._dial(link)
 
     def _dial(self, link: TcpLink) -> None:
@@ -223,7 +252,10 @@ class _ClientConnection(TcpConnection):
         proof = bytearray(wire.PROOF_BYTES)
         yield IoVector([memoryview(proof)])
         if not wire.is_proof(bytes(proof), token, wire.HandshakeRole.PRODUCER, nonces):
-            raise RemoteProtocolError(f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not {self.link.peer}")
+            raise RemoteProtocolError(
+                f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not "
+                f"{self.link.peer}"
+            )
         self.is_ready = True
         self.link.failed_dials = 0
         self._take_next()
@@ -235,7 +267,9 @@ class _ClientConnection(TcpConnection):
                 yield IoVector([memoryview(text)])
                 if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
                     self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
-                raise TransportError(f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}")
+                raise TransportError(
+                    f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}"
+                )
             yield from self._take_reply()
 
     def begin(self, transfer: TcpTransfer) -> None:
@@ -247,12 +281,19 @@ class _ClientConnection(TcpConnection):
         is_waiting = self.transfer is not None or not self.is_ready
         if now <= self.last_moved + (STALL_TIMEOUT_S if is_waiting else IDLE_TIMEOUT_S):
             return None
-        return f"no byte came from {self.link.peer} for {STALL_TIMEOUT_S:g} s" if is_waiting else "not needed"
+        return (
+            f"no byte came from {self.link.peer} for {STALL_TIMEOUT_S:g} s"
+            if is_waiting
+            else "not needed"
+        )
 
     def explain(self, error: Exception) -> str:
         if not isinstance(error, OSError):
             return str(error)
-        return f"the tcp connection to {self.link.peer} at {self.link.offer.host}:{self.link.offer.port} failed: {error.strerror or error}"
+        return (
+            f"the tcp connection to {self.link.peer} at "
+            f"{self.link.offer.host}:{self.link.offer.port} failed: {error.strerror or error}"
+        )
 
     def ended(self, why: str) -> None:
         self._posted.clear()
@@ -273,13 +314,19 @@ class _ClientConnection(TcpConnection):
         self._post()
 
     def _post(self) -> None:
-        """Ask for what is next. When nothing is left the transfer has ended, and the connection is free for another."""
+        """Ask for what is next. When nothing is left the transfer has ended, and the connection is
+        free for another.
+        """
         while (transfer := self.transfer) is not None:
             batch = transfer.next_batch() if len(self._posted) < MAX_POSTED else None
             if batch is not None:
                 self._posted.append(batch)
                 payload = batch.views if transfer.operation is wire.Operation.WRITE else []
-                self.stream.send(wire.pack_header(transfer.operation, batch.rows, transfer.grant_id), batch.rows.data.cast("B"), *payload)
+                self.stream.send(
+                    wire.pack_header(transfer.operation, batch.rows, transfer.grant_id),
+                    batch.rows.data.cast("B"),
+                    *payload,
+                )
             elif self._posted:
                 return
             else:

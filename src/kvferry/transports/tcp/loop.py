@@ -1,7 +1,8 @@
-"""One TCP connection that never blocks: spans of memory to be sent in their order, and one to be filled.
+"""One TCP connection that never blocks: spans of memory to be sent in their order, and one to be
+filled.
 
-Owned by the transport's own thread. Bytes go straight between the socket and the memory they belong to; nothing else writes there, so a
-connection that is closed has certainly stopped.
+Owned by the transport's own thread. Bytes go straight between the socket and the memory they belong
+to; nothing else writes there, so a connection that is closed has certainly stopped.
 """
 
 import contextlib
@@ -27,11 +28,15 @@ KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER that closes with a reset."""
 UNACKNOWLEDGED_S = 25
-"""A peer whose host no longer answers is gone after this long, as with keep-alive; the kernel's own patience is a quarter of an hour."""
+"""A peer whose host no longer answers is gone after this long, as with keep-alive; the kernel's own
+patience is a quarter of an hour.
+"""
 
 
 class IoVector:
-    """Views of memory, to be sent or filled from the first byte of the first to the last of the last."""
+    """Views of memory, to be sent or filled from the first byte of the first to the last of the
+    last.
+    """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = list(views)
@@ -54,7 +59,9 @@ class IoVector:
 
 
 class SocketStream:
-    """Raises OSError from `flush` and `fill` when the connection has failed, ConnectionError when the other side closed it."""
+    """Raises OSError from `flush` and `fill` when the connection has failed, ConnectionError when
+    the other side closed it.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -82,7 +89,11 @@ class SocketStream:
         while self._outgoing and moved < max_bytes:
             vector = self._outgoing[0]
             try:
-                sent = self._socket.sendmsg(vector.pending(), (), socket.MSG_NOSIGNAL) if vector.left_bytes else 0
+                sent = (
+                    self._socket.sendmsg(vector.pending(), (), socket.MSG_NOSIGNAL)
+                    if vector.left_bytes
+                    else 0
+                )
             except BlockingIOError:
                 break
             vector.advance(sent)
@@ -92,7 +103,9 @@ class SocketStream:
         return moved
 
     def fill(self, vector: IoVector) -> int:
-        """Receive into a span what has arrived. How many bytes that were; 0: nothing is there now."""
+        """Receive into a span what has arrived. How many bytes that were; 0: nothing is there
+        now.
+        """
         try:
             received = self._socket.recvmsg_into(vector.pending())[0]
         except BlockingIOError:
@@ -103,7 +116,9 @@ class SocketStream:
         return received
 
     def close(self) -> None:
-        """What is not sent yet is thrown away: a connection that is given up shall not go on in the kernel, or in a child process."""
+        """What is not sent yet is thrown away: a connection that is given up shall not go on in the
+        kernel, or in a child process.
+        """
         if self._outgoing:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._outgoing.clear()
@@ -113,7 +128,9 @@ class SocketStream:
 
 
 def tune(connection: socket.socket) -> None:
-    """Never blocks, never waits to send, and notices within half a minute that the other host is gone."""
+    """Never blocks, never waits to send, and notices within half a minute that the other host is
+    gone.
+    """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -123,18 +140,21 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000)
 
 
-# -------------------- tcp loop --------------------
-# The thread of the `tcp` transport: it owns every socket, and moves bytes whenever a socket is ready.
+# -------------------- tcp loop -------------------- The thread of the `tcp` transport: it owns
+# every socket, and moves bytes whenever a socket is ready.
 #
-# Whoever owns the transport hands it calls to make (`call`); nothing else is shared. A conversation is a generator that yields the span it
-# wants filled next, so it reads from top to bottom like the wire's description.
+# Whoever owns the transport hands it calls to make (`call`); nothing else is shared. A conversation
+# is a generator that yields the span it wants filled next, so it reads from top to bottom like the
+# wire's description.
 
 
 TICK_BYTES = 4 * 1024 * 1024
 """What one connection moves before it is another's turn."""
 SWEEP_S = 0.5
 MAX_ACCEPTED = 64
-"""In one turn: peers that come all at once shall not wait for the bytes of others, nor the other way round."""
+"""In one turn: peers that come all at once shall not wait for the bytes of others, nor the other
+way round.
+"""
 ACCEPT_PAUSE_S = 0.5
 """After the system gave us no connection that had come in: no more files, most likely."""
 CLOSE_TIMEOUT_S = 5.0
@@ -145,7 +165,9 @@ _log = logging.getLogger(__name__)
 
 
 class TcpConnection:
-    """One side of a conversation. What it is about is in `handler`; when that returns, the connection is closed as soon as all is sent."""
+    """One side of a conversation. What it is about is in `handler`; when that returns, the
+    connection is closed as soon as all is sent.
+    """
 
     def __init__(self, stream: SocketStream) -> None:
         self.stream = stream
@@ -183,7 +205,12 @@ class TcpConnection:
     def tick(self) -> None:
         """Send and receive what is possible, for a bounded time."""
         moved = self._send()
-        while moved < TICK_BYTES and not self._is_handler_done and self.may_receive() and (received := self.stream.fill(self._vector)):
+        while (
+            moved < TICK_BYTES
+            and not self._is_handler_done
+            and self.may_receive()
+            and (received := self.stream.fill(self._vector))
+        ):
             moved += received
             if not self._vector.left_bytes:
                 self._resume_handler()
@@ -192,7 +219,9 @@ class TcpConnection:
             self.last_moved = time.monotonic()
 
     def switch_handler(self, handler: ConnectionHandler) -> None:
-        """Break off what is being said, and say this. Not from within a talk. What was being filled is filled no further."""
+        """Break off what is being said, and say this. Not from within a talk. What was being filled
+        is filled no further.
+        """
         self._handler.close()
         self._handler, self._vector = handler, next(handler)
 
@@ -215,7 +244,9 @@ class TcpConnection:
 
 
 class SocketLoop:
-    """Runs from `start` to `close`. `call` may be used by any thread, all else only by what the loop itself calls."""
+    """Runs from `start` to `close`. `call` may be used by any thread, all else only by what the
+    loop itself calls.
+    """
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -276,14 +307,18 @@ class SocketLoop:
         self.call(_nothing)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise KVFerryError(f"the thread of the tcp transport did not stop within {CLOSE_TIMEOUT_S:g} s")
+            raise KVFerryError(
+                f"the thread of the tcp transport did not stop within {CLOSE_TIMEOUT_S:g} s"
+            )
 
     def _run(self) -> None:
         try:
             while not self.is_closing:
                 self._tick()
             failure = None
-        except Exception as error:  # top of the thread: whoever waits for a transfer must learn of it
+        except (
+            Exception
+        ) as error:  # top of the thread: whoever waits for a transfer must learn of it
             _log.exception("the thread of the tcp transport was stopped by an error of its own")
             failure = f"{type(error).__name__}: {error}"
         self.is_closing = True
@@ -321,7 +356,9 @@ class SocketLoop:
         except (KVFerryError, OSError) as error:
             self.drop(connection, connection.explain(error))
             return
-        except Exception as error:  # top of a connection: whatever a peer has sent, the others go on
+        except (
+            Exception
+        ) as error:  # top of a connection: whatever a peer has sent, the others go on
             _log.exception("a connection of the tcp transport was closed by an error of our own")
             self.drop(connection, f"{type(error).__name__}: {error}")
             return
@@ -351,7 +388,11 @@ class SocketLoop:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                _log.warning("tcp transport cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
+                _log.warning(
+                    "tcp transport cannot accept a connection (%s); trying again in %g s",
+                    error,
+                    ACCEPT_PAUSE_S,
+                )
                 self._selector.unregister(self._listener)
                 return
             self._run_call(partial(self._accept, accepted))
@@ -371,7 +412,9 @@ class SocketLoop:
 
     def _release(self) -> None:
         while self._connections:
-            self._run_call(partial(self.drop, next(iter(self._connections)), "the transport was closed"))
+            self._run_call(
+                partial(self.drop, next(iter(self._connections)), "the transport was closed")
+            )
         if self._listener is not None:
             self._listener.close()
         self._selector.close()

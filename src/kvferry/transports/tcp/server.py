@@ -1,7 +1,8 @@
 """What a `tcp` transport has lent, and which connections are receiving into it.
 
-The transport's owner lends and takes back; the loop's thread admits writes and is the only one that receives. A number that is taken back
-while something is received under it has ended once that thread has turned those connections away.
+The transport's owner lends and takes back; the loop's thread admits writes and is the only one that
+receives. A number that is taken back while something is received under it has ended once that
+thread has turned those connections away.
 """
 
 import secrets
@@ -17,7 +18,14 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.transports.base import Completion, Handle
 from kvferry.transports.copy.gather import AddressedMemory
 from kvferry.transports.tcp import wire
-from kvferry.transports.tcp.loop import ConnectionHandler, IoVector, SocketLoop, SocketStream, TcpConnection, tune
+from kvferry.transports.tcp.loop import (
+    ConnectionHandler,
+    IoVector,
+    SocketLoop,
+    SocketStream,
+    TcpConnection,
+    tune,
+)
 from kvferry.transports.tcp.wire import Rows
 from kvferry.transports.write_grants import WriteGrantTable, grant_not_active, write_outside_grant
 from kvferry.types import Region
@@ -34,7 +42,9 @@ class WriterConnection(TcpConnection):
 
 
 class TcpWriteGrants:
-    def __init__(self, loop: SocketLoop, regions: tuple[Region, ...], ended: Callable[[Completion], None]) -> None:
+    def __init__(
+        self, loop: SocketLoop, regions: tuple[Region, ...], ended: Callable[[Completion], None]
+    ) -> None:
         """`ended` may be called by either thread."""
         self._loop = loop
         self._ended = ended
@@ -56,10 +66,12 @@ class TcpWriteGrants:
         else:
             self._ended(_completion(handle))
 
-    # -- on the loop's thread -----------------------------------------------------------------------------------------------
+    # -- on the loop's thread --
 
     def admit(self, writer: WriterConnection, grant_id: int, rows: Rows) -> str:
-        """Why a write may not be received; empty when it may: from now on, and until `release`, it is under way."""
+        """Why a write may not be received; empty when it may: from now on, and until `release`, it
+        is under way.
+        """
         with self._lock:
             granted = self._granted.get(grant_id)
         if granted is not None and not granted.covers(rows[:, 0], rows[:, 1]):
@@ -89,11 +101,12 @@ def _completion(handle: Handle) -> Completion:
     return Completion(handle, None, 0, 0, 0.0, 0.0)
 
 
-# -------------------- tcp server --------------------
-# The side of the `tcp` transport that is dialled: it checks every request and serves it from registered memory.
+# -------------------- tcp server -------------------- The side of the `tcp` transport that is
+# dialled: it checks every request and serves it from registered memory.
 #
-# Owned by the transport's own thread. Whoever does not prove within seconds that it has seen the offer is sent away; what a known peer asks
-# for must lie in registered memory, and what it writes in blocks that were lent (`tcp_fence`).
+# Owned by the transport's own thread. Whoever does not prove within seconds that it has seen the
+# offer is sent away; what a known peer asks for must lie in registered memory, and what it writes
+# in blocks that were lent (`tcp_fence`).
 
 
 MAX_CONNECTIONS = 4096
@@ -101,18 +114,28 @@ MAX_UNAUTHENTICATED = 256
 """Connections that have not proved anything yet."""
 PROOF_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 60.0
-"""A peer that takes none of the bytes it asked for, or does not go on with its request, for so long has lost interest."""
+"""A peer that takes none of the bytes it asked for, or does not go on with its request, for so long
+has lost interest.
+"""
 IDLE_TIMEOUT_S = 600.0
 MAX_OUTGOING = 4
 """Replies waiting to be sent; no further request is read before."""
 SINK_BYTES = 1024 * 1024
 MAX_SINKS = 4 * wire.MAX_BATCH_BYTES // SINK_BYTES + 4
-"""What is read of a writer that was turned away: all it can have under way. Were it closed at once, the reset would reach it before the
-reason does."""
+"""What is read of a writer that was turned away: all it can have under way. Were it closed at once,
+the reset would reach it before the reason does.
+"""
 
 
 class TcpServer:
-    def __init__(self, loop: SocketLoop, token: bytes, ranges: wire.Ranges, memory: AddressedMemory, write_grants: TcpWriteGrants) -> None:
+    def __init__(
+        self,
+        loop: SocketLoop,
+        token: bytes,
+        ranges: wire.Ranges,
+        memory: AddressedMemory,
+        write_grants: TcpWriteGrants,
+    ) -> None:
         self._loop = loop
         self._token = token
         self._ranges = ranges
@@ -172,7 +195,9 @@ class _ServerConnection(WriterConnection):
         answer = bytearray(wire.NONCE_BYTES + wire.PROOF_BYTES)
         yield IoVector([memoryview(answer)])
         nonces = nonce + bytes(answer[: wire.NONCE_BYTES])
-        if not wire.is_proof(bytes(answer[wire.NONCE_BYTES :]), self._token, wire.HandshakeRole.DIALLER, nonces):
+        if not wire.is_proof(
+            bytes(answer[wire.NONCE_BYTES :]), self._token, wire.HandshakeRole.DIALLER, nonces
+        ):
             raise RemoteProtocolError("the dialler does not know this transport's token")
         self.stream.send(wire.prove(self._token, wire.HandshakeRole.PRODUCER, nonces))
         self.is_known = True

@@ -1,7 +1,8 @@
 """The `tcp` data transport: between hosts without RDMA, over plain connections.
 
-The transport belongs to one thread, as every transport; its sockets belong to a thread of its own (`tcp_loop`), which serves peers without
-help and moves our transfers. Why not NIXL over tcp: docs/decisions/023-a-tcp-plane-of-our-own.md. What is said on a connection: `tcp_wire`.
+The transport belongs to one thread, as every transport; its sockets belong to a thread of its own
+(`tcp_loop`), which serves peers without help and moves our transfers. Why not NIXL over tcp:
+docs/decisions/023-a-tcp-transport-of-our-own.md. What is said on a connection: `tcp_wire`.
 """
 
 import secrets
@@ -17,7 +18,12 @@ import numpy as np
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressedMemory
-from kvferry.transports.copy.segments import batches, check_regions, check_segments, descriptors_between
+from kvferry.transports.copy.segments import (
+    batches,
+    check_regions,
+    check_segments,
+    descriptors_between,
+)
 from kvferry.transports.tcp import wire
 from kvferry.transports.tcp.client import Dialler, TcpBatch, TcpLink, TcpTransfer, numeric_addresses
 from kvferry.transports.tcp.loop import SocketLoop
@@ -33,7 +39,9 @@ CANCELLED = "cancelled"
 
 
 class TcpTransport:
-    """Implements `ports.data.DataTransport`. Listens from `register` on, at a free port of `bind_host`."""
+    """Implements `ports.data.DataTransport`. Listens from `register` on, at a free port of
+    `bind_host`.
+    """
 
     def __init__(self, bind_host: str, advertised_host: str) -> None:
         self._bind_host = bind_host.strip("[]")
@@ -66,12 +74,18 @@ class TcpTransport:
         loop = SocketLoop("kvferry-tcp")
         write_grants = TcpWriteGrants(loop, self._regions, self._ended.append)
         self._parts = loop, Dialler(loop, self._ended.append), write_grants
-        loop.start(listener, TcpServer(loop, self._token, ranges, self._memory, write_grants).accept)
+        loop.start(
+            listener, TcpServer(loop, self._token, ranges, self._memory, write_grants).accept
+        )
         return True
 
     def offer(self) -> TransportOffer:
         self._running()
-        return TransportOffer(self.name, "", msgspec.msgpack.encode(wire.TcpOffer(self._advertised_host, self._port, self._token)))
+        return TransportOffer(
+            self.name,
+            "",
+            msgspec.msgpack.encode(wire.TcpOffer(self._advertised_host, self._port, self._token)),
+        )
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         loop, dialler, _ = self._running()
@@ -110,8 +124,12 @@ class TcpTransport:
         failure = self._parts[0].failure if self._parts else None
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         if failure is not None and not ended:
-            # Its thread had ended all it knew of before it said so; the rest had not come to it yet.
-            ended = [transfer.completion(f"the tcp transport has stopped: {failure}") for transfer in self._transfers.values()]
+            # Its thread had ended all it knew of before it said so; the rest had not come to it
+            # yet.
+            ended = [
+                transfer.completion(f"the tcp transport has stopped: {failure}")
+                for transfer in self._transfers.values()
+            ]
             # Whatever was received under a number was received by that thread.
             ended += [Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._revocations]
         for completion in ended:
@@ -150,16 +168,31 @@ class TcpTransport:
 
     def _running(self) -> tuple[SocketLoop, Dialler, TcpWriteGrants]:
         if self._parts is None:
-            raise LocalProtocolError("the tcp transport is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError(
+                "the tcp transport is used before its memory is registered, or after it is closed"
+            )
         return self._parts
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: wire.Operation, grant_id: int = 0) -> Handle:
+    def _start(
+        self,
+        peer: PeerId,
+        segments: Sequence[Segments],
+        operation: wire.Operation,
+        grant_id: int = 0,
+    ) -> Handle:
         link, regions = self._links.get(peer, (None, ()))
         if link is None or self._parts is None or self._memory is None:
             raise TransportError(f"peer {peer} is not connected over tcp")
         check_segments(segments, self._regions, regions, peer)
         handle = self._next_handle()
-        transfer = TcpTransfer(handle, link, operation, self._batches(segments, regions, self._memory), time.perf_counter(), grant_id)
+        transfer = TcpTransfer(
+            handle,
+            link,
+            operation,
+            self._batches(segments, regions, self._memory),
+            time.perf_counter(),
+            grant_id,
+        )
         self._transfers[handle] = transfer
         loop, dialler, _ = self._parts
         loop.call(partial(dialler.start, transfer))
@@ -169,9 +202,15 @@ class TcpTransport:
         self._last_handle += 1
         return Handle(self._last_handle)
 
-    def _batches(self, segments: Sequence[Segments], remote: Sequence[Region], memory: AddressedMemory) -> Iterator[TcpBatch]:
+    def _batches(
+        self, segments: Sequence[Segments], remote: Sequence[Region], memory: AddressedMemory
+    ) -> Iterator[TcpBatch]:
         """Made on the loop's thread, when the peer is about to be asked for them."""
-        for batch in batches(descriptors_between(segments, self._regions, remote), wire.MAX_BATCH_BYTES, wire.MAX_BATCH_DESCRIPTORS):
+        for batch in batches(
+            descriptors_between(segments, self._regions, remote),
+            wire.MAX_BATCH_BYTES,
+            wire.MAX_BATCH_DESCRIPTORS,
+        ):
             rows = np.stack((batch.remote, batch.size_bytes), axis=1).astype("<i8")
             yield TcpBatch(rows, memory.views(batch.local.tolist(), batch.size_bytes.tolist()))
 
@@ -187,7 +226,9 @@ def _listening_on(host: str, advertised_host: str) -> socket.socket:
     if host in ("", "*"):
         host = "::" if ":" in advertised_host else "0.0.0.0"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             if host == "::":
@@ -198,7 +239,9 @@ def _listening_on(host: str, advertised_host: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"the tcp transport cannot listen on {host} ({error}); name an address of this host") from error
+        raise ConfigError(
+            f"the tcp transport cannot listen on {host} ({error}); name an address of this host"
+        ) from error
     return listener
 
 
@@ -206,7 +249,12 @@ def _decoded(peer: PeerId, offer: TransportOffer) -> wire.TcpOffer:
     try:
         decoded = msgspec.msgpack.decode(offer.blob, type=wire.TcpOffer)
     except msgspec.MsgspecError as error:
-        raise TransportError(f"the tcp offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+        raise TransportError(
+            f"the tcp offer of {peer} cannot be understood ({error}); do both sides run the same "
+            "kvferry?"
+        ) from error
     if not decoded.host or not 0 < decoded.port < 1 << 16 or len(decoded.token) != wire.TOKEN_BYTES:
-        raise TransportError(f"the tcp offer of {peer} names no address that can be dialled; drop this peer")
+        raise TransportError(
+            f"the tcp offer of {peer} names no address that can be dialled; drop this peer"
+        )
     return decoded

@@ -1,7 +1,7 @@
 """What the `tcp` transport says on a connection. Pure.
 
-Both sides prove that they know the offer's token: the dialler was told it, the producer made it, whoever else listens there or dials did
-neither. Then requests, answered in their order:
+Both sides prove that they know the offer's token: the dialler was told it, the producer made it,
+whoever else listens there or dials did neither. Then requests, answered in their order:
 
     greeting   MAGIC, 16 bytes nonce                                    producer
     proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
@@ -11,8 +11,9 @@ neither. Then requests, answered in their order:
     reply      status, length of a text (0 when all is well)             producer
                (the reply to a read is followed by its bytes)
 
-A write under a number that is not lent is refused at once, before its bytes have come; a write whose number is taken back, amid its bytes.
-Either way the producer reads on for a while, for the refusal to arrive, and then closes; the dialler closes when it has seen it.
+A write under a number that is not lent is refused at once, before its bytes have come; a write
+whose number is taken back, amid its bytes. Either way the producer reads on for a while, for the
+refusal to arrive, and then closes; the dialler closes when it has seen it.
 
 Numbers are little-endian.
 """
@@ -125,17 +126,26 @@ class Ranges:
         return int(self._ends[-1]) - self.first if len(self._ends) else 0
 
     def check(self, rows: Rows, total_bytes: int) -> None:
-        """RemoteProtocolError unless every run lies in one of the ranges, and all of them come to `total_bytes`."""
+        """RemoteProtocolError unless every run lies in one of the ranges, and all of them come to
+        `total_bytes`.
+        """
         addresses, sizes = rows[:, 0], rows[:, 1]
         at = np.searchsorted(self._starts, addresses, side="right") - 1
         is_inside = (at >= 0) & (sizes > 0) & (sizes <= MAX_BATCH_BYTES)
-        # A size is small by now, and an address at least a range's start: their sum may only be too large, which is caught.
-        if not len(self._starts) or not bool(np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))):
-            raise RemoteProtocolError("a run is outside the memory that was offered, or of no possible size")
+        # A size is small by now, and an address at least a range's start: their sum may only be too
+        # large, which is caught.
+        if not len(self._starts) or not bool(
+            np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))
+        ):
+            raise RemoteProtocolError(
+                "a run is outside the memory that was offered, or of no possible size"
+            )
         if not bool(np.all(addresses + sizes <= self._ends[at])):
             raise RemoteProtocolError("a run leaves the memory that was offered")
         if int(sizes.sum()) != total_bytes:
-            raise RemoteProtocolError(f"the runs come to {int(sizes.sum())} bytes, the request says {total_bytes}")
+            raise RemoteProtocolError(
+                f"the runs come to {int(sizes.sum())} bytes, the request says {total_bytes}"
+            )
 
 
 def greeting(nonce: bytes) -> bytes:
@@ -163,10 +173,19 @@ def pack_header(operation: Operation, rows: Rows, grant_id: int = 0) -> bytes:
 
 def unpack_header(received: bytes) -> Header:
     operation, num_descriptors, total_bytes, grant_id = _HEADER.unpack(received)
-    if operation not in list(Operation) or not 0 < num_descriptors <= MAX_BATCH_DESCRIPTORS or not 0 < total_bytes <= MAX_BATCH_BYTES:
-        raise RemoteProtocolError(f"a request of kind {operation} for {num_descriptors} runs and {total_bytes} bytes is not possible")
+    if (
+        operation not in list(Operation)
+        or not 0 < num_descriptors <= MAX_BATCH_DESCRIPTORS
+        or not 0 < total_bytes <= MAX_BATCH_BYTES
+    ):
+        raise RemoteProtocolError(
+            f"a request of kind {operation} for {num_descriptors} runs and {total_bytes} bytes is "
+            "not possible"
+        )
     if grant_id and operation == Operation.READ:
-        raise RemoteProtocolError(f"a read under number {grant_id} is not possible: only writes have one")
+        raise RemoteProtocolError(
+            f"a read under number {grant_id} is not possible: only writes have one"
+        )
     return Header(Operation(operation), num_descriptors, total_bytes, grant_id)
 
 
@@ -180,7 +199,9 @@ def text_bytes_in(received: bytes) -> int:
     """How long the text of a refusal is that follows; 0 when all is well."""
     status, length = _REPLY.unpack(received)
     if status not in list(ReplyStatus) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
-        raise RemoteProtocolError(f"a reply with status {status} and {length} bytes of text is not possible")
+        raise RemoteProtocolError(
+            f"a reply with status {status} and {length} bytes of text is not possible"
+        )
     return int(length)
 
 

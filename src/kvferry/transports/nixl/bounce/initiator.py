@@ -1,8 +1,9 @@
-"""One bounce-buffer transfer of ours: how far it has come, and how far it may go. What is done with it: `staging_transfers.py`, its only
-user.
+"""One bounce-buffer transfer of ours: how far it has come, and how far it may go. What is done with
+it: `staging_transfers.py`, its only user.
 
-Bytes of its stream are counted, from 0 to `total_bytes`. A read is gathered there (`reached`), read (`landed`) and scattered here; a write
-is gathered here, written (`landed`) and scattered there (`reached`).
+Bytes of its stream are counted, from 0 to `total_bytes`. A read is gathered there (`reached`), read
+(`landed`) and scattered here; a write is gathered here, written (`landed`) and scattered there
+(`reached`).
 """
 
 import time
@@ -44,7 +45,15 @@ from kvferry.transports.nixl.bounce.slots import (
 )
 from kvferry.types import PeerId, Region
 
-__all__ = ["BounceState", "BounceTransfer", "BounceTransfers", "DescriptorMover", "OutgoingMessages", "RemoteBounceBuffer", "ToInitiator"]
+__all__ = [
+    "BounceState",
+    "BounceTransfer",
+    "BounceTransfers",
+    "DescriptorMover",
+    "OutgoingMessages",
+    "RemoteBounceBuffer",
+    "ToInitiator",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +118,31 @@ class BounceTransfer:
     @property
     def copy_limit(self) -> int:
         assert self.slot_copier is not None
-        return self.landed if self.is_read else min(self.total_bytes, self.landed + self.slot_copier.slot.size_bytes)
+        return (
+            self.landed
+            if self.is_read
+            else min(self.total_bytes, self.landed + self.slot_copier.slot.size_bytes)
+        )
 
     @property
     def must_notify(self) -> bool:
-        """Whether its owner waits for what has landed: to scatter it, to gather more in its place, or to have its window back."""
+        """Whether its owner waits for what has landed: to scatter it, to gather more in its place,
+        or to have its window back.
+        """
         if self.landed <= self.advanced or not self.is_read or self.landed == self.total_bytes:
             return self.landed > self.advanced
         assert self.remote_slot is not None
         room = self.remote_slot.size_bytes
-        return self.advanced + room < self.total_bytes and (4 * (self.landed - self.advanced) >= room or self.landed == self.reached)
+        return self.advanced + room < self.total_bytes and (
+            4 * (self.landed - self.advanced) >= room or self.landed == self.reached
+        )
 
     @property
     def is_complete(self) -> bool:
-        return self.slot_copier is not None and (self.slot_copier.done if self.is_read else self.reached) == self.total_bytes
+        return (
+            self.slot_copier is not None
+            and (self.slot_copier.done if self.is_read else self.reached) == self.total_bytes
+        )
 
     @property
     def can_move(self) -> bool:
@@ -137,21 +157,24 @@ class BounceTransfer:
         return self.state is BounceState.STOPPING
 
 
-# -------------------- staging transfers --------------------
-# Our own bounce-buffer transfers: each waits for a slot of our bounce buffer, asks its peer for one there, and then moves chunk by chunk.
+# -------------------- staging transfers -------------------- Our own bounce-buffer transfers: each
+# waits for a slot of our bounce buffer, asks its peer for one there, and then moves chunk by chunk.
 #
 #     read     they gather ──▶ READ into our window ──▶ we scatter
 #     write    we gather ──▶ WRITE into their window ──▶ they scatter
 #
-# Owned by the thread of its transport, which brings messages, the time and what has become of what was posted, and sends what there is to be
-# sent. The window here is had before the one there is asked for, and a part of each ring is for windows that are lent alone: so two
-# transports never wait for each other.
+# Owned by the thread of its transport, which brings messages, the time and what has become of what
+# was posted, and sends what there is to be sent. The window here is had before the one there is
+# asked for, and a part of each ring is for windows that are lent alone: so two transports never
+# wait for each other.
 
 
 MAX_POSTED = 2
 """Stretches of one transfer on the wire at once."""
 PING_S = 1.0
-"""A transfer that has nothing to say says so, and is answered: both know that the other is there."""
+"""A transfer that has nothing to say says so, and is answered: both know that the other is
+there.
+"""
 GRANT_TIMEOUT_S = 5.0
 """How long a transfer waits for a window of its peer. Then it goes without."""
 STOP_TIMEOUT_S = 5.0
@@ -160,7 +183,9 @@ PARTS_PER_TICK = 8
 BACKOFF_S = 60.0
 """A peer that did not answer at all is not asked again for so long."""
 METADATA_TTL_S = 20.0
-"""A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
+"""A peer that has answered so lately knows how to answer: it is not told again. It remembers for
+longer.
+"""
 
 ToInitiator = SlotGranted | OwnerProgress | TransferEnded
 OutgoingMessages = tuple[str, tuple[BounceMessage, ...]]
@@ -178,7 +203,12 @@ class DescriptorMover(Protocol):
 
 class BounceTransfers:
     def __init__(
-        self, bounce_buffer: BounceBuffer, table: SlotTable, mover: DescriptorMover, metadata: bytes, reclaim_s: float = RECLAIM_S
+        self,
+        bounce_buffer: BounceBuffer,
+        table: SlotTable,
+        mover: DescriptorMover,
+        metadata: bytes,
+        reclaim_s: float = RECLAIM_S,
     ) -> None:
         self._bounce_buffer = bounce_buffer
         self._table = table
@@ -202,7 +232,9 @@ class BounceTransfers:
     @property
     def can_move(self) -> bool:
         """Whether the next turn may have something to do."""
-        return bool(self._ended or self._fallbacks or self.has_outgoing) or any(each.can_move for each in self._transfers.values())
+        return bool(self._ended or self._fallbacks or self.has_outgoing) or any(
+            each.can_move for each in self._transfers.values()
+        )
 
     @property
     def has_outgoing(self) -> bool:
@@ -221,8 +253,21 @@ class BounceTransfers:
         """The segments have been checked against both sides' regions, and are not empty."""
         stream = SegmentStream()
         for part in segments:
-            stream.append(RegionSegments(regions[part.local_region].address, part.segment_bytes, part.local_offsets))
-        transfer = BounceTransfer(handle, peer, is_read, segments, stream.total_bytes, stream, bounce_buffer, time.perf_counter())
+            stream.append(
+                RegionSegments(
+                    regions[part.local_region].address, part.segment_bytes, part.local_offsets
+                )
+            )
+        transfer = BounceTransfer(
+            handle,
+            peer,
+            is_read,
+            segments,
+            stream.total_bytes,
+            stream,
+            bounce_buffer,
+            time.perf_counter(),
+        )
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
@@ -247,7 +292,8 @@ class BounceTransfers:
         for known in (self._last_message_at, self._backoff_until):
             known.clear()  # whoever is met again is told anew
         for transfer in self._of(peer):
-            # A peer that lives may be putting into place what it was told of: a write waits for as long as that may take.
+            # A peer that lives may be putting into place what it was told of: a write waits for as
+            # long as that may take.
             transfer.has_peer_ended |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
             if transfer.state in (BounceState.STOPPING, BounceState.CLOSING):
@@ -256,9 +302,13 @@ class BounceTransfers:
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
         if transfer is None or transfer.bounce_buffer.agent != sender:
-            if isinstance(message, SlotGranted):  # it went without, and a window would be kept for it
+            if isinstance(
+                message, SlotGranted
+            ):  # it went without, and a window would be kept for it
                 self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=True)))
-            elif isinstance(message, OwnerProgress):  # our last word about it was lost; what it had sent may be on its way
+            elif isinstance(
+                message, OwnerProgress
+            ):  # our last word about it was lost; what it had sent may be on its way
                 self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=False)))
             return
         peer = transfer.peer
@@ -275,12 +325,18 @@ class BounceTransfers:
         if isinstance(message, SlotGranted):
             self._take_slot(transfer, message, now)
         elif message.upto > (transfer.total_bytes if transfer.is_read else transfer.landed):
-            self._stop(transfer, f"peer {peer} says that byte {message.upto} has been moved, which cannot be", now)
+            self._stop(
+                transfer,
+                f"peer {peer} says that byte {message.upto} has been moved, which cannot be",
+                now,
+            )
         else:
             transfer.reached = max(transfer.reached, message.upto)
 
     def settle(self, completion: Completion, now: float) -> bool:
-        """Take note of what has become of something posted. False when it is not of a bounce-buffer transfer."""
+        """Take note of what has become of something posted. False when it is not of a bounce-buffer
+        transfer.
+        """
         transfer = self._by_posted_handle.pop(completion.handle, None)
         if transfer is None:
             return False
@@ -316,7 +372,9 @@ class BounceTransfers:
             self._transfers[first] = self._transfers.pop(first)
 
     def take_outgoing(self) -> Iterator[OutgoingMessages]:
-        """What is to be sent, in order. Long lists of segments are written as they are taken, the first with what asks for the transfer."""
+        """What is to be sent, in order. Long lists of segments are written as they are taken, the
+        first with what asks for the transfer.
+        """
         outgoing, self._outgoing = self._outgoing, []
         by_agent: dict[str, list[BounceMessage]] = {}
         for agent, message in outgoing:
@@ -334,37 +392,59 @@ class BounceTransfers:
         return ended
 
     def take_fallbacks(self) -> list[tuple[Handle, PeerId, Sequence[Segments], bool]]:
-        """Those that are to go without a ring: handle, peer, segments, whether it is a read. They are ours no more."""
+        """Those that are to go without a ring: handle, peer, segments, whether it is a read. They
+        are ours no more.
+        """
         fallbacks, self._fallbacks = self._fallbacks, []
         return fallbacks
 
-    # -- one transfer ----------------------------------------------------------------------------------------------
+    # -- one transfer --
 
     def _admit(self, now: float) -> None:
         """In the order in which they were started."""
         most, least = fair_slot_bytes(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
-            granularity = common_granularity([part.segment_bytes for part in transfer.segments], least)
+            granularity = common_granularity(
+                [part.segment_bytes for part in transfer.segments], least
+            )
             slot = self._table.take(min(transfer.total_bytes, most), least, granularity)
             if slot is None:
                 return
             self._queue.popleft()
-            transfer.slot_copier = SlotCopier(self._bounce_buffer, transfer.stream, slot, not transfer.is_read, granularity)
+            transfer.slot_copier = SlotCopier(
+                self._bounce_buffer, transfer.stream, slot, not transfer.is_read, granularity
+            )
             transfer.parts = cut_into_parts(transfer.handle, transfer.segments)
             transfer.echoed_clock_s = transfer.sent_at = now
             self._become(transfer, BounceState.ASKED, now)
             metadata = (
-                b"" if now < self._last_message_at.get(transfer.bounce_buffer.agent, -METADATA_TTL_S) + METADATA_TTL_S else self._metadata
+                b""
+                if now
+                < self._last_message_at.get(transfer.bounce_buffer.agent, -METADATA_TTL_S)
+                + METADATA_TTL_S
+                else self._metadata
             )
-            ask = SlotRequest(transfer.handle, now, transfer.is_read, transfer.total_bytes, slot.size_bytes, granularity, metadata)
+            ask = SlotRequest(
+                transfer.handle,
+                now,
+                transfer.is_read,
+                transfer.total_bytes,
+                slot.size_bytes,
+                granularity,
+                metadata,
+            )
             self._outgoing.append((transfer.bounce_buffer.agent, ask))
             self._writing.append(transfer)
 
     def _next_parts(self) -> Iterator[tuple[str, SegmentPart]]:
         while self._writing:
             transfer = self._writing[0]
-            part = next(transfer.parts, None) if transfer.state in (BounceState.ASKED, BounceState.MOVING) else None
+            part = (
+                next(transfer.parts, None)
+                if transfer.state in (BounceState.ASKED, BounceState.MOVING)
+                else None
+            )
             if part is None:
                 self._writing.popleft()
             else:
@@ -375,11 +455,17 @@ class BounceTransfers:
         if transfer.state is not BounceState.ASKED or slot_copier is None:
             return
         slot = Slot(granted.first, granted.size_bytes)
-        if slot.end > transfer.bounce_buffer.size_bytes or slot.size_bytes > slot_copier.slot.size_bytes:
+        if (
+            slot.end > transfer.bounce_buffer.size_bytes
+            or slot.size_bytes > slot_copier.slot.size_bytes
+        ):
             self._stop(transfer, f"peer {transfer.peer} lends {slot}, which cannot be", now)
             return
         transfer.remote_slot = slot
-        if slot.size_bytes % slot_copier.granularity or slot_copier.slot.size_bytes % slot_copier.granularity:
+        if (
+            slot.size_bytes % slot_copier.granularity
+            or slot_copier.slot.size_bytes % slot_copier.granularity
+        ):
             slot_copier.granularity = 1
         self._become(transfer, BounceState.MOVING, now)
 
@@ -407,17 +493,32 @@ class BounceTransfers:
         slot_copier, there = transfer.slot_copier, transfer.remote_slot
         assert slot_copier is not None
         assert there is not None
-        share = max(slot_copier.granularity, min(max_chunk_bytes(slot, transfer.total_bytes) for slot in (slot_copier.slot, there)))
-        while now <= transfer.echoed_clock_s + self._reclaim_s / 2 and len(transfer.in_flight) < MAX_POSTED:
-            # The last of it goes at once. Before that, one part is filled while the other is emptied.
+        share = max(
+            slot_copier.granularity,
+            min(max_chunk_bytes(slot, transfer.total_bytes) for slot in (slot_copier.slot, there)),
+        )
+        while (
+            now <= transfer.echoed_clock_s + self._reclaim_s / 2
+            and len(transfer.in_flight) < MAX_POSTED
+        ):
+            # The last of it goes at once. Before that, one part is filled while the other is
+            # emptied.
             most = transfer.total_bytes if transfer.post_limit == transfer.total_bytes else share
-            end = chunk_end(transfer.posted, transfer.post_limit, most, slot_copier.granularity, transfer.total_bytes)
+            end = chunk_end(
+                transfer.posted,
+                transfer.post_limit,
+                most,
+                slot_copier.granularity,
+                transfer.total_bytes,
+            )
             if end <= transfer.posted:
                 return
             descriptors = _slot_descriptors(slot_copier.slot, there, transfer.posted, end).moved(
                 self._bounce_buffer.address, transfer.bounce_buffer.address
             )
-            handle = self._mover.move(transfer.peer, "READ" if transfer.is_read else "WRITE", descriptors)
+            handle = self._mover.move(
+                transfer.peer, "READ" if transfer.is_read else "WRITE", descriptors
+            )
             transfer.in_flight.append((end, handle))
             transfer.posted = end
             self._by_posted_handle[handle] = transfer
@@ -426,7 +527,9 @@ class BounceTransfers:
         if now > transfer.echoed_clock_s + self._reclaim_s / 2:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
         elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
-            self._outgoing.append((transfer.bounce_buffer.agent, TransferStopped(transfer.handle, is_certain=True)))
+            self._outgoing.append(
+                (transfer.bounce_buffer.agent, TransferStopped(transfer.handle, is_certain=True))
+            )
             if self._last_message_at.get(transfer.bounce_buffer.agent, -1.0) < transfer.since:
                 self._backoff_until[transfer.bounce_buffer.agent] = now + BACKOFF_S
             self._fall_back(transfer)
@@ -435,7 +538,9 @@ class BounceTransfers:
 
     def _report_progress(self, transfer: BounceTransfer, now: float) -> None:
         transfer.advanced, transfer.sent_at = transfer.landed, now
-        self._outgoing.append((transfer.bounce_buffer.agent, InitiatorProgress(transfer.handle, transfer.landed, now)))
+        self._outgoing.append(
+            (transfer.bounce_buffer.agent, InitiatorProgress(transfer.handle, transfer.landed, now))
+        )
 
     def _stop(self, transfer: BounceTransfer, why: str, now: float) -> None:
         """The first reason counts."""
@@ -450,7 +555,9 @@ class BounceTransfers:
             self._cancel_in_flight(transfer)
 
     def _finish_stopping(self, transfer: BounceTransfer, now: float) -> None:
-        """A stopped transfer has ended once nothing of ours is touched any more; a write waits for the peer to say the same."""
+        """A stopped transfer has ended once nothing of ours is touched any more; a write waits for
+        the peer to say the same.
+        """
         assert transfer.slot_copier is not None
         if transfer.state is BounceState.STOPPING:
             if not transfer.is_read and now > transfer.since + STOP_TIMEOUT_S:
@@ -461,7 +568,12 @@ class BounceTransfers:
                 transfer.is_certain = False
             if transfer.in_flight or not transfer.slot_copier.is_idle:
                 return
-            self._outgoing.append((transfer.bounce_buffer.agent, TransferStopped(transfer.handle, transfer.is_certain)))
+            self._outgoing.append(
+                (
+                    transfer.bounce_buffer.agent,
+                    TransferStopped(transfer.handle, transfer.is_certain),
+                )
+            )
             self._become(transfer, BounceState.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.has_peer_ended
         # An owner that is silent for so long stalled, and writes nothing when it wakes up.
@@ -473,13 +585,24 @@ class BounceTransfers:
             self._mover.cancel(handle)
 
     def _fall_back(self, transfer: BounceTransfer) -> None:
-        self._fallbacks.append((transfer.handle, transfer.peer, transfer.segments, transfer.is_read))
+        self._fallbacks.append(
+            (transfer.handle, transfer.peer, transfer.segments, transfer.is_read)
+        )
         self._release(transfer)
 
     def _end(self, transfer: BounceTransfer) -> None:
         elapsed_s = time.perf_counter() - transfer.began_s
         done = transfer.total_bytes if transfer.error is None else transfer.landed
-        self._ended.append(Completion(transfer.handle, transfer.error, done, transfer.descriptors, transfer.post_s, elapsed_s))
+        self._ended.append(
+            Completion(
+                transfer.handle,
+                transfer.error,
+                done,
+                transfer.descriptors,
+                transfer.post_s,
+                elapsed_s,
+            )
+        )
         self._release(transfer)
 
     def _release(self, transfer: BounceTransfer) -> None:
@@ -502,7 +625,10 @@ def _slot_descriptors(here: Slot, there: Slot, start: int, end: int) -> Descript
     """The same bytes in both windows, cut where one of them ends."""
     places = []
     while start < end:
-        (offset, size), (remote_offset, remote_size) = next(here.places(start, end)), next(there.places(start, end))
+        (offset, size), (remote_offset, remote_size) = (
+            next(here.places(start, end)),
+            next(there.places(start, end)),
+        )
         places.append((offset, remote_offset, min(size, remote_size)))
         start += places[-1][2]
     return Descriptors(*np.array(list(zip(*places, strict=True)), np.int64))

@@ -1,7 +1,7 @@
 """What the two sides of a bounce-buffer transfer tell each other, as NIXL notifications. Pure.
 
-The *initiator* has asked for the transfer, by `read` or `write`, and posts everything to NIXL. The *owner* lends it a slot of its bounce
-buffer:
+The *initiator* has asked for the transfer, by `read` or `write`, and posts everything to NIXL. The
+*owner* lends it a slot of its bounce buffer:
 
     initiator                             owner
     Ask, Part ...          ────▶          queued until there is a window
@@ -13,11 +13,13 @@ buffer:
     Stopped                ────▶          gives the transfer up
                            ◀────          Ended            touches no byte of it any more; also when it refuses one, or does not know it
 
-`n` counts from the beginning of the transfer, so that one message stands for all before it. The initiator puts its own clock into what it
-says, and the owner repeats the last it has heard: so the initiator knows how long its window is kept for certain, whatever was delayed.
+`n` counts from the beginning of the transfer, so that one message stands for all before it. The
+initiator puts its own clock into what it says, and the owner repeats the last it has heard: so the
+initiator knows how long its window is kept for certain, whatever was delayed.
 
-A notification is a tag (HMAC-SHA256 over the receiver's agent and the rest, with a key of the cluster) and an `Envelope`. Senders count
-their envelopes; one that is not above all before it is dropped. Whoever has not the key can send nothing that is looked into.
+A notification is a tag (HMAC-SHA256 over the receiver's agent and the rest, with a key of the
+cluster) and an `Envelope`. Senders count their envelopes; one that is not above all before it is
+dropped. Whoever has not the key can send nothing that is looked into.
 """
 
 import hashlib
@@ -58,7 +60,9 @@ MAX_ENVELOPE_BYTES = 256 * 1024
 MAX_METADATA_BYTES = 192 * 1024
 FEW_MESSAGES = 256
 FIRST_PART_OFFSETS, PART_OFFSETS = 8192, 24_576
-"""Offsets of one part: the owner begins with the first while the others are written. Of 8 bytes each they still fit."""
+"""Offsets of one part: the owner begins with the first while the others are written. Of 8 bytes
+each they still fit.
+"""
 PART_GROUPS = 1024
 MAX_SEGMENTS = 1 << 22
 """Of one transfer."""
@@ -109,15 +113,28 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
         return cls(8, 0, offsets.astype(_NUMBERS[8]).tobytes())
 
     def offsets(self) -> Offsets:
-        """RemoteProtocolError when these are no numbers. They may be negative, or lie anywhere: the caller checks them."""
-        if self.width not in _NUMBERS or len(self.numbers) % self.width or (self.width == 8 and self.shift):
-            raise RemoteProtocolError(f"{len(self.numbers)} bytes are no offsets of {self.width} bytes, shifted by {self.shift}")
-        found: Offsets = np.left_shift(np.frombuffer(self.numbers, _NUMBERS[self.width]), self.shift, dtype=np.int64)
+        """RemoteProtocolError when these are no numbers. They may be negative, or lie anywhere: the
+        caller checks them.
+        """
+        if (
+            self.width not in _NUMBERS
+            or len(self.numbers) % self.width
+            or (self.width == 8 and self.shift)
+        ):
+            raise RemoteProtocolError(
+                f"{len(self.numbers)} bytes are no offsets of {self.width} bytes, shifted by "
+                f"{self.shift}"
+            )
+        found: Offsets = np.left_shift(
+            np.frombuffer(self.numbers, _NUMBERS[self.width]), self.shift, dtype=np.int64
+        )
         return found
 
 
 class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Segments of one size in one of the owner's regions. Layers mostly move the same blocks: their groups share a table."""
+    """Segments of one size in one of the owner's regions. Layers mostly move the same blocks: their
+    groups share a table.
+    """
 
     region: _Natural
     segment_bytes: _Count
@@ -136,7 +153,9 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     def num_segments(self) -> int:
         """RemoteProtocolError when a group names a table that is not there."""
         if any(group.table >= len(self.tables) for group in self.groups):
-            raise RemoteProtocolError("a part of a bounce-buffer transfer names offsets that it does not have")
+            raise RemoteProtocolError(
+                "a part of a bounce-buffer transfer names offsets that it does not have"
+            )
         return sum(len(self.tables[group.table]) for group in self.groups)
 
 
@@ -171,7 +190,15 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     why: _Why
 
 
-BounceMessage = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped | SlotGranted | OwnerProgress | TransferEnded
+BounceMessage = (
+    SlotRequest
+    | SegmentPart
+    | InitiatorProgress
+    | TransferStopped
+    | SlotGranted
+    | OwnerProgress
+    | TransferEnded
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -195,7 +222,10 @@ class NotificationCodec:
         """In order, in as few notifications as it takes."""
         waiting, weight = list[BounceMessage](), 0
         for message in messages:
-            if waiting and (len(waiting) == FEW_MESSAGES or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES):
+            if waiting and (
+                len(waiting) == FEW_MESSAGES
+                or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES
+            ):
                 yield self._close(receiver, tuple(waiting))
                 waiting, weight = [], 0
             waiting.append(message)
@@ -209,16 +239,24 @@ class NotificationCodec:
         return b"".join((self._tag(receiver, payload), payload))
 
     def open(self, notification: bytes) -> Envelope:
-        """RemoteProtocolError for whatever is not a new message of the cluster for us. Takes anything."""
+        """RemoteProtocolError for whatever is not a new message of the cluster for us. Takes
+        anything.
+        """
         tag, payload = notification[:TAG_BYTES], memoryview(notification)[TAG_BYTES:]
-        if len(notification) > MAX_ENVELOPE_BYTES or not hmac.compare_digest(tag, self._tag(self._own, payload)):
+        if len(notification) > MAX_ENVELOPE_BYTES or not hmac.compare_digest(
+            tag, self._tag(self._own, payload)
+        ):
             raise RemoteProtocolError("a notification is too long, or not of this cluster")
         try:
             envelope = _DECODER.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(f"a notification cannot be understood ({error})") from error
-        if envelope.version != BOUNCE_VERSION or envelope.count <= self._counts.get(envelope.sender, 0):
-            raise RemoteProtocolError(f"a notification of {envelope.sender} is of another version, or came before")
+        if envelope.version != BOUNCE_VERSION or envelope.count <= self._counts.get(
+            envelope.sender, 0
+        ):
+            raise RemoteProtocolError(
+                f"a notification of {envelope.sender} is of another version, or came before"
+            )
         self._note(envelope)
         return envelope
 
@@ -235,9 +273,17 @@ class NotificationCodec:
 def _weight(message: BounceMessage) -> int:
     """How many bytes it takes, about, and never fewer."""
     if isinstance(message, SegmentPart):
-        return SHORT_BYTES + sum(TABLE_BYTES + len(table.numbers) for table in message.tables) + GROUP_BYTES * len(message.groups)
+        return (
+            SHORT_BYTES
+            + sum(TABLE_BYTES + len(table.numbers) for table in message.tables)
+            + GROUP_BYTES * len(message.groups)
+        )
     return SHORT_BYTES + (
-        len(message.metadata) if isinstance(message, SlotRequest) else 4 * len(message.why) if isinstance(message, TransferEnded) else 0
+        len(message.metadata)
+        if isinstance(message, SlotRequest)
+        else 4 * len(message.why)
+        if isinstance(message, TransferEnded)
+        else 0
     )
 
 
@@ -252,7 +298,12 @@ def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[Segm
             most = PART_OFFSETS if number else FIRST_PART_OFFSETS
             known = _same(rest[:most], tables)
             if len(groups) == PART_GROUPS or (known is None and num_offsets == most):
-                yield SegmentPart(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
+                yield SegmentPart(
+                    transfer,
+                    number,
+                    tuple(OffsetTable.of(table) for table in tables),
+                    tuple(groups),
+                )
                 number, num_offsets = number + 1, 0
                 tables, groups = [], []
                 continue
@@ -260,10 +311,16 @@ def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[Segm
                 known = len(tables)
                 tables.append(rest[: most - num_offsets])
                 num_offsets += len(tables[-1])
-            groups.append(SegmentGroup(segments_of_region.remote_region, segments_of_region.segment_bytes, known))
+            groups.append(
+                SegmentGroup(
+                    segments_of_region.remote_region, segments_of_region.segment_bytes, known
+                )
+            )
             rest = rest[len(tables[known]) :]
     if groups:
-        yield SegmentPart(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
+        yield SegmentPart(
+            transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups)
+        )
 
 
 def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:

@@ -1,13 +1,17 @@
-"""The owner's side of bounce-buffer transfers: peers ask, get a slot of our bounce buffer, and read what we gather there, or have us
-scatter what they wrote. Owned by the thread of its transport, which brings messages and the time, and sends what `take_outgoing` gives.
+"""The owner's side of bounce-buffer transfers: peers ask, get a slot of our bounce buffer, and read
+what we gather there, or have us scatter what they wrote. Owned by the thread of its transport,
+which brings messages and the time, and sends what `take_outgoing` gives.
 
-Nothing a peer says is trusted: segments are checked against our own regions, counts against what has happened. What cannot be is ended,
-with the reason. A window is given to somebody else only when nobody can be using it any more:
+Nothing a peer says is trusted: segments are checked against our own regions, counts against what
+has happened. What cannot be is ended, with the reason. A window is given to somebody else only when
+nobody can be using it any more:
 
-- a reader says when it has stopped. One that is silent is waited for `reclaim_s` after its last message. It repeats its clock all the
-  time, hears it back, and uses nothing that it read later than half of `reclaim_s` after what it has heard back;
-- a writer says when it has stopped and nothing of it can arrive any more. One that cannot say that, or whose link has failed, is waited
-  for `reclaim_s`; one that is merely silent for ever, since what it has sent may be on its way.
+- a reader says when it has stopped. One that is silent is waited for `reclaim_s` after its last
+  message. It repeats its clock all the time, hears it back, and uses nothing that it read later
+  than half of `reclaim_s` after what it has heard back;
+- a writer says when it has stopped and nothing of it can arrive any more. One that cannot say that,
+  or whose link has failed, is waited for `reclaim_s`; one that is merely silent for ever, since
+  what it has sent may be on its way.
 """
 
 from collections import deque
@@ -27,7 +31,15 @@ from kvferry.transports.nixl.bounce.messages import (
     TransferEnded,
     TransferStopped,
 )
-from kvferry.transports.nixl.bounce.slots import BounceBuffer, RegionSegments, SegmentStream, Slot, SlotCopier, SlotTable, fair_slot_bytes
+from kvferry.transports.nixl.bounce.slots import (
+    BounceBuffer,
+    RegionSegments,
+    SegmentStream,
+    Slot,
+    SlotCopier,
+    SlotTable,
+    fair_slot_bytes,
+)
 from kvferry.types import Region
 
 __all__ = ["RECLAIM_S", "SlotServer", "ToOwner"]
@@ -39,7 +51,9 @@ SILENCE_TIMEOUT_S = 5.0
 KEEPALIVE_S = 5.0
 """A writer that has been silent for so long is spoken to: that shows whether it lives."""
 STALL_S = 2.0
-"""Not called for so long, we write nothing any more that was on its way here: the blocks may be somebody else's by now."""
+"""Not called for so long, we write nothing any more that was on its way here: the blocks may be
+somebody else's by now.
+"""
 MAX_SERVED = 1024
 MAX_QUEUED_SEGMENTS = 2 * MAX_SEGMENTS
 """Of all transfers together: 8 bytes each."""
@@ -81,22 +95,30 @@ class _PeerTransfer:
     def is_complete(self) -> bool:
         if self.slot_copier is None:
             return False
-        return (self.advanced if self.ask.is_read else self.slot_copier.done) == self.ask.total_bytes
+        return (
+            self.advanced if self.ask.is_read else self.slot_copier.done
+        ) == self.ask.total_bytes
 
     @property
     def copy_limit(self) -> int:
         assert self.slot_copier is not None
-        room = self.advanced + self.slot_copier.slot.size_bytes if self.ask.is_read else self.advanced
+        room = (
+            self.advanced + self.slot_copier.slot.size_bytes if self.ask.is_read else self.advanced
+        )
         return min(self.stream.total_bytes, room)
 
     @property
     def has_unreported_progress(self) -> bool:
-        """Whether its peer waits for what has been copied: to read it, to write more in its place, or to be through."""
+        """Whether its peer waits for what has been copied: to read it, to write more in its place,
+        or to be through.
+        """
         assert self.slot_copier is not None
         done, room = self.slot_copier.done, self.slot_copier.slot.size_bytes
         if done <= self.reported or self.ask.is_read or done == self.ask.total_bytes:
             return done > self.reported
-        return self.reported + room < self.ask.total_bytes and (4 * (done - self.reported) >= room or done == self.advanced)
+        return self.reported + room < self.ask.total_bytes and (
+            4 * (done - self.reported) >= room or done == self.advanced
+        )
 
     def is_reclaimable(self, now: float, reclaim_s: float) -> bool:
         """Nobody can be using its window any more."""
@@ -110,7 +132,13 @@ class _PeerTransfer:
 
 
 class SlotServer:
-    def __init__(self, bounce_buffer: BounceBuffer, table: SlotTable, regions: Sequence[Region], reclaim_s: float = RECLAIM_S) -> None:
+    def __init__(
+        self,
+        bounce_buffer: BounceBuffer,
+        table: SlotTable,
+        regions: Sequence[Region],
+        reclaim_s: float = RECLAIM_S,
+    ) -> None:
         self._bounce_buffer = bounce_buffer
         self._table = table
         self._regions = tuple(regions)
@@ -133,7 +161,8 @@ class SlotServer:
     def can_move(self) -> bool:
         """Whether the next turn has something to do for certain."""
         return any(
-            served.slot_copier is not None and (not served.slot_copier.is_idle or served.slot_copier.started < served.copy_limit)
+            served.slot_copier is not None
+            and (not served.slot_copier.is_idle or served.slot_copier.started < served.copy_limit)
             for served in self._moving
             if not served.is_ended
         )
@@ -149,8 +178,11 @@ class SlotServer:
                 self._admit(sender, message, now)
             return
         if served is None:
-            # A read that we have seen to its end is not heard of again; this one we have given up, or never knew.
-            self._outgoing.append((sender, TransferEnded(message.transfer, "it is not known here (any more)")))
+            # A read that we have seen to its end is not heard of again; this one we have given up,
+            # or never knew.
+            self._outgoing.append(
+                (sender, TransferEnded(message.transfer, "it is not known here (any more)"))
+            )
             return
         served.last_message_at, served.lost_at = now, None
         try:
@@ -176,7 +208,9 @@ class SlotServer:
                 if not served.ask.is_read:
                     self._end(served, "its owner stalled, and may have given the blocks away")
         self._ticked_at = now
-        for served in [each for each in self._served.values() if each.is_reclaimable(now, self._reclaim_s)]:
+        for served in [
+            each for each in self._served.values() if each.is_reclaimable(now, self._reclaim_s)
+        ]:
             self._release_slot(served)
         self._grant(now)
         budget = self._bounce_buffer.limits.tick_bytes
@@ -195,7 +229,9 @@ class SlotServer:
 
     def _admit(self, sender: str, ask: SlotRequest, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
-            self._outgoing.append((sender, TransferEnded(ask.transfer, "too many transfers wait here")))
+            self._outgoing.append(
+                (sender, TransferEnded(ask.transfer, "too many transfers wait here"))
+            )
             return
         served = _PeerTransfer(sender, ask, now, ask.clock_s)
         self._served[served.key] = served
@@ -206,15 +242,22 @@ class SlotServer:
             return
         num_segments = served.num_segments + part.num_segments
         if part.number != served.num_parts or num_segments > MAX_SEGMENTS:
-            raise RemoteProtocolError(f"part {part.number} with {part.num_segments} segments is not the next of this transfer, or too many")
-        if sum(each.num_segments for each in self._served.values()) + part.num_segments > MAX_QUEUED_SEGMENTS:
+            raise RemoteProtocolError(
+                f"part {part.number} with {part.num_segments} segments is not the next of this "
+                "transfer, or too many"
+            )
+        if (
+            sum(each.num_segments for each in self._served.values()) + part.num_segments
+            > MAX_QUEUED_SEGMENTS
+        ):
             raise RemoteProtocolError("too many segments wait here")
         for region_segments in self._region_segments(part):
             served.stream.append(region_segments)
         served.num_parts, served.num_segments = served.num_parts + 1, num_segments
         if served.stream.total_bytes > served.ask.total_bytes:
             raise RemoteProtocolError(
-                f"segments of {served.stream.total_bytes} bytes were named for a transfer of {served.ask.total_bytes}"
+                f"segments of {served.stream.total_bytes} bytes were named for a transfer of "
+                f"{served.ask.total_bytes}"
             )
 
     def _region_segments(self, part: SegmentPart) -> Iterator[RegionSegments]:
@@ -222,16 +265,24 @@ class SlotServer:
         tables = [table.offsets() for table in part.tables]
         for group in part.groups:
             offsets = tables[group.table]
-            room = self._regions[group.region].size_bytes - group.segment_bytes if group.region < len(self._regions) else -1
+            room = (
+                self._regions[group.region].size_bytes - group.segment_bytes
+                if group.region < len(self._regions)
+                else -1
+            )
             if room < 0 or not are_within(offsets, room):
-                raise RemoteProtocolError(f"segments of {group.segment_bytes} bytes leave region {group.region}, or there is none")
+                raise RemoteProtocolError(
+                    f"segments of {group.segment_bytes} bytes leave region {group.region}, or "
+                    "there is none"
+                )
             yield RegionSegments(self._regions[group.region].address, group.segment_bytes, offsets)
 
     def _take_advance(self, served: _PeerTransfer, message: InitiatorProgress) -> None:
         if served.is_ended:
             return
         slot_copier, read = served.slot_copier, served.ask.is_read
-        # What a writer has moved may be ahead of the segments it belongs to; nothing is copied before those are known.
+        # What a writer has moved may be ahead of the segments it belongs to; nothing is copied
+        # before those are known.
         reach = (
             0
             if slot_copier is None
@@ -243,13 +294,17 @@ class SlotServer:
             raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
         served.clock_s = message.clock_s
         if slot_copier is None:
-            self._outgoing.append((served.sender, OwnerProgress(served.ask.transfer, 0, served.clock_s)))
+            self._outgoing.append(
+                (served.sender, OwnerProgress(served.ask.transfer, 0, served.clock_s))
+            )
         served.must_notify |= message.upto <= served.advanced
         served.advanced = max(served.advanced, message.upto)
 
     def _take_stopped(self, served: _PeerTransfer, message: TransferStopped, now: float) -> None:
         self._end(served, "stopped")
-        served.reclaim_at = now if served.ask.is_read or message.is_certain else now + self._reclaim_s
+        served.reclaim_at = (
+            now if served.ask.is_read or message.is_certain else now + self._reclaim_s
+        )
 
     def _end(self, served: _PeerTransfer, why: str) -> None:
         if not served.is_ended:
@@ -259,7 +314,9 @@ class SlotServer:
                 self._queue.remove(served)
                 self._forget(served)
             if served.slot_copier is None or served.slot_copier.is_idle:
-                self._outgoing.append((served.sender, TransferEnded(served.ask.transfer, why[:400])))
+                self._outgoing.append(
+                    (served.sender, TransferEnded(served.ask.transfer, why[:400]))
+                )
             else:
                 served.must_notify = True
 
@@ -275,7 +332,11 @@ class SlotServer:
                 return
             self._queue.popleft()
             served.slot_copier = SlotCopier(
-                self._bounce_buffer, served.stream, slot, served.ask.is_read, _usable_granularity(slot, served.ask.granularity)
+                self._bounce_buffer,
+                served.stream,
+                slot,
+                served.ask.is_read,
+                _usable_granularity(slot, served.ask.granularity),
             )
             self._moving.append(served)
 
@@ -298,16 +359,37 @@ class SlotServer:
             self._end(served, str(error))
         if served.is_ended:
             # Said again as long as its window is kept: that shows whether its peer lives.
-            if slot_copier.is_idle and (served.must_notify or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S):
+            if slot_copier.is_idle and (
+                served.must_notify
+                or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
+            ):
                 served.must_notify, served.sent_at = False, now
-                self._outgoing.append((served.sender, TransferEnded(served.ask.transfer, "stopped")))
+                self._outgoing.append(
+                    (served.sender, TransferEnded(served.ask.transfer, "stopped"))
+                )
             return begun
-        if not served.is_granted and (slot_copier.is_idle or slot_copier.done):  # not before there is something to read, if that is soon
+        if not served.is_granted and (
+            slot_copier.is_idle or slot_copier.done
+        ):  # not before there is something to read, if that is soon
             served.is_granted, slot = True, slot_copier.slot
-            self._outgoing.append((served.sender, SlotGranted(served.ask.transfer, slot.first, slot.size_bytes, served.clock_s)))
-        if served.has_unreported_progress or served.must_notify or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S:
+            self._outgoing.append(
+                (
+                    served.sender,
+                    SlotGranted(served.ask.transfer, slot.first, slot.size_bytes, served.clock_s),
+                )
+            )
+        if (
+            served.has_unreported_progress
+            or served.must_notify
+            or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
+        ):
             served.reported, served.must_notify, served.sent_at = slot_copier.done, False, now
-            self._outgoing.append((served.sender, OwnerProgress(served.ask.transfer, slot_copier.done, served.clock_s)))
+            self._outgoing.append(
+                (
+                    served.sender,
+                    OwnerProgress(served.ask.transfer, slot_copier.done, served.clock_s),
+                )
+            )
         if served.is_complete:
             self._release_slot(served)
         return begun

@@ -18,7 +18,7 @@ BY_KIND = {
     MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
-"""Segment, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
+"""Segment, ring and chunk, in bytes. docs/decisions/037-bounce-buffers.md has the measurements."""
 BUFFER_SHARE = 100
 """A ring that nobody has set a size for takes at most the hundredth part of its device."""
 MIN_BUFFER_BYTES = 64 * 1024
@@ -36,15 +36,20 @@ class BounceSettings:
     segment_bytes: int | None = None
     """Transfers whose runs are shorter on average are staged; 0: none."""
     buffer_bytes: int | None = None
-    """For our own transfers and for what is lent to peers: a quarter is kept for each, half is for whoever needs it."""
+    """For our own transfers and for what is lent to peers: a quarter is kept for each, half is for
+    whoever needs it.
+    """
     chunk_bytes: int | None = None
     min_descriptors: int = MIN_DESCRIPTORS
     """Fewer go plainly whatever their size."""
 
-    def resolved(self, kind: MemoryKind, device_bytes: int | None = None) -> "ResolvedBounceSettings":
+    def resolved(
+        self, kind: MemoryKind, device_bytes: int | None = None
+    ) -> "ResolvedBounceSettings":
         values = (self.segment_bytes, self.buffer_bytes, self.chunk_bytes)
         segment, bounce_buffer, chunk = (
-            value if value is not None else default for value, default in zip(values, BY_KIND[kind], strict=True)
+            value if value is not None else default
+            for value, default in zip(values, BY_KIND[kind], strict=True)
         )
         if self.buffer_bytes is None and device_bytes is not None:
             bounce_buffer = min(bounce_buffer, device_bytes // BUFFER_SHARE // MIB * MIB)
@@ -64,18 +69,28 @@ class ResolvedBounceSettings:
 
 
 def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings) -> bool:
-    """Whether NIXL would need many small descriptors. A guess from the first segments of the largest plans: to look at all takes as long as
-    to move them."""
+    """Whether NIXL would need many small descriptors. A guess from the first segments of the
+    largest plans: to look at all takes as long as to move them.
+    """
     num_segments = sum(len(part.local_offsets) for part in segments)
     if not settings.min_descriptors <= num_segments <= MAX_SEGMENTS:
         return False
     seen_bytes = seen_descriptors = 0
-    for same in sorted(group_by_offsets(segments), key=lambda same: -len(same) * same[0].total_bytes)[:SAMPLED_PLANS]:
-        local, remote, size = same[0].local_offsets[:SAMPLED_SEGMENTS], same[0].remote_offsets[:SAMPLED_SEGMENTS], same[0].segment_bytes
+    for same in sorted(
+        group_by_offsets(segments), key=lambda same: -len(same) * same[0].total_bytes
+    )[:SAMPLED_PLANS]:
+        local, remote, size = (
+            same[0].local_offsets[:SAMPLED_SEGMENTS],
+            same[0].remote_offsets[:SAMPLED_SEGMENTS],
+            same[0].segment_bytes,
+        )
         seen_descriptors += len(same) * (1 + _breaks(local, remote, size))
         seen_bytes += len(same) * len(local) * size
     share = seen_bytes / sum(part.total_bytes for part in segments)
-    return seen_descriptors / share >= settings.min_descriptors and seen_bytes < seen_descriptors * settings.segment_bytes
+    return (
+        seen_descriptors / share >= settings.min_descriptors
+        and seen_bytes < seen_descriptors * settings.segment_bytes
+    )
 
 
 def _breaks(local: Offsets, remote: Offsets, segment_bytes: int) -> int:

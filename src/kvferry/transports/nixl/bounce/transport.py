@@ -17,10 +17,23 @@ from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
 from kvferry.transports.copy.segments import check_segments
-from kvferry.transports.nixl.bounce.initiator import BounceTransfers, OutgoingMessages, RemoteBounceBuffer
-from kvferry.transports.nixl.bounce.messages import BOUNCE_VERSION, BounceMessage, NotificationCodec, SlotRequest
+from kvferry.transports.nixl.bounce.initiator import (
+    BounceTransfers,
+    OutgoingMessages,
+    RemoteBounceBuffer,
+)
+from kvferry.transports.nixl.bounce.messages import (
+    BOUNCE_VERSION,
+    BounceMessage,
+    NotificationCodec,
+    SlotRequest,
+)
 from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer, ToOwner
-from kvferry.transports.nixl.bounce.settings import BounceSettings, ResolvedBounceSettings, is_fragmented
+from kvferry.transports.nixl.bounce.settings import (
+    BounceSettings,
+    ResolvedBounceSettings,
+    is_fragmented,
+)
 from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
@@ -50,13 +63,15 @@ class HostMemory:
 
     def close(self) -> None:
         if self._pages is not None:
-            with contextlib.suppress(BufferError):  # somebody still looks at it: unmapping under it would crash the process
+            with contextlib.suppress(
+                BufferError
+            ):  # somebody still looks at it: unmapping under it would crash the process
                 self._pages.close()
             self._pages = None
 
 
-# -------------------- staging routes --------------------
-# How agents are answered that have asked us for something: by links made from what they told. Owned by the thread of the transport.
+# -------------------- staging routes -------------------- How agents are answered that have asked
+# us for something: by links made from what they told. Owned by the thread of the transport.
 
 
 MAX_ROUTES = 256
@@ -83,7 +98,9 @@ class ReplyRoutes:
         """An agent has told how it is reached, or asks again without telling."""
         route = self._routes.get(agent)
         if route is None and metadata and len(self._routes) < MAX_ROUTES:
-            self._routes[agent] = _Route(PeerId(EngineId(f"the asking agent {agent}"), Epoch(agent), 0), metadata, now)
+            self._routes[agent] = _Route(
+                PeerId(EngineId(f"the asking agent {agent}"), Epoch(agent), 0), metadata, now
+            )
         elif route is not None:
             route.metadata, route.used_at = metadata or route.metadata, now
 
@@ -108,21 +125,24 @@ class ReplyRoutes:
                 del self._routes[agent]
 
 
-# -------------------- staged nixl --------------------
-# The `nixl` data transport with staging: a transfer of many small segments goes through registered bounce buffers as few large ones.
+# -------------------- staged nixl -------------------- The `nixl` data transport with staging: a
+# transfer of many small segments goes through registered bounce buffers as few large ones.
 #
-# NIXL takes about 9 µs for each descriptor whatever its size. So one side gathers the segments into its ring, the ring's bytes move as one
-# segment, and the other side scatters them: chunk by chunk, all three at once. Transfers of few or large segments, and those with peers
-# without a ring, go plainly. Owned by one thread. The parts:
+# NIXL takes about 9 µs for each descriptor whatever its size. So one side gathers the segments into
+# its ring, the ring's bytes move as one segment, and the other side scatters them: chunk by chunk,
+# all three at once. Transfers of few or large segments, and those with peers without a ring, go
+# plainly. Owned by one thread. The parts:
 #
 #     staging_transfers   our own transfers            staging_lender    what peers have asked of us
 #     staging_wire        what the two tell each other  staging_stream, staging_ring, staging_lane   which bytes are where
 #
-# docs/decisions/037-staged-nixl.md says why it is as it is.
+# docs/decisions/037-bounce-buffers.md says why it is as it is.
 
 
 BUSY_S = 0.002
-"""So long after something has happened we look for what is next all the time: a chunk takes less than a sleep."""
+"""So long after something has happened we look for what is next all the time: a chunk takes less
+than a sleep.
+"""
 WAITING_INTERVAL_S = 0.001
 DRAIN_TIMEOUT_S = 2.0
 CLEANUP_INTERVAL_S = 1.0
@@ -177,7 +197,13 @@ class _ActiveBounce:
 class BounceNixlTransport:
     """Implements `ports.data.DataTransport`."""
 
-    def __init__(self, plain: NixlTransport, settings: BounceSettings, key: bytes, reclaim_s: float = RECLAIM_S) -> None:
+    def __init__(
+        self,
+        plain: NixlTransport,
+        settings: BounceSettings,
+        key: bytes,
+        reclaim_s: float = RECLAIM_S,
+    ) -> None:
         self._plain = plain
         self._wanted = settings
         self._key = key
@@ -201,12 +227,24 @@ class BounceNixlTransport:
 
     def register(self, regions: Sequence[Region]) -> bool:
         is_one = len({(each.memory, each.device) for each in regions}) == 1
-        settings = self._wanted.resolved(regions[0].memory, _device_bytes(regions[0])) if is_one else None
-        memory = _allocate(settings, regions[0]) if settings is not None and settings.is_on else None
+        settings = (
+            self._wanted.resolved(regions[0].memory, _device_bytes(regions[0])) if is_one else None
+        )
+        memory = (
+            _allocate(settings, regions[0]) if settings is not None and settings.is_on else None
+        )
         if memory is None or settings is None:
             is_carried = self._plain.register(regions)
         else:
-            bounce_buffer = Region("staging", memory.address, memory.size_bytes, memory.size_bytes, 1, regions[0].memory, regions[0].device)
+            bounce_buffer = Region(
+                "staging",
+                memory.address,
+                memory.size_bytes,
+                memory.size_bytes,
+                1,
+                regions[0].memory,
+                regions[0].device,
+            )
             is_carried = self._plain.register([*regions, bounce_buffer])
             if is_carried:
                 self._bounce = self._enable_bounce(settings, memory, bounce_buffer, regions)
@@ -223,19 +261,33 @@ class BounceNixlTransport:
         bounce_buffer = self._bounce.region
         return replace(
             offer,
-            blob=msgspec.msgpack.encode(_BounceOffer(name, metadata, bounce_buffer.address, bounce_buffer.size_bytes, BOUNCE_VERSION)),
+            blob=msgspec.msgpack.encode(
+                _BounceOffer(
+                    name, metadata, bounce_buffer.address, bounce_buffer.size_bytes, BOUNCE_VERSION
+                )
+            ),
         )
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         try:
             decoded = msgspec.msgpack.decode(offer.blob, type=_BounceOffer)
         except msgspec.MsgspecError as error:
-            raise TransportError(f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+            raise TransportError(
+                f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
+                "same kvferry?"
+            ) from error
         self._forget(peer, f"peer {peer} was connected anew")
         theirs, bounce_buffer = list(regions), None
-        if self._bounce is not None and decoded.version == BOUNCE_VERSION and decoded.buffer_bytes > 0 and regions:
+        if (
+            self._bounce is not None
+            and decoded.version == BOUNCE_VERSION
+            and decoded.buffer_bytes > 0
+            and regions
+        ):
             size, like = decoded.buffer_bytes, regions[0]
-            theirs.append(Region("staging", decoded.buffer_address, size, size, 1, like.memory, like.device))
+            theirs.append(
+                Region("staging", decoded.buffer_address, size, size, 1, like.memory, like.device)
+            )
             bounce_buffer = RemoteBounceBuffer(decoded.agent, decoded.buffer_address, size)
         self._plain.connect(peer, offer, theirs)
         self._peers[peer] = _Peer(tuple(regions), bounce_buffer)
@@ -324,14 +376,20 @@ class BounceNixlTransport:
         self._peers.clear()
         self._ours.clear()
 
-    # -- setting up ------------------------------------------------------------------------------------------------
+    # -- setting up --
 
     def _enable_bounce(
-        self, settings: ResolvedBounceSettings, memory: _BufferMemory, region: Region, regions: Sequence[Region]
+        self,
+        settings: ResolvedBounceSettings,
+        memory: _BufferMemory,
+        region: Region,
+        regions: Sequence[Region],
     ) -> _ActiveBounce:
         name, metadata = self._plain.identity()
         on_device = region.memory is MemoryKind.VRAM
-        limits = CopyLimits(settings.chunk_bytes, DEVICE_TICK_BYTES if on_device else settings.chunk_bytes)
+        limits = CopyLimits(
+            settings.chunk_bytes, DEVICE_TICK_BYTES if on_device else settings.chunk_bytes
+        )
         bounce_buffer = BounceBuffer(region.address, region.size_bytes, _copier_for(region), limits)
         own, served_slots = SlotTable.shared_pair(region.size_bytes)
         return _ActiveBounce(
@@ -345,7 +403,9 @@ class BounceNixlTransport:
         )
 
     def _enter_device(self, region: Region) -> None:
-        """UCX and torch both work in the context of the calling thread, and the one that polls may not be the one that registered."""
+        """UCX and torch both work in the context of the calling thread, and the one that polls may
+        not be the one that registered.
+        """
         if region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
             from kvferry.transports.copy.cuda import enter_device
             from kvferry.transports.cuda_ipc import driver as cuda_driver
@@ -354,10 +414,12 @@ class BounceNixlTransport:
             cuda_driver.ignore_captures()
             self._entered_by = threading.get_ident()
 
-    # -- transfers -------------------------------------------------------------------------------------------------
+    # -- transfers --
 
     def _buffer_for(self, peer: PeerId, segments: Sequence[Segments]) -> RemoteBounceBuffer | None:
-        """The peer's ring if these segments are to be staged. They are checked here: to NIXL the rings are regions like others."""
+        """The peer's ring if these segments are to be staged. They are checked here: to NIXL the
+        rings are regions like others.
+        """
         if self._bounce is None or self._settings is None:
             return None
         known = self._peers.get(peer)
@@ -366,16 +428,25 @@ class BounceNixlTransport:
         check_segments(segments, self._regions, known.regions, peer)
         if known.bounce_buffer is None or not self._plain.is_connected(peer):
             return None
-        is_worth_it = is_fragmented(segments, self._settings) and self._bounce.transfers.can_request(
-            known.bounce_buffer.agent, time.monotonic()
-        )
+        is_worth_it = is_fragmented(
+            segments, self._settings
+        ) and self._bounce.transfers.can_request(known.bounce_buffer.agent, time.monotonic())
         return known.bounce_buffer if is_worth_it else None
 
-    def _start(self, peer: PeerId, bounce_buffer: RemoteBounceBuffer, segments: Sequence[Segments], *, is_read: bool) -> Handle:
+    def _start(
+        self,
+        peer: PeerId,
+        bounce_buffer: RemoteBounceBuffer,
+        segments: Sequence[Segments],
+        *,
+        is_read: bool,
+    ) -> Handle:
         assert self._bounce is not None
         handle = self._next_handle()
         self._bounce.active_at = time.monotonic()  # an answer is on its way
-        self._bounce.transfers.start(handle, peer, bounce_buffer, segments, self._regions, is_read=is_read)
+        self._bounce.transfers.start(
+            handle, peer, bounce_buffer, segments, self._regions, is_read=is_read
+        )
         return handle
 
     def _start_fallbacks(self, bounce: _ActiveBounce) -> list[Completion]:
@@ -383,7 +454,9 @@ class BounceNixlTransport:
         failed = []
         for handle, peer, segments, is_read in bounce.transfers.take_fallbacks():
             try:
-                self._ours[(self._plain.read if is_read else self._plain.write)(peer, segments)] = handle
+                self._ours[(self._plain.read if is_read else self._plain.write)(peer, segments)] = (
+                    handle
+                )
             except KVFerryError as error:
                 failed.append(Completion(handle, str(error), 0, 0, 0.0, 0.0))
         return failed
@@ -397,7 +470,10 @@ class BounceNixlTransport:
         return self._ours[plain]
 
     def _ours_of(self, completions: Iterable[Completion]) -> list[Completion]:
-        return [replace(completion, handle=self._ours.pop(completion.handle)) for completion in completions]
+        return [
+            replace(completion, handle=self._ours.pop(completion.handle))
+            for completion in completions
+        ]
 
     def _forget(self, peer: PeerId, why: str) -> None:
         self._peers.pop(peer, None)
@@ -410,7 +486,7 @@ class BounceNixlTransport:
             if not self._plain.is_connected(peer):
                 bounce.transfers.fail_peer(peer, f"the connection to {peer} has failed", now)
 
-    # -- messages --------------------------------------------------------------------------------------------------
+    # -- messages --
 
     def _receive(self, bounce: _ActiveBounce, now: float) -> None:
         for note in self._plain.take_notes():
@@ -454,7 +530,11 @@ class BounceNixlTransport:
 
     def _notify(self, bounce: _ActiveBounce, agent: str, note: bytes, now: float) -> None:
         for peer, known in self._peers.items():
-            if known.bounce_buffer is not None and known.bounce_buffer.agent == agent and self._plain.is_connected(peer):
+            if (
+                known.bounce_buffer is not None
+                and known.bounce_buffer.agent == agent
+                and self._plain.is_connected(peer)
+            ):
                 self._plain.notify(peer, note)
                 return
         bounce.routes.send(agent, note, now)
@@ -462,12 +542,18 @@ class BounceNixlTransport:
     @staticmethod
     def _is_expecting(bounce: _ActiveBounce, now: float) -> bool:
         """Whether the next thing may happen at any moment. Then `poll` itself pauses."""
-        return now < bounce.active_at + BUSY_S and (len(bounce.transfers) > 0 or bounce.slot_server.is_serving)
+        return now < bounce.active_at + BUSY_S and (
+            len(bounce.transfers) > 0 or bounce.slot_server.is_serving
+        )
 
     def _waiting_interval_s(self, bounce: _ActiveBounce) -> float:
         if self._is_expecting(bounce, time.monotonic()):
             return 0.0
-        return SHORT_SLEEP_S if bounce.transfers.can_move or bounce.slot_server.can_move else WAITING_INTERVAL_S
+        return (
+            SHORT_SLEEP_S
+            if bounce.transfers.can_move or bounce.slot_server.can_move
+            else WAITING_INTERVAL_S
+        )
 
 
 def _device_bytes(like: Region) -> int | None:
@@ -493,9 +579,17 @@ def _allocate(settings: ResolvedBounceSettings, like: Region) -> _BufferMemory |
 
         enter_device(like.device)
         return DeviceMemory.allocate(settings.buffer_bytes, like.device)
-    except (ImportError, RuntimeError, AssertionError, AttributeError) as error:  # torch without CUDA has several ways to say so
+    except (
+        ImportError,
+        RuntimeError,
+        AssertionError,
+        AttributeError,
+    ) as error:  # torch without CUDA has several ways to say so
         _log.warning(
-            "no bounce buffer of %d bytes on device %d (%s): small segments go one by one", settings.buffer_bytes, like.device, error
+            "no bounce buffer of %d bytes on device %d (%s): small segments go one by one",
+            settings.buffer_bytes,
+            like.device,
+            error,
         )
         return None
 
