@@ -1,5 +1,5 @@
-"""kvferry carries the KV cache of a large language model from the engine that computed it to the
-engine that needs it.
+"""kvferry moves the KV cache of a large language model from the engine that computed the cache to
+the engine that decodes with the cache.
 """
 
 __all__ = ["__version__"]

@@ -1,4 +1,4 @@
-"""`python -m kvferry`: the same as the `kvferry` command."""
+"""`python -m kvferry` runs the `kvferry` command."""
 
 import sys
 

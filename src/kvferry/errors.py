@@ -1,14 +1,14 @@
-"""Every exception of kvferry, sorted by whose fault it is and what the caller does.
+"""All exceptions of kvferry, grouped by the side at fault, with what the caller does about them.
 
 KVFerryError
-  ConfigError            the operator's: stop at start-up, exit code 2
-    MissingDependency    an optional package is not installed; names the extra
-  LocalProtocolError     ours, a bug: let it crash the step, loudly
-  RemoteProtocolError    the peer's: drop the message or the peer, keep serving
-    IncompatiblePeer     names the fields that differ, with both values
-    InvalidTicket        a ticket that is missing, malformed, forged or not for this engine
-  TransportError         the wire's: fail or retry this transfer
-  RequestRefused         the client's: answer with this HTTP status, keep serving
+  ConfigError            the operator's fault: stop at start-up, exit code 2
+    MissingDependency    an optional package is not installed; the message names the extra
+  LocalProtocolError     our fault, a bug: let the exception crash the step
+  RemoteProtocolError    the peer's fault: drop the message or the peer, keep serving
+    IncompatiblePeer     carries the fields that differ, with both values
+    InvalidTicket        a ticket is missing, malformed, forged or not for this engine
+  TransportError         a transport's fault: fail or retry this transfer
+  RequestRefused         the client's fault: answer with this HTTP status, keep serving
 """
 
 __all__ = [
@@ -37,15 +37,15 @@ class MissingDependency(ConfigError):
 
 
 class LocalProtocolError(KVFerryError):
-    """Our own code broke the protocol; a bug."""
+    """Our own code violated the protocol, which is a bug."""
 
 
 class RemoteProtocolError(KVFerryError):
-    """A peer sent something it must not send."""
+    """A peer violated the protocol."""
 
 
 class IncompatiblePeer(RemoteProtocolError):
-    """The peer's cache cannot be used here. `differences` names each field with (ours, theirs)."""
+    """The peer's KV cache does not fit ours; `differences` maps each field to (ours, theirs)."""
 
     def __init__(self, peer: str, differences: dict[str, tuple[object, object]]) -> None:
         self.peer = peer
@@ -58,7 +58,7 @@ class IncompatiblePeer(RemoteProtocolError):
 
 
 class InvalidTicket(RemoteProtocolError):
-    """The ticket cannot be honoured; the message says why."""
+    """A ticket cannot be accepted; the message says why."""
 
 
 class TransportError(KVFerryError):
@@ -66,8 +66,10 @@ class TransportError(KVFerryError):
 
 
 class RequestRefused(KVFerryError):
-    """An HTTP request that is not served. `status` is the answer's; `param` names the field at
-    fault, if one is; `retry_after_s` says that it is worth another try, and when.
+    """An HTTP request is not served.
+
+    `status` is the HTTP status of the answer, and `param` names the faulty field, if there is one.
+    `retry_after_s` is set if a retry may succeed, and says after how many seconds.
     """
 
     def __init__(

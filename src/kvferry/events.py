@@ -1,5 +1,6 @@
-"""Past-tense facts. The transfer worker emits them; the engine, metrics and logs are views of
-them.
+"""Events that the transfer worker emits; the engine, the metrics and the logs consume them.
+
+Pure: frozen dataclasses, named in the past tense.
 """
 
 from dataclasses import dataclass, field
@@ -27,16 +28,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """When a pull came how far, by this machine's monotonic clock; None: it did not."""
+    """When a transfer reached each stage (local monotonic seconds); None if not reached."""
 
     tracked_at: float
+    """When the request arrived."""
     attached_at: float | None = None
-    """The producer was known, and told that we read."""
+    """When the producer was ready to be read: connected, attached and, if needed, `Ready`."""
     allocated_at: float | None = None
+    """When the engine allocated blocks."""
     began_at: float | None = None
-    """To read, or to be written to."""
+    """When the first read was started, or write access was granted."""
     moved_at: float | None = None
+    """When the last byte had arrived."""
     confirmed_at: float | None = None
+    """When the producer had confirmed the bytes or, in push, could no longer write."""
     total_bytes: int = 0
     segments: int = 0
     transport: str = ""
@@ -44,7 +49,7 @@ class TransferTimes:
 
 @dataclass(frozen=True, slots=True)
 class TransferFinished:
-    """The blocks hold the right bytes and may be used."""
+    """The blocks of a transfer hold confirmed KV and may be used."""
 
     request: RequestId
     times: TransferTimes | None = field(default=None, compare=False)
@@ -52,7 +57,7 @@ class TransferFinished:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The blocks must not be used; nothing will write into them any more."""
+    """A transfer failed: its blocks hold no valid KV, and nothing writes into them any more."""
 
     request: RequestId
     reason: str
@@ -61,8 +66,9 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class TransferAbandoned:
-    """The blocks will not be used, but something may still write into them; `TransferFailed`
-    follows when nothing can.
+    """A transfer has failed, but a transport may still write into its blocks.
+
+    `TransferFailed` follows when nothing can write any more.
     """
 
     request: RequestId
@@ -71,14 +77,14 @@ class TransferAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class ReservationGranted:
-    """The producer keeps what an optional pull is for, and waits for us to read it."""
+    """The producer holds the lease of an optional transfer until we have read the blocks."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationRefused:
-    """What an optional pull is for cannot be had. It has no blocks yet."""
+    """The KV of an optional transfer is not available; the transfer has no blocks yet."""
 
     request: RequestId
     reason: str
@@ -86,7 +92,7 @@ class ReservationRefused:
 
 @dataclass(frozen=True, slots=True)
 class RetainedBlocksFetched:
-    """An optional pull has brought so much."""
+    """An optional transfer has fetched this many tokens and bytes of a retained turn."""
 
     request: RequestId
     num_tokens: int
@@ -95,8 +101,9 @@ class RetainedBlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDeferred:
-    """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is
-    through.
+    """The engine wants to evict a retained turn that a reader still reads.
+
+    `LeaseEnded` follows when the reader has detached.
     """
 
     request: RequestId
@@ -104,7 +111,7 @@ class EvictionDeferred:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """No peer may read this request's blocks any more."""
+    """The lease of a request has ended: no peer may read the blocks any more."""
 
     request: RequestId
     end: LeaseEnd
@@ -112,23 +119,25 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class BytesMoved:
-    """One transfer ended on a transport, well or not."""
+    """One read or write on a transport has ended, with or without an error."""
 
     transport: str
     total_bytes: int
     segments: int
-    """Copies or descriptors that were really used."""
+    """Number of copies or descriptors that the transport used."""
     planned_segments: int
-    """What was asked for; more, when neighbours were joined."""
+    """Number of segments in the plan; higher than `segments` if the transport merged neighbours."""
     post_s: float
     transfer_s: float
     is_ok: bool
     request: RequestId | None = field(default=None, compare=False)
-    """Whose blocks were read for; None: of nobody here."""
+    """The request of ours that the bytes were read for; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
+    """A transport to a peer is connected; `reason` says why this transport was chosen."""
+
     engine: str
     transport: str
     reason: str
@@ -136,26 +145,28 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeFailed:
+    """A handshake failed, or a connected peer was lost."""
+
     engine: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCompleted:
-    """A producer that pushes has computed all of a prompt."""
+    """The producer of a push transfer has computed the whole prompt."""
 
     request: RequestId
     num_tokens: int
-    """That we wanted."""
+    """Number of tokens that we wanted from the producer."""
     num_left: int
-    """Of these: not here yet."""
+    """Number of wanted tokens that had not arrived yet."""
     landed_bytes: int
-    """What was here."""
+    """Number of bytes that had arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageDropped:
-    """Something malformed or out of place came in."""
+    """A malformed or unexpected message was dropped."""
 
     reason: str
 

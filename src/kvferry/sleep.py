@@ -1,9 +1,9 @@
-"""Pauses of some microseconds, for a thread that waits for a device and shares its interpreter with
-others.
+"""Sleeps of some microseconds, for a thread that polls a device and shares the GIL.
 
-To release the GIL for a moment is not enough: whoever waits for it has to be woken first, which
-takes longer where processors are idle or shared, and by then the lock is taken again. A thread that
-polls without pause would keep an engine's thread out for milliseconds at a time.
+Releasing the GIL is not enough: the waiting thread must first be woken, and by then we hold the GIL
+again. Waking takes longer if CPUs are idle or shared. A thread that polls without sleeping would
+keep the engine's thread from running for milliseconds at a time.
+Any thread may call `short_sleep`; the timer slack is set once per thread.
 """
 
 import ctypes
@@ -15,15 +15,18 @@ __all__ = ["SHORT_SLEEP_S", "short_sleep"]
 
 SHORT_SLEEP_S = 20e-6
 SLACK_NS = 1000
-"""How much later than asked for Linux may wake a thread that breathes; by default it is 50,000."""
+"""How many nanoseconds late Linux may wake a thread in `short_sleep`; the default is 50,000."""
 PR_SET_TIMERSLACK = 29
+"""The `prctl` option, from linux/prctl.h."""
 
 _thread_state = threading.local()
 
 
 def short_sleep(seconds: float = SHORT_SLEEP_S) -> None:
+    """Sleep for some microseconds with a timer slack of `SLACK_NS`, so that the sleep stays short.
+    """
     if not getattr(_thread_state, "has_short_slack", False):
         _thread_state.has_short_slack = True
-        with suppress(OSError, AttributeError):  # not Linux: a longer breath
+        with suppress(OSError, AttributeError):  # Without Linux's prctl the sleep is longer.
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
     time.sleep(seconds)

@@ -1,6 +1,6 @@
-"""The words every other module is written in: ids, layouts, regions and addresses.
+"""Types that every module uses: ids, addresses, regions and their axes.
 
-Pure: no behaviour beyond construction and comparison.
+Pure: no behaviour beyond construction, comparison and derived sizes.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 RequestId = NewType("RequestId", str)
-"""An engine's own id of one request; unique within one epoch of that engine."""
+"""An engine's own id of one request; unique within one epoch of the engine."""
 
 EngineId = NewType("EngineId", str)
-"""The configured or random id of an engine; survives a restart only when configured."""
+"""The configured or random id of an engine; only a configured id survives a restart."""
 
 Epoch = NewType("Epoch", str)
-"""Random id of one process incarnation of an engine. Same address, other epoch: restarted."""
+"""Random id of one incarnation of an engine. Another epoch at the same address means a restart."""
 
 BlockId = NewType("BlockId", int)
 
@@ -51,7 +51,7 @@ class MemoryKind(StrEnum):
 
 
 class FailurePolicy(StrEnum):
-    """What happens to a request whose KV could not be fetched."""
+    """What the engine does with a request whose KV could not be fetched."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
@@ -59,7 +59,7 @@ class FailurePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """A host and port that can be dialled."""
+    """A host and port to connect to."""
 
     host: str
     port: int
@@ -69,18 +69,22 @@ class Address:
 
 
 class LeaseEnd(StrEnum):
-    """How a lease came to its end."""
+    """How a lease ended."""
 
     CONFIRMED = "confirmed"
+    """A reader has confirmed its read."""
     RELEASED = "released"
+    """Readers detached, or the lease was abandoned, evicted or revoked, without a confirmed read.
+    """
     EXPIRED = "expired"
+    """The lease ran out, or a reader that we wrote for stopped renewing its write grant."""
     LAPSED = "lapsed"
-    """Kept for whoever might come, and nobody did."""
+    """A retained turn expired, and no reader had used it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineIncarnation:
-    """One process incarnation of one engine: what a ticket is issued by."""
+    """One incarnation of one engine; tickets are issued by an incarnation."""
 
     engine: EngineId
     epoch: Epoch
@@ -91,7 +95,7 @@ class EngineIncarnation:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerId:
-    """One worker of one life of one engine: what a data transport connects to."""
+    """One rank of one incarnation of an engine; data transports connect to a rank."""
 
     engine: EngineId
     epoch: Epoch
@@ -107,9 +111,7 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a frame came from and a reply goes: an inbound connection's identity, or the address we
-    dialled.
-    """
+    """Where to send the reply to a frame: to an inbound connection, or to an address we dialled."""
 
     identity: bytes
     dialled: str = ""
@@ -123,9 +125,7 @@ class AxisKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of what lies in a block: `count` of its kind, each `stride_bytes` after the one
-    before.
-    """
+    """One dimension of a block: `count` elements of one kind, `stride_bytes` apart."""
 
     kind: AxisKind
     count: int
@@ -145,13 +145,14 @@ class Region:
     device: int = 0
     group: int = 0
     axes: tuple[Axis, ...] | None = None
-    """How layers, tokens and heads lie in a block, outermost first; what lies at one index is the
-    same few bytes everywhere. Axes of one element are left out. None: not known, so only whole
-    blocks can move.
+    """The axes of layers, tokens and heads in a block, outermost first.
+
+    Every index of the axes holds `item_bytes` bytes. Axes with one element are left out. None means
+    that the axes are unknown, so that only whole blocks can be moved.
     """
     layers: tuple[str, ...] = ()
-    """The layers that share its blocks, in the order of the layer axis; empty: the one it is named
-    after.
+    """The layers that share the region's blocks, in the order of the layer axis. Empty means one
+    layer, which the region is named after.
     """
 
     @property
@@ -159,12 +160,12 @@ class Region:
         return self.layers or (self.name,)
 
     def count(self, kind: AxisKind) -> int:
-        """How many of a kind a block holds. Meaningful where the axes are known."""
+        """Return how many elements of a kind a block holds; meaningful only with known axes."""
         return prod(axis.count for axis in self.axes or () if axis.kind is kind)
 
     @property
     def item_bytes(self) -> int:
-        """What lies at one index of the axes; the whole block where they are not known."""
+        """Bytes at one index of the axes; the whole block if the axes are unknown."""
         return self.block_bytes // prod(axis.count for axis in self.axes or ())
 
     @property

@@ -1,3 +1,4 @@
-"""Measurements that anybody can repeat: one module each, found by name in `kvferry.cli.bench`.
-Their methods: docs/benchmarks.md.
+"""Benchmarks that any user can repeat; `kvferry.cli.bench` finds a benchmark by name.
+
+Each benchmark is one module or folder. docs/benchmarks.md describes the methods.
 """

@@ -1,8 +1,8 @@
-"""Transfers that arrive in this process beside whatever else it does: a thread that reads from a
-producer as a transfer worker's thread does.
+"""`kvferry bench decode-interference` measures decode steps while KV arrives in the same process.
 
-The thread owns the transports. It is told a pace by its inbox, and tells how long each transfer
-took by its outbox.
+The embedded engine's runner decodes in the main thread; a second thread reads 64 MiB at a time from
+another process, as a transfer worker does. All paces alternate within one run, so that other load
+on the machine affects all paces alike.
 """
 
 import argparse
@@ -47,12 +47,17 @@ __all__ = [
 ]
 
 
+# -- background reader --
+# A thread that reads from a producer. The thread owns the transports, gets its pace through the
+# inbox and reports the duration of each transfer through the outbox.
+
+
 START_S = 60.0
 END_S = 30.0
 
 
 class Pace(Enum):
-    """When the next transfer begins: the value is how many seconds after the one before it did."""
+    """The interval between the starts of two transfers, in seconds; None: no transfers."""
 
     NONE = None
     EVERY_10_MS = 0.01
@@ -64,7 +69,7 @@ class Pace(Enum):
 
 
 class BackgroundReader:
-    """`start` it, `close` it."""
+    """Reads from a producer in its own thread, at a pace; the owner calls `start` and `close`."""
 
     def __init__(
         self,
@@ -85,7 +90,9 @@ class BackgroundReader:
         self._thread = threading.Thread(target=self._run, name="kvferry-arrivals")
 
     def start(self) -> None:
-        """Until the first transfer has arrived, and was seen to be right."""
+        """Start the thread; return when the first transfer has arrived and its bytes have been
+        checked.
+        """
         self._thread.start()
         if not self._is_ready.wait(START_S):
             raise KVFerryError(
@@ -95,10 +102,13 @@ class BackgroundReader:
         self.take_durations()
 
     def set_pace(self, pace: Pace) -> None:
+        """Set the pace for the transfers from now on."""
         self._inbox.put(pace)
 
     def take_durations(self) -> list[float]:
-        """Seconds of each transfer since the last call. KVFerryError when one has failed."""
+        """Return the seconds of each transfer since the last call; raise KVFerryError if a transfer
+        failed.
+        """
         found: list[float] = []
         while not self._outbox.empty():
             message = self._outbox.get()
@@ -108,7 +118,7 @@ class BackgroundReader:
         return found
 
     def close(self) -> None:
-        """Whatever is under way is waited for."""
+        """Stop the thread, after the transfer in progress has ended."""
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(END_S)
@@ -128,7 +138,7 @@ class BackgroundReader:
                 consumer.check(self._move)
                 self._is_ready.set()
                 self._read_on(consumer)
-        except Exception as error:  # the top of a thread: whoever decodes hears of it
+        except Exception as error:  # top of a thread: the main thread raises it
             self._outbox.put(
                 error
                 if isinstance(error, KVFerryError)
@@ -137,6 +147,7 @@ class BackgroundReader:
             self._is_ready.set()
 
     def _read_on(self, consumer: BenchConsumer) -> None:
+        """Read at the current pace until None arrives in the inbox."""
         pace, began = Pace.NONE, 0.0
         while True:
             try:
@@ -154,23 +165,22 @@ class BackgroundReader:
             pace = message
 
 
-# -------------------- decode stream -------------------- A stream of decode steps of the embedded
-# engine's own runner: the same sequences, one token each, step after step.
-#
-# They decode from a context that was never computed: a cache of zeros takes as long as any other.
-# After a while every sequence goes back to where it began, so that steps do not grow. Called by one
-# thread.
+# -- decode stream --
+# Decode steps of the embedded engine's runner: the same sequences, one token each, step after step.
+# The context of the sequences was never computed: decoding over a cache of zeros takes as long as
+# over any other cache. After HEADROOM_TOKENS steps every sequence restarts at its first position,
+# so that steps do not become longer. Used by one thread.
 
 
 BLOCK_SIZE = 16
 HEADROOM_TOKENS = 64
-"""How far a sequence grows before it goes back."""
+"""How many tokens a sequence grows before the sequence restarts."""
 TOKEN = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class DecodeStream:
-    """Close it."""
+    """A batch of sequences that decode together; the owner calls `close`."""
 
     def __init__(self, runner: Runner, sequences: int, context_tokens: int) -> None:
         self._runner = runner
@@ -184,7 +194,9 @@ class DecodeStream:
     def opened(
         cls, model: Path, device: str, dtype: str, sequences: int, context_tokens: int
     ) -> "DecodeStream":
-        """ConfigError when the model cannot be used there."""
+        """Load the model and allocate the cache; raise ConfigError if the device cannot run the
+        model.
+        """
         options = EngineOptions(
             model,
             device=device,
@@ -204,7 +216,9 @@ class DecodeStream:
         return cls(runner, sequences, context_tokens)
 
     def step(self) -> None:
-        """Until every sequence has its next token here, on the host."""
+        """Run one step; return when the next token of every sequence has been copied to the
+        host.
+        """
         start = self._context_tokens + self._num_steps % HEADROOM_TOKENS
         slices = [
             SequenceSlice(f"s{n}", (token,), start, (table,), GREEDY)
@@ -222,12 +236,7 @@ def _blocks_each(context_tokens: int) -> int:
     return -(-(context_tokens + HEADROOM_TOKENS) // BLOCK_SIZE)
 
 
-# -------------------- decode beside -------------------- `kvferry bench decode-interference`: how
-# long a decode step takes while KV arrives in the same process, beside how long it takes alone.
-#
-# The embedded engine's runner decodes in this thread; a thread beside it reads 64 MiB at a time
-# from another process, as a transfer worker does. All paces take turns in one run, so that whatever
-# else the machine does meets all of them.
+# -- command --
 
 
 DESCRIPTION = (
@@ -262,9 +271,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What decodes, and by which transport KV arrives beside it, unless something else is asked
-    for.
-    """
+    """The default transport, model and dtype of a device."""
 
     transport: str
     model_size: str
@@ -277,7 +284,7 @@ GPU = Preset("cuda_ipc", "middle", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What was measured at one pace: seconds of each step, and of each transfer."""
+    """The measurements at one pace: the seconds of each step and of each transfer."""
 
     steps: list[float] = field(default_factory=list)
     transfers: list[float] = field(default_factory=list)
@@ -387,6 +394,7 @@ def measure(
     ):
         arrivals.start()
         measured = {pace: StepTimes() for pace in Pace}
+        # Rotate the order of the paces in each round, so that no pace always follows the same pace.
         for round_index in range(ROUNDS):
             order = list(Pace)
             for pace in order[round_index % len(order) :] + order[: round_index % len(order)]:
@@ -395,6 +403,7 @@ def measure(
 
 
 def make_rows(measured: Mapping[Pace, StepTimes]) -> list[dict[str, Any]]:
+    """Return one row per pace, with ratios to the steps without transfers."""
     alone = measured[Pace.NONE].steps
     return [
         {
@@ -438,6 +447,9 @@ def _measure_interval(
     stop: StopRequest,
     into: StepTimes,
 ) -> None:
+    """Run steps at one pace for a time; the first steps after the change of pace are not
+    counted.
+    """
     arrivals.set_pace(pace)
     for _ in range(WARM_STEPS):
         step()

@@ -1,4 +1,4 @@
-"""The few numbers a series of measurements is told in. Pure."""
+"""Statistics for benchmarks: quantiles, ratios, and whether a series stays flat. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ __all__ = ["MIN_SAMPLES", "Tolerance", "Verdict", "judge", "quantile", "ratio", 
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value below which this share of them lies, between two neighbours if need be; None for no
-    values.
+    """Return the value below which this share of the values lies; None without values.
+
+    Between two neighbours the result is interpolated linearly.
     """
     if not values:
         return None
@@ -22,7 +23,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def ratio(ours: float | None, theirs: float | None) -> float | None:
-    """None when either is missing or there is nothing to divide by."""
+    """Return `ours` divided by `theirs`, rounded; None when either is missing or `theirs` is 0."""
     return rounded(ours / theirs, 3) if ours is not None and theirs else None
 
 
@@ -30,24 +31,21 @@ def rounded(value: float | None, digits: int = 1) -> float | None:
     return None if value is None else round(value, digits)
 
 
-# -------------------- flatness -------------------- Whether a series of measurements stays where it
-# was: the verdict on memory, files and threads of a long run. Pure.
-#
-# The first part of a run is warm-up: pages are touched for the first time, bounded tables fill. Of
-# the rest, the middle of the first third is compared with the middle of the last third; medians, so
-# that one sample taken at a busy moment decides nothing.
+# -- flatness --
+# Whether memory, open files and threads stay flat during a long run. The first part of a run is
+# warm-up: pages are touched for the first time, bounded tables fill. Of the rest, the median of the
+# first third is compared with the median of the last third; a median, so that one sample at a busy
+# moment decides nothing.
 
 
 WARM_UP = 0.25
 MIN_SAMPLES = 8
-"""Fewer say nothing."""
+"""The minimum length of a series; shorter series give no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much more the end may be than the beginning: so much, or this share of the beginning,
-    whichever is more.
-    """
+    """The allowed growth: an absolute amount or a share of the start, whichever is larger."""
 
     absolute: float
     share: float = 0.0
@@ -55,10 +53,12 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The start and end of a series, and the allowed growth."""
+
     before: float
     after: float
     allowed: float
-    """The most that `after` may exceed `before` by."""
+    """The largest allowed difference between `after` and `before`."""
 
     @property
     def growth(self) -> float:
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def judge(series: Sequence[float], tolerance: Tolerance) -> Verdict | None:
-    """None when there are too few samples to say."""
+    """Compare the start and end of a series; None if the series is too short."""
     if len(series) < MIN_SAMPLES:
         return None
     settled = series[int(len(series) * WARM_UP) :]

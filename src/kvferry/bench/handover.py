@@ -1,7 +1,10 @@
-"""P and D of the embedded engine as two core processes, and one prompt handed over at a time, in
-one of three modes.
+"""`kvferry bench handover` measures the time from P's last token to D's first token.
 
-Everything runs on one asyncio loop; every wait has a deadline.
+The modes are pull, push, and push while P computes. Each mode has two embedded engines; all engines
+run at once and get requests in turn, so that other load on the machine affects all modes alike. The
+benchmark works below HTTP: requests are sent to the engine cores directly, as an API process sends
+requests. P computes the prompt in chunks. D and the transports count how many bytes were still to
+be moved when P had computed the last chunk; the count is not derived from times or tokens.
 """
 
 import argparse
@@ -48,15 +51,22 @@ __all__ = [
 ]
 
 
+# -- engine pair --
+# P and D as two core processes; one prompt at a time is prefilled by P and decoded by D. All code
+# runs on one asyncio loop; every wait has a timeout.
+
+
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 512
 LEG_S = 120.0
 SPARE_BLOCKS = 64
 HEADROOM_TOKENS = BLOCK_SIZE
-"""For what is generated after a prompt."""
+"""The room for tokens that are generated after a prompt."""
 
 
 class Mode(StrEnum):
+    """How the KV moves from P to D."""
+
     PULL = "pull"
     PUSH = "push"
     STREAMED = "push streamed"
@@ -64,14 +74,15 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes of KV, as the transports count them: of one handover, or of all so far."""
+    """KV bytes as the transports count them: of one transfer, or of all transfers so far."""
 
     total: int
     early: int
-    """Those that D had when P had computed the prompt."""
+    """The bytes that D already had when P had computed the prompt."""
 
     @property
     def left(self) -> int:
+        """The bytes that were still to be moved when P had computed the prompt."""
         return self.total - self.early
 
     def since(self, before: "Moved") -> "Moved":
@@ -80,19 +91,22 @@ class Moved:
 
 @dataclass(slots=True)
 class HandoverPair:
+    """Two engines, P and D, that serve one prompt at a time."""
+
     mode: Mode
     prefill: EngineClient
     decode: EngineClient
     secret: bytes
     _number: int = 0
     _source: dict[str, Any] | None = None
-    """P's parameters of an earlier answer: what a router knows of it."""
+    """P's parameters from an earlier answer, from which a router knows P's address and epoch."""
 
     async def hand_over(self, prompt: list[int]) -> float:
-        """Seconds from P's only token to D's first. P's token must be D's."""
+        """Return the seconds from P's only token to D's first token; both tokens must be equal."""
         self._number += 1
         name = f"{self._number}"
         async with asyncio.timeout(LEG_S):
+            # The first transfer is always a pull: a push ticket needs P's address and epoch.
             if self.mode is Mode.PULL or self._source is None:
                 first, params, at = await self._prefill(name, prompt, {})
                 self._source = params
@@ -111,8 +125,10 @@ class HandoverPair:
         return done - at
 
     async def moved(self) -> Moved:
-        """So far. Whoever moves them, D by reading or P by writing, has counted them when D has its
-        first token.
+        """Return the counts so far.
+
+        The side that moves the bytes (D by reading or P by writing) has counted the bytes when D
+        has its first token.
         """
         prefill, decode = await self.prefill.status(), await self.decode.status()
         total = sum(
@@ -155,8 +171,9 @@ class HandoverPair:
 async def start_pair(
     model: Path, transport: str, mode: Mode, prompt_tokens: int
 ) -> AsyncIterator[HandoverPair]:
-    """Both engines on their own processes, joined by this transport alone. Neither keeps a prompt
-    for the next request.
+    """Start both engines in their own processes, connected by this transport alone.
+
+    Prefix caching is off, so no engine reuses an earlier prompt.
     """
     secret = secrets.token_bytes(32)
     started: list[EngineClient] = []
@@ -207,14 +224,7 @@ def _request(name: str, prompt: list[int], params: dict[str, Any]) -> AddRequest
     )
 
 
-# -------------------- handover -------------------- `kvferry bench handover`: from the prefill
-# side's last token to the decode side's first, in pull, push, and push while P computes.
-#
-# Two embedded engines for each mode, all alive at once, asked in turn so that whatever else the
-# machine does meets all alike. Below HTTP: requests go straight to the engine cores, as an API
-# process sends them. P computes the prompt in chunks; how many bytes were still to be moved when it
-# had computed the last is counted by D and by the transports, not derived from times or from
-# tokens.
+# -- command --
 
 
 DESCRIPTION = (
@@ -227,26 +237,28 @@ EXAMPLES = """\
   kvferry bench handover
   kvferry bench handover --json --samples 10 --prompt-tokens 4096"""
 WARM_UPS = 2
-"""The first, a short one, tells each pair's router what P is."""
+"""The first warm-up request, a short one, gives each pair P's address for push tickets."""
 SEED = 1
 VOCABULARY = range(10, 500)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was measured."""
+    """The settings of a run, as reported with the results."""
 
     prompt_tokens: int
     chunk_tokens: int
     bytes_per_token: int
-    """As the model's config.json has it; what moved was counted without it."""
+    """The cache bytes per token according to config.json; the moved bytes were counted
+    independently.
+    """
     transport: str
     samples: int
 
 
 @dataclass(slots=True)
 class HandoverSamples:
-    """Of one mode."""
+    """The measurements of one mode."""
 
     handover_s: list[float] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
@@ -288,7 +300,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_model(directory: Path, prompt_tokens: int) -> int:
-    """A tiny one whose positions reach beyond the prompts; what it caches per token, in bytes."""
+    """Write a tiny model with enough positions for the prompts; return its cache bytes per
+    token.
+    """
     make_model(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -323,6 +337,7 @@ async def _measure(pair: HandoverPair, prompt: list[int], into: HandoverSamples)
 
 
 def make_rows(samples: Mapping[Mode, HandoverSamples]) -> list[dict[str, Any]]:
+    """Return one row per mode, with the ratio to pull."""
     pull = quantile(samples[Mode.PULL].handover_s, 0.5)
     return [
         {

@@ -1,8 +1,8 @@
-"""One engine's connector, both halves, with its real ferry, in a process of its own: what `kvferry
-bench leases` measures.
+"""`kvferry bench leases` measures what live leases cost an engine per step, and an idle process.
 
-There is no model. The main thread does what an engine's does with its connector in a step, or
-sleeps, and times itself.
+P and D are two processes with real connectors and transfer workers, ZeroMQ and a real data
+transport. P holds a number of leases; D tracks as many requests and renews the leases by heartbeat.
+A run takes longer than the lease TTL, so leases that are alive at the end have been renewed.
 """
 
 import argparse
@@ -52,18 +52,26 @@ __all__ = [
 ]
 
 
+# -- engine process --
+# One engine's connector, scheduler half and worker half, with a real transfer worker, in its own
+# process. There is no model: the main thread makes the connector calls of an engine step, or
+# sleeps, and measures its own time.
+
+
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 16, 256, 32
 LAYERS = ("layer.0", "layer.1")
 PROMPT_TOKENS = 40
 WORK = bytes(2**20)
-"""What is computed on between steps: as a forward pass does, it keeps the core busy for a while and
-leaves the interpreter to the transfer worker.
+"""The input of the computation between steps.
+
+Like a forward pass, hashing these bytes keeps the core busy for a while and releases the GIL, so
+that the transfer worker can run.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
-    """A call of a method of `LeaseBenchEngine`, sent to its process."""
+    """A call of a method of `LeaseBenchEngine`, sent to the process."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -71,7 +79,7 @@ class RemoteCall:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One layer's cache, as far as connectors look at it."""
+    """The attributes of a layer's cache tensor that connectors use."""
 
     address: int
     shape: Sequence[int] = (NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH)
@@ -92,6 +100,8 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Request:
+    """The attributes of an engine request that connectors use."""
+
     request_id: str
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
@@ -115,6 +125,8 @@ class _Request:
 
 @dataclass(slots=True)
 class LeaseBenchEngine:
+    """The connector halves of one engine and the calls that the benchmark measures."""
+
     config: ConnectorConfig
     totals: dict[str, Any] = field(default_factory=dict)
     is_closed: bool = False
@@ -142,7 +154,7 @@ class LeaseBenchEngine:
         )
 
     def step(self) -> None:
-        """All calls of one engine step without tokens, in the engine's order."""
+        """Make all connector calls of one engine step without tokens, in the engine's order."""
         scheduler, worker = self.scheduler, self.worker
         scheduler.has_pending_push_work()
         metadata = scheduler.build_connector_meta(None)
@@ -172,10 +184,10 @@ class LeaseBenchEngine:
             if stats is not None:
                 merge_stats(self.totals, stats.to_dict())
 
-    # -- what the benchmark asks for --
+    # -- calls of the benchmark --
 
     def issue(self, count: int) -> list[dict[str, Any]]:
-        """As P: so many finished prefills, and their parameters for D."""
+        """On P: finish `count` prefills; return the parameters for D."""
         assert isinstance(self.scheduler, SupportsHMA)
         issued = []
         for number in range(count):
@@ -190,23 +202,26 @@ class LeaseBenchEngine:
             _, params = self.scheduler.request_finished_all_groups(request, (blocks,))
             assert params is not None
             issued.append(params)
-            # Each lease begins at a time of its own, as it does in life.
+            # Each lease begins at a different time, as in a real engine.
             self.step()
         return issued
 
     def track(self, params: list[dict[str, Any]]) -> None:
-        """As D: so many requests that wait for blocks."""
+        """On D: add requests that wait for the blocks of these prefills."""
         for number, one in enumerate(params):
             self.scheduler.on_new_request(_Request(f"pull-{number}", _prompt(number), one))
         self.step()
 
     def level(self, name: str) -> int:
-        """A gauge of the connector, as it was in the last step."""
+        """Return a gauge of the connector, as of a new step."""
         self.step()
         return sum(self.totals.get("levels", {}).get(name, {}).values())
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """Steps for so long, one at a time: what they cost this thread."""
+        """Run steps for a time, one by one; return the cost per step in this thread, in
+        microseconds.
+        """
+        # A collection during the steps would be measured as part of a step.
         gc.collect()
         walls, cpus = [], []
         deadline = time.monotonic() + seconds
@@ -226,7 +241,7 @@ class LeaseBenchEngine:
         }
 
     def idle(self, seconds: float) -> float:
-        """The share of a core that this process takes while its engine sleeps."""
+        """Return the share of a core that this process uses while the engine sleeps."""
         cpu, wall = time.process_time(), time.monotonic()
         time.sleep(seconds)
         return (time.process_time() - cpu) / (time.monotonic() - wall)
@@ -240,8 +255,8 @@ class LeaseBenchEngine:
 def run_engine_process(
     link: Connection, name: str, transport: str, lease_s: float, secret: bytes
 ) -> None:
-    """The main function of a side's process: answers calls until `close`, or until whoever asks is
-    gone.
+    """The main function of an engine process: answer calls until `close` or the end of the
+    benchmark.
     """
     side_channel = SideChannelConfig(port=0)
     kit = ConfiguredTransportKit(
@@ -285,12 +300,7 @@ def _prompt(number: int) -> list[int]:
     return [10 + (number >> (6 * (i % 5))) % 64 + i for i in range(PROMPT_TOKENS)]
 
 
-# -------------------- leases -------------------- `kvferry bench leases`: what live leases cost an
-# engine per step, and a process that has nothing to do.
-#
-# P and D are two processes with their real connectors and transfer workers, ZeroMQ and a real data
-# transport. P holds so many leases, D waits for as many requests and renews them by heartbeat. The
-# whole takes longer than a lease lasts, so leases that are alive at the end were renewed.
+# -- command --
 
 
 DESCRIPTION = (
@@ -310,13 +320,15 @@ END_S = 15.0
 MAX_STEP_US = 50.0
 MAX_IDLE_SHARE = 0.01
 MAX_RATIO = 2.0
-"""Most against fewest leases: less is flat, for a step of a few dozen calls is never measured to
-the microsecond.
+"""The allowed ratio of step times between the most and the fewest leases.
+
+A lower limit would be below the accuracy of the measurement: a step is a few dozen calls, which
+cannot be measured to the microsecond.
 """
 
 
 class _EngineProcess:
-    """The benchmark's end of one side's process."""
+    """The benchmark's end of the pipe to one engine process."""
 
     def __init__(self, name: str, process: BaseProcess, link: Connection) -> None:
         self.name = name
@@ -327,7 +339,9 @@ class _EngineProcess:
         self._link.send(RemoteCall(method, arguments))
 
     def receive_result(self, timeout_s: float = ANSWER_S) -> Any:
-        """KVFerryError when it has ended or says nothing."""
+        """Wait for the answer; raise KVFerryError if the process has exited or does not answer in
+        time.
+        """
         try:
             if self._link.poll(timeout_s):
                 return self._link.recv()
@@ -414,7 +428,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each thing that is too much."""
+    """Return one sentence per limit that a row exceeds."""
     problems = []
     for row in rows:
         where = f"{row['leases']:,} leases by {row['transport']} on the {row['side']} side"
@@ -480,7 +494,7 @@ def _measure(
     for side in sides:
         side.send_call("measure", options.seconds)
     steps = [side.receive_result(options.seconds + ANSWER_S) for side in sides]
-    # Until a lease that nobody renews would be gone.
+    # Idle until leases without renewal would have expired.
     idle_s = max(options.idle_seconds, started + options.lease_seconds + 1 - time.monotonic())
     for side in sides:
         side.send_call("idle", idle_s)

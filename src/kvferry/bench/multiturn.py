@@ -1,6 +1,11 @@
-"""Prefill engines, a decode engine and a router of the multi-turn benchmark as processes, and what
-is asked of them. Blocking; every wait has a deadline. Whatever ends the one who started them, no
-process is left behind (see `kvferry.cli.cluster.processes`).
+"""`kvferry bench multiturn` measures the time to the first token of each turn of a conversation.
+
+Two fleets of embedded engines run side by side, each with prefill engines, a decode engine and a
+router as processes. The fleets differ only in `bidirectional_kv_xfer`, that is, in whether P reuses
+the turn that D has retained. Both fleets get the same conversations, turn by turn, and must give
+the same answers. P computes less if P still has a prefix cached, so two arrangements are measured:
+two prefill engines with prefix caching that get turns alternately, and one prefill engine without
+prefix caching.
 """
 
 import argparse
@@ -48,6 +53,11 @@ __all__ = [
 ]
 
 
+# -- fleets --
+# The processes of a fleet and the requests to a fleet. All calls block and have a timeout. However
+# the benchmark ends, no process is left behind (see `kvferry.cli.cluster.processes`).
+
+
 LOOPBACK = "127.0.0.1"
 MODEL_NAME = "tiny"
 NOWHERE = Address(LOOPBACK, 0)
@@ -60,11 +70,11 @@ _MOVED = "kvferry:transfer_bytes_total"
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What a fleet has in front of its one decode engine."""
+    """The prefill engines in front of the one decode engine of a fleet."""
 
     prefill_engines: int
     prefix_caching: bool
-    """Of the prefill engines."""
+    """Whether the prefill engines cache prefixes."""
 
     def __str__(self) -> str:
         engines = (
@@ -77,8 +87,8 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCounts:
-    """By all prefill engines so far: prompt tokens by where their KV came from, and bytes that they
-    fetched.
+    """The counters of all prefill engines so far: prompt tokens by source of their KV, and fetched
+    bytes.
     """
 
     computed: int
@@ -97,7 +107,7 @@ class PrefillCounts:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """One turn's answer."""
+    """The answer to one turn."""
 
     ttft_s: float
     token_ids: list[int]
@@ -105,6 +115,8 @@ class TurnAnswer:
 
 @dataclass(slots=True)
 class BenchFleet:
+    """The addresses of one fleet, and requests to the fleet."""
+
     arrangement: Arrangement
     reuse: bool
     prefill: list[Address] = field(default_factory=list)
@@ -112,7 +124,9 @@ class BenchFleet:
     router: Address = NOWHERE
 
     def ask(self, conversation: str, prompt: Sequence[int], answer_tokens: int) -> TurnAnswer:
-        """One turn, streamed. The clock stops at the first event that has a token."""
+        """Send one turn as a stream; the time to first token ends at the first event with a
+        token.
+        """
         body = {
             "model": MODEL_NAME,
             "prompt": list(prompt),
@@ -138,6 +152,7 @@ class BenchFleet:
         return TurnAnswer(first, tokens)
 
     def counts(self) -> PrefillCounts:
+        """Read the counters of all prefill engines from /metrics."""
         tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         moved = 0
         for address in self.prefill:
@@ -164,7 +179,9 @@ class BenchFleet:
 def start_fleets(
     model: Path, arrangement: Arrangement, transport: str
 ) -> Iterator[dict[bool, BenchFleet]]:
-    """Two that differ in one thing, by it: whether what D has of an earlier turn is used again."""
+    """Start two fleets that differ only in reuse of the turn that D has retained; the key is
+    reuse.
+    """
     directory = Path(tempfile.gettempdir()) / f"kvferry-multiturn-{secrets.token_hex(8)}"
     given = {name: value for name, value in os.environ.items() if name != "KVFERRY_SECRET_FILE"}
     environment = child_environment(
@@ -230,7 +247,8 @@ def _start_engines(
 
 
 def _router(fleet: BenchFleet) -> list[str]:
-    # Turns go from one P to the next, as they do in a large fleet: what the other has is not there.
+    # Turns alternate between the prefill engines, as in a large fleet, so P rarely has the earlier
+    # turn cached.
     command = [
         sys.executable,
         "-m",
@@ -267,8 +285,9 @@ def _wait_healthy(process: ChildProcess) -> Address:
 
 
 def _token_ids(line: bytes) -> list[int]:
-    """Of one event; none where it has no choice. TransportError for an error in the middle of the
-    stream.
+    """Return the token ids of one event; empty if the event has no choice.
+
+    Raise TransportError for an error in the middle of the stream.
     """
     if not line.startswith(b"data: {"):
         return []
@@ -278,14 +297,7 @@ def _token_ids(line: bytes) -> list[int]:
     return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
 
 
-# -------------------- multiturn -------------------- `kvferry bench multiturn`: the time to the
-# first token of each turn of a conversation, with and without what D has of the turns before.
-#
-# Two fleets of embedded engines live side by side, each prefill engines, a decode engine and a
-# router as processes, and differ in `bidirectional_kv_xfer` alone. The same conversations are held
-# with both, turn by turn, and must get the same answers. What P has to compute depends on what it
-# still has itself, so two arrangements are measured: two prefill engines that are asked in turn and
-# cache prefixes, and one that does not.
+# -- command --
 
 
 DESCRIPTION = (
@@ -301,18 +313,20 @@ ARRANGEMENTS = (Arrangement(2, prefix_caching=True), Arrangement(1, prefix_cachi
 SEED = 1
 VOCABULARY = range(10, 500)
 WARM_UPS = 1
-"""Conversations that do not count: everybody meets everybody in them."""
+"""The number of conversations that are not counted; in these, engines and router connect to each
+other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of one conversation."""
+    """The lengths of one conversation, in turns and tokens."""
 
     turns: int
     first_tokens: int
-    """Of the first prompt."""
+    """The tokens of the first prompt."""
     user_tokens: int
-    """That every further turn adds to what was said."""
+    """The tokens that every further turn adds to the conversation."""
     answer_tokens: int
 
     def __post_init__(self) -> None:
@@ -331,12 +345,12 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class TurnSample:
-    """One turn as it was measured."""
+    """The measurement of one turn."""
 
     arrangement: Arrangement
     reuse: bool
     number: int
-    """From 1."""
+    """The number of the turn, from 1."""
     prompt_tokens: int
     ttft_s: float
     counts: PrefillCounts
@@ -403,7 +417,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_model(directory: Path, length: int) -> None:
-    """A tiny one whose positions reach beyond the conversations."""
+    """Write a tiny model with enough positions for the conversations."""
     make_model(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -427,12 +441,13 @@ def _measure(
 def _run_conversation(
     fleets: Mapping[bool, BenchFleet], lengths: Lengths, rng: random.Random
 ) -> list[TurnSample]:
-    """One conversation with both fleets. Their answers must be equal."""
+    """Run one conversation with both fleets; the answers must be equal."""
     name = secrets.token_hex(8)
     prompt = rng.choices(VOCABULARY, k=lengths.first_tokens)
     turns = []
     for number in range(1, lengths.turns + 1):
         answers = []
+        # A random order, so that neither fleet always runs after the other fleet.
         for reuse in rng.sample(sorted(fleets), k=len(fleets)):
             fleet = fleets[reuse]
             before = fleet.counts()
@@ -458,6 +473,7 @@ def _run_conversation(
 
 
 def make_rows(turns: Sequence[TurnSample]) -> list[dict[str, Any]]:
+    """Return one row per arrangement, turn and reuse."""
     groups: dict[tuple[Arrangement, int, bool], list[TurnSample]] = {}
     for turn in turns:
         groups.setdefault((turn.arrangement, turn.number, turn.reuse), []).append(turn)
@@ -496,7 +512,9 @@ def _ms(values: Sequence[float], share: float) -> float | None:
 
 
 def _middle(values: Sequence[int]) -> int:
-    """One that was counted: of an even number the smaller of the two in the middle."""
+    """Return the median as a counted value: of an even number of values, the smaller of the middle
+    two.
+    """
     return sorted(values)[(len(values) - 1) // 2]
 
 

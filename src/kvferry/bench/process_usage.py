@@ -1,4 +1,4 @@
-"""What a process of this machine holds and has used, from /proc and, on a GPU, from its driver."""
+"""Memory, files, threads and CPU time of a process, from /proc and, for GPUs, from nvidia-smi."""
 
 import os
 import subprocess
@@ -24,17 +24,19 @@ NVIDIA_SMI_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
+    """The resources that a process holds at one moment."""
+
     rss_bytes: int
     files: int
     threads: int
     device_bytes: int = 0
-    """Of GPUs, as the driver counts it; 0 where it does not say."""
+    """The GPU memory according to the driver; 0 where the driver does not report the process."""
     torch_bytes: int = 0
-    """What of it torch holds, as the process says."""
+    """The part of the GPU memory that torch holds, as reported by the process."""
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """KVFerryError when the process has ended."""
+    """Read the usage of a process; raise KVFerryError if the process has exited."""
     folder = Path(f"/proc/{pid}")
     try:
         resident = int((folder / "statm").read_text().split()[1])
@@ -46,8 +48,9 @@ def read_usage(pid: int) -> ProcessUsage:
 
 
 def device_bytes_by_process() -> dict[int, int]:
-    """What each process uses of GPUs. Empty where there is no driver; inside a container it may
-    know no process by our number.
+    """Return the GPU memory of each process by pid; empty where there is no driver.
+
+    Inside a container the driver may report other pids than the container sees.
     """
     try:
         ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
@@ -57,7 +60,7 @@ def device_bytes_by_process() -> dict[int, int]:
 
 
 def parse_device_bytes(text: str) -> dict[int, int]:
-    """Lines of `pid, MiB`; those without a number are left out, those of one process added up."""
+    """Parse lines of `pid, MiB`; skip lines without a number, add up the lines of one process."""
     found: dict[int, int] = {}
     for line in text.splitlines():
         pid, _, mebibytes = line.partition(",")
@@ -67,15 +70,17 @@ def parse_device_bytes(text: str) -> dict[int, int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all its threads so far."""
-    # The name is in brackets and may hold anything; what follows the last bracket are numbers.
+    """Return the user and system time of all threads of a process so far."""
+    # The name is in parentheses and may hold any character; the fields after the last one are
+    # numbers.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_queue_wait_s(pid: int) -> float:
-    """What its threads that still live have waited so far for a core while they could have run; 0
-    where the kernel does not count it.
+    """Return the time that the living threads have waited for a core while runnable.
+
+    The result is 0 where the kernel does not count this time.
     """
     waited = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -87,7 +92,7 @@ def run_queue_wait_s(pid: int) -> float:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").glob("*/children")

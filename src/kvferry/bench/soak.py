@@ -1,8 +1,9 @@
-"""P and D of the embedded engine as two core processes, and one transfer after the other between
-them, some aborted on purpose.
+"""`kvferry bench soak` runs many transfers between two embedded engines and checks for leaks.
 
-Below HTTP: requests go straight to the engine cores, as an API process sends them, so that a
-hundred thousand take minutes. Everything runs on one asyncio loop; every wait has a deadline.
+The benchmark checks that memory (also of a GPU), open files and threads stay flat, that every token
+is right, and that all blocks are free at the end. Two engine cores run in their own processes, with
+real ZeroMQ and the requested data transport; this process sends the requests. Some requests are
+aborted, at every point where a client may disconnect.
 """
 
 import argparse
@@ -57,23 +58,32 @@ __all__ = [
 ]
 
 
+# -- engine pair --
+# P and D as two core processes, and one transfer after another between the two. The benchmark works
+# below HTTP: requests are sent to the engine cores directly, as an API process sends requests, so
+# that a hundred thousand transfers take minutes. All code runs on one asyncio loop; every wait has
+# a timeout.
+
+
 BLOCK_SIZE = 16
 NUM_BLOCKS = 512
 LEG_S = 120.0
 SETTLE_S = 60.0
 LEASE_S = 20.0
-"""Leases of prompts that are forgotten run out after so long."""
+"""The lease TTL; the leases of forgotten tickets expire after this time."""
 VOCABULARY = range(10, 500)
 KNOWN_PROMPTS = 64
 FRESH_SHARE = 0.25
-"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike;
-D keeps nothing, so all move.
+"""The share of new prompts among all prompts.
+
+The other prompts cost P little, because P has their prefix cached; D caches nothing, so the KV of
+every prompt moves.
 """
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class SoakOutcome(StrEnum):
-    """How a transfer ends. All but the first are aborted, each at another point."""
+    """How a transfer ends; all outcomes but DONE are aborts, each at a different point."""
 
     DONE = "done"
     PREFILL_ABORTED = "prefill aborted"
@@ -87,7 +97,7 @@ ABORTED_OUTCOMES = tuple(SoakOutcome)[1:]
 
 @dataclass(slots=True)
 class SoakTally:
-    """What came of the transfers so far."""
+    """The counts of outcomes and errors so far."""
 
     outcomes: Counter[SoakOutcome] = field(default_factory=Counter)
     wrong_tokens: int = 0
@@ -104,7 +114,7 @@ class SoakTally:
 
 @dataclass(frozen=True, slots=True)
 class SoakLoad:
-    """What both engines compute on, and the longest prompt."""
+    """The device of both engines, and the length of the longest prompt."""
 
     device: str = "cpu"
     longest: int = 3 * BLOCK_SIZE
@@ -119,6 +129,8 @@ SHORT_PROMPTS = SoakLoad()
 
 @dataclass(slots=True)
 class SoakPair:
+    """Two engines, and the transfers between the two."""
+
     prefill: EngineClient
     decode: EngineClient
     abort_share: float
@@ -129,7 +141,7 @@ class SoakPair:
     _known: list[list[int]] = field(default_factory=list)
 
     async def transfer(self) -> None:
-        """One prompt through P and D. P's token is what D's first must be."""
+        """Send one prompt through P and D; D's first token must equal P's token."""
         self._number += 1
         name, prompt = f"soak-{self._number}", self._next_prompt()
         outcome = (
@@ -183,8 +195,9 @@ class SoakPair:
         stream.close()
 
     async def settle(self) -> tuple[CoreStatus, CoreStatus]:
-        """Wait until no block is in use on either side. What is still held when time is up is in
-        the answer.
+        """Wait until no block is in use on either side; return the status of both sides.
+
+        After the timeout the status shows the blocks that are still in use.
         """
         deadline = asyncio.get_running_loop().time() + SETTLE_S
         while True:
@@ -198,8 +211,9 @@ class SoakPair:
 async def start_pair(
     model: Path, transport: str, abort_share: float, seed: int, load: SoakLoad = SHORT_PROMPTS
 ) -> AsyncIterator[SoakPair]:
-    """Both engines on their own processes, joined by this transport alone."""
+    """Start both engines in their own processes, connected by this transport alone."""
     secret = secrets.token_bytes(32)
+    # Wait for both starts even if one fails, so that the engine that did start is closed.
     engines = await asyncio.gather(
         *(_start(model, transport, secret, role, load) for role in ("prefill", "decode")),
         return_exceptions=True,
@@ -264,12 +278,7 @@ def _is_busy(status: CoreStatus) -> bool:
     return bool(waiting or status.num_used_blocks or status.num_delayed_frees)
 
 
-# -------------------- soak -------------------- `kvferry bench soak`: many transfers between two
-# embedded engines, and whether memory (a GPU's too), files and threads stay flat.
-#
-# Two engine cores in processes of their own, real ZeroMQ, the data transport asked for; this
-# process drives them. Some requests are aborted at every point where a client may leave. At the end
-# all blocks must be free.
+# -- command --
 
 
 DESCRIPTION = (
@@ -283,10 +292,12 @@ EXAMPLES = """\
   kvferry bench soak --device cuda --transports cuda_ipc --transfers 10000 --longest 600"""
 
 TRANSPORTS = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
-"""By kind of device."""
+"""The transports to run, by kind of device."""
 SAMPLES = {"cpu": 200, "cuda": 40}
-"""Of each process over a whole run, at equal numbers of transfers, so that a busy machine only
-makes it longer. A driver is slow to ask.
+"""The number of usage samples of each process in a run.
+
+Samples are taken at equal numbers of transfers, so a busy machine only makes the run longer. A GPU
+run takes fewer samples, because nvidia-smi is slow.
 """
 GPU = "gpu"
 PROGRESS_INTERVAL_S = 10.0
@@ -294,7 +305,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "rss_bytes": Tolerance(4 * 2**20, 0.02),
     "files": Tolerance(2),
     "threads": Tolerance(1),
-    # torch takes memory of a device 20 MiB at a time.
+    # torch allocates device memory 20 MiB at a time.
     "device_bytes": Tolerance(24 * 2**20),
     "torch_bytes": Tolerance(24 * 2**20),
 }
@@ -302,20 +313,22 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
+    """The result of the run on one transport."""
+
     transport: str
     tally: SoakTally
     seconds: float
     samples: Mapping[str, Sequence[ProcessUsage]]
-    """By process."""
+    """The usage samples of each process."""
     moved: Mapping[str, int]
-    """Transfers that D's transports have counted."""
+    """The number of transfers that D's transports have counted, by transport."""
     used_blocks: Mapping[str, int]
     verdicts: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
-    """By process, then by what was measured. Empty for a run too short to judge."""
+    """The verdicts by process, then by resource; empty if the run was too short."""
 
     @property
     def problems(self) -> list[str]:
-        """One sentence each; none when all is well."""
+        """One sentence per problem; empty if there is no problem."""
         grown = [
             f"{what} of {name} grew from {verdict.before:,.0f} to {verdict.after:,.0f}"
             for name, rows in self.verdicts.items()
@@ -402,7 +415,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--abort-share must be from 0 to below 1, got {arguments.abort_share:g}")
     if not (arguments.transfers and arguments.concurrency and arguments.longest):
         raise ConfigError("--transfers, --concurrency and --longest must be at least 1")
-    # Engines take over our level; every request that is aborted would be a line.
+    # Engines inherit the log level; at a lower level every aborted request would be a log line.
     logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:
         results = [
@@ -424,7 +437,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def soak(model: Path, transport: str, arguments: argparse.Namespace) -> SoakResult:
-    """One transport's run, from the start of its engines to their end."""
+    """Run the transfers on one transport, from the start of the engines to the end of the
+    engines.
+    """
     print_progress(
         f"{arguments.transfers:,} transfers by {transport}, {arguments.concurrency} at a time"
     )
@@ -449,8 +464,9 @@ async def soak(model: Path, transport: str, arguments: argparse.Namespace) -> So
 async def _drive(
     pair: SoakPair, transfers: int, concurrency: int, deadline: float
 ) -> dict[str, list[ProcessUsage]]:
-    """Keep that many in flight until so many are done or time is up; look at every process at equal
-    distances.
+    """Run transfers concurrently until enough are done or time is up; return usage samples.
+
+    Samples are taken at equal numbers of transfers.
     """
     pids = _processes(pair)
     samples: dict[str, list[ProcessUsage]] = {name: [] for name in pids}
@@ -489,8 +505,8 @@ async def _sample_usage(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, Pr
         found[name] = replace(
             found[name], device_bytes=by_process.get(pids[name], 0), torch_bytes=status.device_bytes
         )
-        # Of the whole device: what is left where the driver knows no process, and for what neither
-        # side's torch has asked for.
+        # The memory of the whole device: covers a driver that does not report processes, and memory
+        # that was not allocated by torch.
         found[GPU] = ProcessUsage(0, 0, 0, status.device_used_bytes)
     return found
 
@@ -500,7 +516,7 @@ def _kind(device: str) -> str:
 
 
 MAX_ERRORS = 1000
-"""After so many there is no point in going on."""
+"""The number of errors after which a run ends early."""
 
 
 def _processes(pair: SoakPair) -> dict[str, int]:
@@ -513,6 +529,7 @@ def _processes(pair: SoakPair) -> dict[str, int]:
 
 
 def _verdicts(samples: Mapping[str, Sequence[ProcessUsage]]) -> dict[str, dict[str, Verdict]]:
+    """Compare the start and end of every series; empty if any series is too short."""
     if any(len(series) < MIN_SAMPLES for series in samples.values()):
         return {}
     judged: dict[str, dict[str, Verdict]] = {name: {} for name in samples}
@@ -533,7 +550,7 @@ def _print_progress(tally: SoakTally, samples: Mapping[str, Sequence[ProcessUsag
 
 
 def _in_mebibytes(usage: ProcessUsage) -> str:
-    """Main memory, then the driver's and torch's word on device memory, where there is any."""
+    """Return main memory, then device memory according to the driver and to torch, where not 0."""
     return (
         "/".join(
             f"{count / 2**20:.1f}"

@@ -1,3 +1,3 @@
-"""The `kvferry` command: the composition root. It builds transports, hands them down and turns
-errors into one sentence.
+"""The `kvferry` command: the composition root that builds transports, passes transports to the
+engine or router, and reports errors as one sentence.
 """

@@ -1,5 +1,6 @@
-"""An argument parser whose complaints are `ConfigError`s: one sentence, with the nearest flag there
-is. Pure.
+"""The argument parser of all commands, `--kv-transfer-config`, and the values of flags. Pure.
+
+All errors are ConfigErrors: one sentence, with the nearest known flag where a flag is unknown.
 """
 
 import argparse
@@ -35,12 +36,15 @@ __all__ = [
 ]
 
 
+# -- parser --
+
+
 DEFAULT = re.compile(r"\s*\(default: (.*?)\)")
 
 
 @dataclass(frozen=True, slots=True)
 class FlagRow:
-    """One argument, for a table in the documentation."""
+    """One argument, as a row of a table in the documentation."""
 
     names: tuple[str, ...]
     values: str
@@ -49,7 +53,7 @@ class FlagRow:
 
 
 class Parser(argparse.ArgumentParser):
-    """Like its base, but it raises instead of exiting, and a long flag is never abbreviated."""
+    """An ArgumentParser that raises instead of exiting and never accepts an abbreviated flag."""
 
     def __init__(self, prog: str, description: str, examples: str = "") -> None:
         self._flags: list[str] = []
@@ -68,23 +72,30 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def add_switch(self, name: str, *, default: bool, meaning: str) -> None:
-        """A flag with a `--no-` twin. Python's own action writes its default into the help in some
-        versions only.
+        """Add a flag with a `--no-` form.
+
+        Python's BooleanOptionalAction writes the default into the help text only in some Python
+        versions, so the help text is set here.
         """
         action = self.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         action.help = f"{meaning} (default: {'on' if default else 'off'})"
 
     def add_unsupported(self, name: str, value: str = "", *, advice: str) -> None:
-        """A flag, or one value of a flag, that people know from elsewhere and that is not built
-        yet: a guess would lead them astray.
+        """Refuse a flag, or one value of a flag, that users know from vLLM and that is not
+        supported yet.
+
+        Without this entry the error would suggest the nearest flag, which would mislead the user.
         """
         self._unsupported[name, value] = advice
 
     def flag_rows(self) -> list[FlagRow]:
+        """Return the arguments as rows for the documentation, without `--help`."""
         return [_row(action) for action in self._actions if action.dest != "help"]
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """ConfigError for a value that does not fit, a missing or an unknown argument."""
+        """Parse the arguments; raise ConfigError for a bad value, a missing or an unknown
+        argument.
+        """
         self._refuse_unsupported(arguments)
         found, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -152,15 +163,15 @@ KINDS = {
 }
 
 
-# -------------------- arguments --------------------
-# `--kv-transfer-config` in its two spellings, as one mapping. Pure.
+# -- transfer config --
+# `--kv-transfer-config` in two spellings, merged into one mapping:
 #
 #     --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 #     --kv-transfer-config.kv_role kv_both
 #     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
 #
-# Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it
-# looks like. Where both spellings name a key, the dotted one wins.
+# A value that is valid JSON is decoded, any other value is text; a key of type text always gets
+# text. Where both spellings name a key, the dotted spelling wins.
 
 
 TRANSFER_CONFIG_FLAG = "--kv-transfer-config"
@@ -170,18 +181,17 @@ MAX_PATH_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class TransferArguments:
-    """What an argument list says about KV transfer, and the arguments that are about something
-    else.
-    """
+    """The merged transfer config of an argument list, and the remaining arguments."""
 
     mapping: dict[str, Any] | None
-    """None: nothing was said."""
+    """The merged config; None if no argument was about KV transfer."""
     rest: tuple[str, ...]
 
 
 def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
-    """Take every `--kv-transfer-config…` out of an argument list and merge them. ConfigError for
-    what cannot be meant.
+    """Take every `--kv-transfer-config…` out of an argument list and merge the values.
+
+    Raise ConfigError for values that contradict each other or are malformed.
     """
     found: list[tuple[str, str]] = []
     rest: list[str] = []
@@ -199,8 +209,9 @@ def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
 
 
 def dashed(argument: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`: flags may be written either way. What follows a
-    dot or `=` stays.
+    """Return the flag with dashes: `--max_model_len=8` becomes `--max-model-len=8`.
+
+    Users may write flags either way, as with vLLM. The text after a dot or `=` is unchanged.
     """
     if not argument.startswith("--"):
         return argument
@@ -215,8 +226,9 @@ def _next_value(flag: str, waiting: list[str]) -> str:
 
 
 def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The JSON first, then dotted values, then appends: the order on the command line does not
-    matter, except among appends.
+    """Merge the JSON value first, then dotted values, then appends.
+
+    The order on the command line does not matter, except among appends.
     """
     whole = [value for flag, value in found if flag == TRANSFER_CONFIG_FLAG]
     if len(whole) > 1:
@@ -235,8 +247,9 @@ def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _connector(merged: dict[str, Any], sets: dict[tuple[str, ...], str]) -> str:
-    """Whose settings the extra config holds; empty for a connector of another module, whose kinds
-    we do not know.
+    """Return the connector whose settings the extra config holds.
+
+    Empty for a connector from another module, because the types of its settings are unknown here.
     """
     if merged.get("kv_connector_module_path") or ("kv_connector_module_path",) in sets:
         return ""
@@ -244,6 +257,7 @@ def _connector(merged: dict[str, Any], sets: dict[tuple[str, ...], str]) -> str:
 
 
 def _path(flag: str) -> tuple[str, ...]:
+    """Split a dotted flag into its parts; raise ConfigError for a malformed key."""
     dotted = flag[len(TRANSFER_CONFIG_FLAG) + 1 :]
     parts = tuple(dotted.split("."))
     if not DOTTED_PATH.fullmatch(dotted) or len(parts) > MAX_PATH_PARTS:
@@ -255,6 +269,7 @@ def _path(flag: str) -> tuple[str, ...]:
 
 
 def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
+    """Raise ConfigError if a key is set twice, or set both as a value and as an object."""
     seen: set[tuple[str, ...]] = set()
     for path in sorted(paths):
         if path in seen:
@@ -272,7 +287,7 @@ def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
 
 
 def _parent(merged: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The object that holds the last part of a path, made where there is none."""
+    """Return the object that holds the last part of a path; create missing objects."""
     here = merged
     for depth, part in enumerate(path[:-1]):
         below = here.setdefault(part, {})
@@ -313,7 +328,11 @@ def _decoded_object(text: str) -> dict[str, Any]:
 
 
 def _decoded_as(text: str, kind: Any) -> Any:
-    """`engine_id 123` is a text, and so is `'"123"'`; null stays null where there may be none."""
+    """Decode a value for a setting of type `kind`.
+
+    `engine_id 123` and `engine_id '"123"'` both give the text "123"; null stays None where the
+    setting is optional.
+    """
     decoded = _decoded_value(text)
     if not is_text(kind) or isinstance(decoded, str):
         return decoded
@@ -342,12 +361,13 @@ def shown_flag(flag: str) -> str:
     return flag if flag.isprintable() and len(flag) <= 120 else shown(flag)
 
 
-# -------------------- sizes -------------------- Numbers as people write them, `4096`, `1G`, `8k`,
-# `512Mi`, a port or a device: how a flag's text becomes a value. Pure.
+# -- values --
+# How the text of a flag becomes a number of bytes or tokens (`4096`, `1G`, `8k`, `512Mi`), a port
+# or a device.
 
 
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
-# As `vllm serve` reads them: small letters count in thousands, capitals in powers of two.
+# As in `vllm serve`: lower-case letters are powers of 1,000, capital letters powers of 1,024.
 FACTORS = {
     "": 1,
     "k": 10**3,
@@ -362,7 +382,7 @@ FACTORS = {
 
 
 def parse_size(text: str) -> int:
-    """For argparse: a whole number, with a unit or without."""
+    """For argparse: parse a whole number with or without a unit."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!a} is no size; write it like 4096, 8k or 1G")
@@ -376,7 +396,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_port(text: str) -> int:
-    """For argparse: a port number, or 0."""
+    """For argparse: parse a port number; 0 means any free port."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(
             f"must be a port number from 0 to 65535, got {text[:80]!a}"
@@ -385,7 +405,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_device(text: str) -> str:
-    """For argparse: what an engine can be told to compute on."""
+    """For argparse: check the name of a device on which an engine can compute."""
     try:
         first_gpu(text)
     except ConfigError as error:

@@ -1,8 +1,8 @@
-"""`kvferry bench`: finds a benchmark by name and runs it.
+"""`kvferry bench` finds a benchmark by name and runs the benchmark.
 
 A benchmark is a module like a command: `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and
-`run(arguments) -> int`. With `--json` it writes one JSON object to standard output and nothing
-else; what it says on the way goes to standard error.
+`run(arguments) -> int`. With `--json` a benchmark writes one JSON object to standard output and
+nothing else; progress messages are written to standard error.
 """
 
 import argparse
@@ -27,6 +27,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkEntry:
+    """A row of the benchmark table."""
+
     module: str
     summary: str
 
@@ -88,6 +90,8 @@ EXAMPLES = """\
 
 
 class Benchmark(Protocol):
+    """The contract of a benchmark module."""
+
     DESCRIPTION: str
     EXAMPLES: str
 
@@ -118,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of one benchmark."""
+    """Return the parser of one benchmark."""
     benchmark = _benchmark(name)
     parser = Parser(f"kvferry bench {name}", benchmark.DESCRIPTION, benchmark.EXAMPLES)
     benchmark.add_arguments(parser)

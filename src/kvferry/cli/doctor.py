@@ -1,6 +1,7 @@
-"""Asks this machine what it can do.
+"""`kvferry doctor` examines this machine and reports what works and what to set. Changes nothing.
 
-What may crash or hang (NIXL, torch, a driver) is asked in a process of its own, with a deadline.
+Probes run here; the pure module `kvferry.cli.findings` turns the answers into findings. A probe
+that may crash or hang (NIXL, torch, a driver) runs in its own process, with a timeout.
 """
 
 import argparse
@@ -75,6 +76,9 @@ __all__ = [
 ]
 
 
+# -- probes --
+
+
 _Report = TypeVar("_Report", TorchReport, NixlReport, GpuReport)
 
 PROBE_TIMEOUT_S = 60.0
@@ -90,8 +94,10 @@ GPU_BENCHMARK = (
     "7",
     "--device",
 )
-"""What is measured of a GPU: enough to tell transports apart, in a few seconds of which most is
-starting up.
+"""The arguments of the GPU measurement.
+
+The sizes are large enough to tell the transports apart and small enough for a few seconds, most of
+which are start-up.
 """
 
 TORCH_CODE = """
@@ -100,12 +106,13 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}))
 """
 
-# Not to stdout, UCX's default, where a late line of its log would follow the answer.
+# UCX logs to stdout by default, where a late log line would follow the probe's answer.
 UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
 
-# A fork for each plugin: one that crashes or hangs says nothing about the others, and importing
-# NIXL takes longer than all of them. A child writes a byte once its plugin has started and then
-# exits normally, so that a crash on the way out is seen as what it is.
+# One fork per plugin: a plugin that crashes or hangs says nothing about the other plugins, and
+# importing NIXL takes longer than all forks together. A child writes a byte once its plugin has
+# started and then exits normally, so that a crash during exit is seen as a crash during exit
+# (docs/decisions/042-two-copies-of-libnl.md).
 NIXL_CODE = """
 import json, os, signal, sys
 from importlib.metadata import version
@@ -143,7 +150,8 @@ os._exit(0)  # the answer is given; how this process would end was seen in its c
 """
 
 SHARED_BYTES = b"kvferry"
-# The parent's number is passed in: where pid namespaces meet, os.getppid() would be another's.
+# The parent's process id is an argument: across pid namespaces os.getppid() would return another
+# process's id.
 SHARE_CODE = """
 import mmap, os, sys
 opened = os.open(f"/proc/{sys.argv[1]}/fd/{sys.argv[2]}", os.O_RDWR)
@@ -154,7 +162,7 @@ with mmap.mmap(opened, mmap.PAGESIZE) as shared:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutput:
-    """The last line a probe wrote, and everything it wrote beside."""
+    """The last line that a probe wrote, and the whole output."""
 
     line: str
     log: str
@@ -166,7 +174,7 @@ def run_probe(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> ProbeOutput | ProbeFailed:
-    """Run a segment of Python in a process of its own."""
+    """Run Python code in a separate process."""
     return _run_python("-c", code, *arguments, environ=environ, timeout_s=timeout_s)
 
 
@@ -202,8 +210,9 @@ def probe_torch() -> TorchReport | ProbeFailed:
 def probe_nixl(
     environ: Mapping[str, str], plugins: Sequence[str]
 ) -> tuple[NixlReport | ProbeFailed, str]:
-    """The report of a process that tried to start these plugins, and UCX's log with its table of
-    transports.
+    """Return the report of a process that tried to start these plugins, and the UCX log.
+
+    The UCX log holds the table of transports.
     """
     output = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
     return (
@@ -214,7 +223,7 @@ def probe_nixl(
 
 
 def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | ProbeFailed:
-    """How fast KV moves between two processes on one GPU."""
+    """Measure how fast KV moves between two processes on one GPU."""
     output = _run_python(
         "-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S
     )
@@ -222,7 +231,7 @@ def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | ProbeFail
 
 
 def driver_gpus() -> list[str]:
-    """GPUs as the driver's own tool lists them; none without it."""
+    """Return the GPUs that nvidia-smi lists; empty if nvidia-smi is not installed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -241,7 +250,7 @@ def driver_gpus() -> list[str]:
 
 
 def can_share_memory() -> str | None:
-    """None when another process of this user can map our anonymous memory; else why not."""
+    """Return None if another process of this user can map our anonymous memory, else the reason."""
     try:
         opened = os.memfd_create("kvferry-doctor")
     except (AttributeError, OSError) as error:
@@ -258,8 +267,9 @@ def can_share_memory() -> str | None:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether we could listen there now. True when the host is not ours to listen on: that is
-    another complaint.
+    """Return whether this process could listen on that port now.
+
+    Also True when the host is not an address of this machine: another finding reports that fault.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
@@ -272,6 +282,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def _decoded(output: ProbeOutput, kind: type[_Report]) -> _Report | ProbeFailed:
+    """Decode the last line of a probe; ProbeFailed if the line has another form."""
     try:
         return msgspec.json.decode(output.line, type=kind)
     except (msgspec.DecodeError, ValueError):
@@ -279,6 +290,7 @@ def _decoded(output: ProbeOutput, kind: type[_Report]) -> _Report | ProbeFailed:
 
 
 def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Describe how a probe failed: the signal, the last line of stderr, or the exit code."""
     if done.returncode < 0:
         return f"the process that asked it was killed by signal {-done.returncode}"
     lines = done.stderr.strip().splitlines()
@@ -289,8 +301,8 @@ def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
     )
 
 
-# -------------------- doctor --------------------
-# `kvferry doctor`: what this machine can do, and what to set. One line per topic; changes nothing.
+# -- command --
+# One line per topic.
 
 
 DESCRIPTION = (
@@ -303,10 +315,15 @@ EXAMPLES = """\
   kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
 
 REPORTED_SETTINGS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_RCACHE_MAX_UNRELEASED")
-"""Of those that the nixl transport makes: they change what moves, the others what is logged."""
+"""The UCX variables to report, out of all that the nixl transport sets.
+
+These variables change how data moves; the other variables change only logging.
+"""
 API_PORT = 8000
 OTHER_PORTS = [8100, 8200, 8192, SECOND_SIDE_CHANNEL_PORT]
-"""Those of the README's commands: prefill, decode, router, and the second engine's side channel."""
+"""The ports in the README's commands: prefill, decode, router, and the second engine's side
+channel.
+"""
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 PLAIN = {level: f"{level:<7}" for level in Severity}
 COLOURED = {
@@ -344,7 +361,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_backend(text: str) -> str:
-    """For argparse: the name of a NIXL plugin, which becomes part of a file's name."""
+    """For argparse: check the name of a NIXL plugin, which becomes part of a file name."""
     if not PLUGIN_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text[:80]!a} is no name of a NIXL plugin; write it like LIBFABRIC"
@@ -353,7 +370,9 @@ def parse_backend(text: str) -> str:
 
 
 def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Finding]:
-    """Every check, side by side because some take seconds, in a fixed order."""
+    """Run all checks in parallel, because some take seconds; return the findings in a fixed
+    order.
+    """
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [machine_finding(platform.machine(), " ".join(platform.libc_ver()))],
         lambda: [
@@ -384,7 +403,7 @@ def _torch(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
-    """One of each kind is measured."""
+    """Measure the first GPU of each kind."""
     settings = {
         name: value
         for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items()
@@ -445,7 +464,7 @@ def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _secret(environ: Mapping[str, str]) -> Finding:
-    """Looks without making one: asking must not change the answer."""
+    """Look for the secret without creating a secret: `doctor` must not change what it reports."""
     is_given = any(environ.get(name) for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
     own: Path = runtime_directory(environ) / FILE_NAME
     if not is_given and not os.path.lexists(own):

@@ -1,6 +1,4 @@
-"""What `kvferry doctor` says: one finding per line, and how the answers of its probes become
-findings. Pure.
-"""
+"""Findings of `kvferry doctor`: how the answers of probes become lines for the user. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +33,9 @@ __all__ = [
 ]
 
 
+# The first part of the names of UCX's RDMA transports (`rc_mlx5`, `dc_mlx5`, ...).
 RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
+# An enabled row of UCX's transport table; UCX marks enabled transports with a plus sign.
 TRANSPORT_ROW = re.compile(r"\|\s*[a-z-]*\s*\|\s*[a-z0-9_]*\s*\|\s*\+\s*(\w+)\s*\|")
 DEFAULT_PLUGIN = "UCX"
 SECOND_SIDE_CHANNEL_PORT = 5601
@@ -46,6 +46,8 @@ MIN_OPEN_FILES = 4096
 
 
 class Severity(StrEnum):
+    """How serious a finding is; a PROBLEM makes `kvferry doctor` exit with code 1."""
+
     OK = "ok"
     ADVICE = "advice"
     PROBLEM = "problem"
@@ -53,38 +55,44 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One line of the report."""
+
     level: Severity
     topic: str
     text: str
 
 
 class TorchReport(msgspec.Struct, frozen=True):
-    """What a process that imported torch found."""
+    """The answer of a process that imported torch."""
 
     version: str
     gpus: list[str] = []
     cuda: str | None = None
-    """The CUDA version torch was built for; None: a CPU build."""
+    """The CUDA version that torch was built for; None for a CPU build."""
 
 
 class NixlReport(msgspec.Struct, frozen=True):
-    """What a process that made a NIXL agent found."""
+    """The answer of a process that made a NIXL agent."""
 
     version: str
     plugins: list[str] = []
     started: list[str] = []
-    """Of those that were asked for."""
+    """The requested plugins that started."""
     exit_signals: dict[str, int] = {}
-    """By plugin, the signal that killed a process when it exited after starting that plugin."""
+    """By plugin, the signal that killed a process on exit after the process had started the
+    plugin.
+    """
     netlink_copies: int = 0
-    """Copies of libnl in a process that has started UCX. NIXL brings one, the distribution's libefa
-    another.
+    """The number of copies of libnl in a process that has started UCX.
+
+    NIXL's wheel has one copy; the distribution's libefa loads another
+    (docs/decisions/042-two-copies-of-libnl.md).
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """A probe that did not answer, and why, in a few words."""
+    """The outcome of a probe that gave no answer, with a short reason."""
 
     reason: str
 
@@ -110,7 +118,7 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
 
 
 def compiled_finding(missing: Sequence[str]) -> Finding:
-    """`missing`: loops that should be compiled, and are not."""
+    """Report C loops; `missing` names the loops that should be compiled and are not."""
     if not missing:
         return Finding(Severity.OK, "C module", "all its loops are here")
     text = (
@@ -152,7 +160,9 @@ def torch_finding(report: TorchReport | ProbeFailed) -> Finding:
 
 
 def gpu_finding(report: TorchReport | ProbeFailed, driver_gpus: list[str]) -> Finding:
-    """`driver_gpus` is what the driver sees, whatever torch was built for."""
+    """Report GPUs; `driver_gpus` are the GPUs that the driver sees, whatever torch was built
+    for.
+    """
     if isinstance(report, TorchReport) and report.gpus:
         return Finding(
             Severity.OK, "GPUs", f"{len(report.gpus)}: {', '.join(sorted(set(report.gpus)))}"
@@ -171,7 +181,7 @@ def gpu_finding(report: TorchReport | ProbeFailed, driver_gpus: list[str]) -> Fi
 
 
 def nixl_findings(report: NixlReport | ProbeFailed, requested: Sequence[str] = ()) -> list[Finding]:
-    """`requested` are the plugins that the user named beside UCX."""
+    """Report NIXL; `requested` are the plugins that the user named besides UCX."""
     if isinstance(report, ProbeFailed):
         return [
             Finding(
@@ -195,7 +205,7 @@ def nixl_findings(report: NixlReport | ProbeFailed, requested: Sequence[str] = (
 
 
 def _exit_findings(report: NixlReport) -> list[Finding]:
-    """How processes that have used NIXL end here."""
+    """Report how processes that have used NIXL exit on this machine."""
     crashes = [
         f"by signal {number} after using {name}" for name, number in report.exit_signals.items()
     ]
@@ -217,7 +227,9 @@ def _exit_findings(report: NixlReport) -> list[Finding]:
 
 
 def _plugin_finding(name: str, report: NixlReport) -> Finding:
-    """It was asked for by name, so it is a problem when it does not start."""
+    """Report one plugin; a plugin that the user asked for by name and that does not start is a
+    problem.
+    """
     if name in report.started:
         return Finding(Severity.OK, "NIXL plugin", f"{name} starts here")
     if name not in report.plugins:
@@ -231,7 +243,7 @@ def _plugin_finding(name: str, report: NixlReport) -> Finding:
 
 
 def port_finding(taken: list[int], checked_ports: list[int]) -> Finding:
-    """Of the ports in the README's commands."""
+    """Report which ports of the README's commands are free."""
     if not taken:
         return Finding(Severity.OK, "other ports", f"{', '.join(map(str, checked_ports))} are free")
     side = [str(port) for port in taken if port == SECOND_SIDE_CHANNEL_PORT]
@@ -242,13 +254,14 @@ def port_finding(taken: list[int], checked_ports: list[int]) -> Finding:
 
 
 def enabled_transports(log: str) -> list[str]:
-    """UCX's own table of transports, as its debug log prints it."""
+    """Return the enabled transports from the table that UCX prints in its debug log."""
     return sorted(set(TRANSPORT_ROW.findall(log)))
 
 
 def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Finding:
-    """`settings` are the UCX_ variables in force; they are the usual reason for a missing
-    transport.
+    """Report the transports of UCX.
+
+    `settings` are the UCX_ variables in force, which are the usual reason for a missing transport.
     """
     listed = ", ".join(transports)
     given = "".join(f", with {name}={value}" for name, value in sorted(settings.items()))
@@ -270,39 +283,40 @@ def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Fin
     return Finding(Severity.OK, "UCX", f"{listed}{given}")
 
 
-# -------------------- gpu findings -------------------- What `kvferry doctor` says of GPUs: how
-# fast KV moves between two processes on one, by which transport it would go, and with which
-# settings.
-#
-# Pure: `kvferry bench transfer` has measured, in a process of its own.
+# -- GPU findings --
+# How fast KV moves between two processes on one GPU, which transport an engine would choose, and
+# with which settings. `kvferry bench transfer` has measured, in a separate process.
 
 
 GOOD_SHARE = 0.8
-"""Of the device's own copy."""
+"""The share of the device's own copy speed from which cuda_ipc counts as fast."""
+# The advice never goes beyond this segment size.
 MAX_ADVICE_BYTES = 64 * 1024 * 1024
 GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
 
 class TransportRow(msgspec.Struct, frozen=True):
-    """A row of the benchmark."""
+    """One row of the benchmark's output."""
 
     transport: str
     segment_bytes: int
     pattern: str
     gbps: float | None = None
-    """None: this transport could not move it."""
+    """The speed in 10^9 bytes per second; None if this transport could not move the data."""
     copies: int | None = None
     median_us: float | None = None
 
 
 class BaselineRow(msgspec.Struct, frozen=True):
+    """The speed of plain copies, for comparison."""
+
     pattern: str
     memcpy_gbps: float
     contiguous_nixl_gbps: float | None = None
 
 
 class GpuReport(msgspec.Struct, frozen=True):
-    """What the benchmark answered, as far as it is used here."""
+    """The benchmark's output; only the fields that are used here."""
 
     rows: list[TransportRow]
     baselines: list[BaselineRow]
@@ -310,21 +324,25 @@ class GpuReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeeds:
-    """Of scattered segments of one size, in 10^9 bytes per second; None where something does not
-    work.
+    """The speeds for scattered segments of one size, in 10^9 bytes per second; None if a transport
+    does not work.
     """
 
     segment_bytes: int
     copy: float
+    """The speed of the device's own copy."""
     cuda_ipc: float | None
     nixl: float | None
     nixl_bounce: float | None
     nixl_contiguous: float | None
     descriptor_us: float | None
-    """What NIXL takes for each descriptor."""
+    """The time that NIXL takes for each descriptor."""
 
 
 def gpu_speeds(report: GpuReport) -> GpuSpeeds | ProbeFailed:
+    """Pick the speeds out of the report; ProbeFailed if no transport moved the memory of this
+    GPU.
+    """
     rows = {
         row.transport: row
         for row in report.rows
@@ -349,11 +367,11 @@ def gpu_speeds(report: GpuReport) -> GpuSpeeds | ProbeFailed:
 
 
 def bounce_advice_bytes(speeds: GpuSpeeds) -> int | None:
-    """The size of segments from which on NIXL is as fast with a descriptor for each as staged: a
-    power of two. None when nobody knows.
+    """Return the segment size at which plain NIXL becomes as fast as bounce buffers, or None if
+    unknown.
 
-    A descriptor takes as long whatever its size, and bounce-buffer transfers are as fast whatever
-    their segments.
+    A descriptor takes the same time whatever its size, and a transfer through bounce buffers is
+    equally fast whatever the size of its segments. The result is rounded up to a power of two.
     """
     if speeds.descriptor_us is None or speeds.nixl_bounce is None:
         return None
@@ -364,7 +382,7 @@ def bounce_advice_bytes(speeds: GpuSpeeds) -> int | None:
 def gpu_speed_findings(
     gpu: str, report: GpuReport | ProbeFailed, default_bounce_bytes: int
 ) -> list[Finding]:
-    """How fast each way is, and which transport would be chosen."""
+    """Report the speed of each transport and the transport that an engine would choose."""
     speeds = report if isinstance(report, ProbeFailed) else gpu_speeds(report)
     if isinstance(speeds, ProbeFailed):
         text = (
@@ -379,7 +397,10 @@ def gpu_speed_findings(
 
 
 def ucx_settings_finding(settings: Mapping[str, str], environ: Mapping[str, str]) -> Finding:
-    """`settings` are those that the nixl transport makes, unless the user has made them."""
+    """Report the UCX settings on GPUs.
+
+    `settings` are the values that the nixl transport sets unless the user has set the variable.
+    """
     shown = [
         f"{name}={environ.get(name, value)} ({'yours' if name in environ else 'set by kvferry'})"
         for name, value in sorted(settings.items())

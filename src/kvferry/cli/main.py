@@ -1,8 +1,8 @@
-"""`kvferry`: finds the command, runs it, and turns what goes wrong into one sentence and an exit
-code.
+"""`kvferry` finds a command, runs the command, and turns errors into one sentence and an exit code.
 
 A command is a module with `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) ->
-int`; it is imported only when it is asked for, so that `kvferry --help` costs nothing.
+int`. A command module is imported only when the user asks for the command, so that `kvferry --help`
+is fast.
 """
 
 import argparse
@@ -32,9 +32,12 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
+    """A row of the command table."""
+
     module: str
     summary: str
     takes_transfer_config: bool = False
+    """Whether the command takes `--kv-transfer-config` in both spellings."""
 
 
 COMMANDS = {
@@ -62,6 +65,8 @@ COMMANDS = {
 
 
 class Command(Protocol):
+    """The contract of a command module."""
+
     DESCRIPTION: str
     EXAMPLES: str
 
@@ -71,7 +76,10 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 when something failed, 2 when a setting is wrong, 130 after Ctrl-C."""
+    """Run the command line and return the exit code.
+
+    The code is 0; 1 if something failed; 2 if a setting is wrong; 130 after Ctrl-C.
+    """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -81,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone. Pointing it elsewhere keeps the interpreter from
-        # complaining at exit.
+        # The reader of our output has exited. Pointing stdout at /dev/null keeps the interpreter
+        # from reporting the error again when the interpreter flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -113,7 +121,7 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of one command."""
+    """Return the parser of one command."""
     command = _command(name)
     parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)
     command.add_arguments(parser)

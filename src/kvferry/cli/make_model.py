@@ -1,4 +1,6 @@
-"""`kvferry make-model`: writes a tiny checkpoint whose answers depend on every block of its KV."""
+"""`kvferry make-model` writes a tiny checkpoint whose answers depend on every block of the KV
+cache.
+"""
 
 import argparse
 from pathlib import Path
@@ -43,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here because it brings torch, which takes a second.
+    # Imported here because the module imports torch, which takes a second.
     from kvferry.engine.make_model.writer import make_model
 
     make_model(

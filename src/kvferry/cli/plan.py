@@ -1,4 +1,8 @@
-"""A plan as text and as JSON. Pure."""
+"""`kvferry plan` computes the size of a model's KV cache, the time to move the cache, and settings.
+
+Reads only config.json and loads no weights. `make_plan` computes a `Plan`; the pure functions
+`plan_as_text` and `plan_as_json` show the plan.
+"""
 
 import argparse
 import json
@@ -55,9 +59,12 @@ __all__ = [
 ]
 
 
+# -- output --
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known, before it is shown."""
+    """All computed values of a plan."""
 
     name: str
     shape: ModelCacheShape
@@ -71,6 +78,7 @@ class Plan:
 
 
 def plan_as_text(plan: Plan, units: Units) -> str:
+    """Return the plan as text with tables."""
     shape = plan.shape
     per_token = shape.bytes_per_token()
     lines = [
@@ -125,6 +133,7 @@ def _describe(group: LayerGroup) -> str:
 
 
 def _formula(shape: ModelCacheShape) -> str:
+    """Return the product that gives the bytes per token, for the user to check."""
     parts = []
     for group in shape.groups:
         if group.fixed_bytes or shape.dtype == LATENT_DTYPE:
@@ -165,6 +174,7 @@ def _table(head: list[str], body: list[list[str]]) -> list[str]:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as a JSON object; `bytes_*` values are exact."""
     shape = plan.shape
     return {
         "model": plan.name,
@@ -201,7 +211,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, Any]:
-    """`bytes` and `exact_ms` are exact; `gb` and `ms` are what the table shows, before rounding."""
+    """Return one prompt length; `bytes` and `exact_ms` are exact, `gb` and `ms` are the table's
+    values before rounding.
+    """
     times = [
         {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)}
         for link, ms in zip(links, row.ms, strict=True)
@@ -215,8 +227,7 @@ def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, An
     }
 
 
-# -------------------- plan -------------------- `kvferry plan`: how large a model's KV cache is,
-# how long it takes to move, and what to set. Computes nothing else; loads no weights.
+# -- command --
 
 
 DESCRIPTION = (
@@ -329,7 +340,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """ConfigError names what is missing or does not fit."""
+    """Compute the plan; ConfigError names an argument that is missing or does not fit."""
     name, shape, notes = _shape(arguments)
     tp, block = arguments.tp, arguments.block_size
     shape.check_tp(tp)
@@ -364,7 +375,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def count_to(most: int) -> Callable[[str], int]:
-    """For argparse: a whole number, at least 1."""
+    """For argparse: return a parser for whole numbers from 1 to `most`."""
 
     def parse_count(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
@@ -377,7 +388,7 @@ def count_to(most: int) -> Callable[[str], int]:
 
 
 def parse_tokens(text: str) -> int:
-    """For argparse: a prompt length; K counts in thousands here, as people say it of prompts."""
+    """For argparse: parse a prompt length; here K means 1,000, as is usual for prompts."""
     match = TOKENS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(
@@ -393,7 +404,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_link(text: str) -> NetworkLink:
-    """For argparse: NAME=GBIT."""
+    """For argparse: parse a link given as NAME=GBIT."""
     name, _, speed = text.rpartition("=")
     try:
         gbit = float(speed)
@@ -407,6 +418,7 @@ def parse_link(text: str) -> NetworkLink:
 
 
 def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[str]]:
+    """Return name, cache shape and notes of the model, from MODEL or from the size flags."""
     given = [
         value
         for value in (arguments.layers, arguments.kv_heads, arguments.head_dim)
@@ -451,6 +463,7 @@ def _shape_of_model(model: str, requested_dtype: str) -> tuple[str, ModelCacheSh
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read config.json; raise ConfigError if the file is unreadable or not a JSON object."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_CONFIG_BYTES))
@@ -466,7 +479,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]:
-    """Equal sides, then what differs, either way round."""
+    """Return the pairs of P and D to compare: equal sides, then other TP and other block size, in
+    both directions.
+    """
     tp, block = arguments.tp, arguments.block_size
     other_tp, other_block = (
         arguments.peer_tp or _default_peer_tp(shape, tp),
@@ -492,7 +507,7 @@ def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]
 
 
 def _default_peer_tp(shape: ModelCacheShape, tp: int) -> int:
-    """Twice ours, or ours where the heads do not allow that."""
+    """Return twice our TP, or our TP if the KV heads cannot be divided that way."""
     return (
         2 * tp
         if all(
@@ -504,7 +519,7 @@ def _default_peer_tp(shape: ModelCacheShape, tp: int) -> int:
 
 
 def _layouts(shape: ModelCacheShape) -> list[str]:
-    """Blocks of all layers need layers that are all alike."""
+    """Return the layouts to compare; a cross-layer layout needs layers that are all alike."""
     return [layout for layout in LAYOUTS if layout != CROSS_LAYER or len(shape.groups) == 1]
 
 

@@ -1,5 +1,7 @@
-"""`kvferry proxy`: the router in front of prefill and decode instances, with the flags of the
-seeds' proxies.
+"""`kvferry proxy` runs the router in front of prefill and decode instances.
+
+This module is the composition root of the router. The flags for instances are those of vLLM's toy
+proxy.
 """
 
 import argparse
@@ -153,7 +155,7 @@ def _make_app(
 
 
 def router_options(arguments: argparse.Namespace) -> RouterOptions:
-    """The file's settings, and the flags' in their place."""
+    """Return the settings of the config file, overridden by the flags."""
     path = getattr(arguments, "config", None)
     options = read_config_file(_read(path), _read) if path else RouterOptions()
     instances = {role: _instances(arguments, role, is_default=not path) for role in Role}
@@ -168,6 +170,9 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
 
 
 def _instances(arguments: argparse.Namespace, role: Role, is_default: bool) -> tuple[Instance, ...]:
+    """Return the instances of one role from the flags; empty if a config file names the
+    instances.
+    """
     hosts, ports = (
         getattr(arguments, f"{_FLAGS[role]}_hosts"),
         getattr(arguments, f"{_FLAGS[role]}_ports"),
@@ -189,13 +194,14 @@ def _access(arguments: argparse.Namespace) -> AccessOptions:
 
 
 def _merged(below: T, above: T) -> T:
-    """What was set in the one above, else what the other says."""
+    """Return `below` with every field that is set in `above` replaced by the value in `above`."""
     values: dict[str, Any] = {entry.name: getattr(above, entry.name) for entry in fields(above)}  # type: ignore[arg-type]
     merged: T = replace(below, **{name: value for name, value in values.items() if value})  # type: ignore[type-var]
     return merged
 
 
 def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the named arguments that the user gave."""
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
@@ -222,7 +228,9 @@ def _announce(address: Address, is_tls: bool) -> None:
 
 @contextmanager
 def _releases(secret: ClusterSecret) -> Iterator[SideChannelSender]:
-    """The way to tell P that nobody will come. The router only dials, so it listens on the loopback
+    """Start and close the sender with which the router releases tickets on P.
+
+    The router only connects to engines, so its own side channel listens on the loopback address
     alone.
     """
     kit = ConfiguredTransportKit.from_settings(SideChannelConfig(), secret, None, os.environ)

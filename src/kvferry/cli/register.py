@@ -1,5 +1,7 @@
-"""Keeps one instance in the fleets of routers while it is well. One thread; every wait has a
-deadline.
+"""`kvferry register` keeps an engine registered with routers while the engine is healthy.
+
+The engine may be any server, for example vLLM. One thread sends all requests; every request has a
+timeout.
 """
 
 import argparse
@@ -28,14 +30,18 @@ __all__ = ["DESCRIPTION", "EXAMPLES", "Registration", "add_arguments", "check_ro
 
 _log = logging.getLogger(__name__)
 
+# The timeout of one HTTP request.
 _CALL_S = 5.0
 _RENEWALS = 3
-"""Within one life of a registration: so many may get lost, less one."""
+"""The number of renewals within one TTL; a registration survives the loss of all but one."""
+# Ignores proxy settings from the environment.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def check_router_url(url: str) -> str:
-    """`http://HOST:PORT` without a path. ConfigError."""
+    """Check that the URL has the form `http://HOST:PORT` without a path; raise ConfigError if
+    not.
+    """
     try:
         parts = urlsplit(url)
         is_good = (
@@ -53,8 +59,9 @@ def check_router_url(url: str) -> str:
 
 @dataclass(slots=True)
 class Registration:
-    """`run` in a thread of its own, or in the main one; `stop` from anywhere. It leaves the fleets
-    in good order.
+    """Registers one instance with routers until `stop`, then deregisters the instance.
+
+    `run` blocks, in the main thread or in its own thread; any thread may call `stop`.
     """
 
     instance: Instance
@@ -77,7 +84,9 @@ class Registration:
         self._stop.set()
 
     def _is_healthy(self) -> bool:
-        """One that is not is renewed no more, and is out of the fleets soon."""
+        """Return whether the instance is healthy; the registration of an unhealthy instance
+        expires.
+        """
         try:
             with _open(f"{self.instance.url}/health", timeout=_CALL_S) as answer:
                 return bool(answer.status == 200)
@@ -106,7 +115,7 @@ class Registration:
 
 
 def _error_text(error: Exception) -> str:
-    """What the router answered, if it answered."""
+    """Return the router's error message if the router answered, else the exception's text."""
     if not isinstance(error, urllib.error.HTTPError):
         return str(error)
     try:
@@ -115,8 +124,8 @@ def _error_text(error: Exception) -> str:
         return str(error)
 
 
-# -------------------- register -------------------- `kvferry register`: keeps an engine that was
-# started elsewhere, vLLM for one, in the fleets of routers while it is well.
+# -- command --
+# `kvferry register` for an engine that was started by another program.
 
 
 DESCRIPTION = (

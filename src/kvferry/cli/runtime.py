@@ -1,12 +1,4 @@
-"""Signals that ask a command to stop: an exception wherever it happens to be, or a request that it
-looks at when it can.
-
-An exception out of a signal handler appears between any two instructions of whatever the main
-thread runs. Code that only waits is well served by that. Code that is inside other libraries is
-not. They may swallow it, and the command would go on for hours: `__del__` and weak references'
-callbacks do, Cython does while it makes a module (seen: the first use of numpy.random). Or it
-leaves a transfer half made, whose memory is then freed under it.
-"""
+"""The process environment of commands: stop signals, the limit on open files, and logging."""
 
 import contextlib
 import faulthandler
@@ -31,25 +23,37 @@ __all__ = [
 ]
 
 
+# -- stop signals --
+# A signal either raises KeyboardInterrupt at once (`stop_signals`) or is recorded until the command
+# checks (`stop_requests`). An exception from a signal handler appears between any two instructions
+# of the main thread. For code that only waits, the exception is fine. Code inside other libraries
+# needs the second way: a library may swallow the exception, and the command would run on for hours
+# (`__del__` and callbacks of weak references do so; Cython does so while it initialises a module,
+# seen at the first use of numpy.random). Or the exception leaves a transfer half done, whose memory
+# is then freed during the transfer.
+
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINISH_S = 2.0
-"""For what is under way when a stop is asked for."""
+"""The time that work in progress has to finish after a stop request."""
 END_S = 30.0
-"""From then until the process ends by force, saying where it hung. Longer than every wait on the
-way out.
+"""The time from the stop request until the process is ended by force, with a traceback.
+
+The value is longer than every wait during a normal exit.
 """
 
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """They become KeyboardInterrupt at once."""
+    """Turn stop signals into KeyboardInterrupt at once."""
     with _handled_by(_interrupt):
         yield
 
 
 class StopRequest:
-    """What a signal asked for, remembered until somebody looks. Loops call `check`, waits end at
-    `earlier_deadline`.
+    """A stop request that is recorded until the command checks.
+
+    Loops call `check`; waits end at `earlier_deadline`.
     """
 
     def __init__(self) -> None:
@@ -64,13 +68,13 @@ class StopRequest:
             self._requested_at = time.monotonic()
 
     def check(self) -> None:
-        """KeyboardInterrupt once a stop is asked for."""
+        """Raise KeyboardInterrupt if a stop has been requested."""
         if self.is_requested:
             raise KeyboardInterrupt
 
     def earlier_deadline(self, deadline: float) -> float:
-        """Until when to wait for something that had better be finished: its deadline, or a moment
-        after the stop.
+        """Return the deadline of a wait: `deadline`, or `FINISH_S` after the stop request if that
+        is earlier.
         """
         return (
             deadline if self._requested_at is None else min(deadline, self._requested_at + FINISH_S)
@@ -79,13 +83,16 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(end_s: float = END_S) -> Iterator[StopRequest]:
-    """They are remembered. A process that has not ended `end_s` after the first is ended, also when
-    it hangs in another library.
+    """Record stop signals instead of raising.
+
+    A process that has not ended `end_s` after the first signal is ended by force, even if the
+    process hangs in another library.
     """
     stop = StopRequest()
 
     def remember(number: int, frame: FrameType | None) -> None:
         if not stop.is_requested:
+            # faulthandler has its own thread and needs no GIL, so the exit works in a hung process.
             faulthandler.dump_traceback_later(end_s, exit=True)
         stop.request()
 
@@ -107,28 +114,30 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# -------------------- limits --------------------
-# What the operating system allows a server of ours. Children inherit it.
+# -- limits --
+# Limits of the operating system; child processes inherit the limits.
 
 
 def raise_file_limit() -> None:
-    """As many files as we may have: each connection is one, and the usual soft limit of 1,024 is
-    too few for a busy server.
+    """Raise the soft limit on open files to the hard limit.
+
+    Each connection is one file, and the usual soft limit of 1,024 is too low for a busy server.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-# -------------------- json logs --------------------
-# Log lines as JSON objects, one per line, for machines to read.
+# -- logs --
+# Log lines as text, or as JSON objects with one object per line.
 
 
+# The attributes of every log record; all other attributes came from `extra`.
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger and message, and whatever else the line was given as `extra`."""
+    """Formats a record as JSON: time, level, logger, message and the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         shown: dict[str, object] = {
@@ -144,7 +153,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """The same for people: what was given as `extra` follows the message."""
+    """Formats a record as text; the fields of `extra` follow the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = " ".join(
@@ -156,6 +165,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def configure_logs(is_json: bool) -> None:
+    """Configure the root logger of this process, at level INFO."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter() if is_json else _TextFormatter("%(asctime)s %(levelname)s %(message)s")

@@ -1,5 +1,6 @@
-"""`kvferry serve`: one engine with its API, flags as `vllm serve`. The composition root of an
-engine.
+"""`kvferry serve` runs one engine with its API; the flags are those of `vllm serve`.
+
+This module is the composition root of an engine.
 """
 
 import argparse
@@ -265,7 +266,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
-    """The options that parsed arguments ask for. ConfigError names what is wrong."""
+    """Return the engine options for parsed arguments; ConfigError names the wrong setting."""
     transfer = (
         None
         if arguments.kv_transfer_config is None
@@ -303,6 +304,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _wants_cross_layer_blocks(transfer: KVTransferConfig) -> bool:
+    """Return whether any connector, also inside a MultiConnector, asks for cross-layer blocks."""
     extra = transfer.extra
     if isinstance(extra, MultiExtraConfig):
         return any(_wants_cross_layer_blocks(child) for child in extra.connectors)
@@ -310,8 +312,8 @@ def _wants_cross_layer_blocks(transfer: KVTransferConfig) -> bool:
 
 
 def check_before_start(options: EngineOptions, address: Address) -> None:
-    """What would otherwise be found seconds later, in another process. ConfigError names what is
-    wrong.
+    """Check early what would otherwise fail seconds later, in another process; raise
+    ConfigError.
     """
     if options.kv_transfer is not None:
         KVConnectorFactory.get_connector_class(options.kv_transfer)
@@ -323,8 +325,10 @@ def check_before_start(options: EngineOptions, address: Address) -> None:
 
 
 def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
-    """Whoever opened the side channel to other machines means the API to be reached from there too,
-    as with vLLM.
+    """Return the address on which the API listens.
+
+    An operator who opens the side channel to other machines wants the API reachable from other
+    machines too, as with vLLM.
     """
     return given or ("localhost" if side_channel.is_local else "0.0.0.0")
 
@@ -332,7 +336,10 @@ def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
 def _registering(
     arguments: argparse.Namespace, side_channel: SideChannelConfig
 ) -> Callable[[str, Address], None]:
-    """Tell routers of this engine once it listens. They forget it soon after it stops."""
+    """Return a listening callback that registers this engine with routers.
+
+    Routers drop the engine soon after the engine stops.
+    """
     routers = [check_router_url(url) for url in arguments.router]
     if arguments.router_role is None:
         raise ConfigError("--router needs --router-role: prefill or decode")
@@ -344,8 +351,8 @@ def _registering(
         url = arguments.router_url or f"http://{Address(host, address.port)}"
         instance = parse_instance(Role(arguments.router_role), url)
         registration = Registration(instance, routers, registrar, DEFAULT_TTL_S)
-        # It holds up nobody's end: routers notice an engine that does not renew, and one that
-        # refuses.
+        # A daemon thread, so that registration never delays the exit: routers notice an engine that
+        # no longer renews, and an engine that refuses requests.
         threading.Thread(target=registration.run, name="kvferry-registration", daemon=True).start()
 
     return listening
@@ -358,8 +365,12 @@ async def _serve(
     address: Address,
     on_listening: Callable[[str, Address], None],
 ) -> int:
-    """The exit code: 0, or the signal's when one came before there was anything to serve with."""
-    # The core logs its stages too; nobody needs to read them twice.
+    """Start and serve an engine; return the exit code.
+
+    The code is 0, or the signal's exit code when a signal arrived before the engine was ready.
+    """
+    # The core logs its start-up stages at INFO; printing the stages too would show each stage
+    # twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
     with stop_signals() as signals:
         starting = EngineClient.start(
@@ -387,6 +398,7 @@ def _show_stage(stage: str) -> None:
 
 
 def _listening(model_name: str, address: Address) -> None:
+    """Print the address and a request to try, and announce the address to the parent process."""
     announce(model_name, dialable(address))
     print(f"kvferry: try {curl_command(address, model_name)}", flush=True)
     announce_address(address, os.environ)

@@ -1,7 +1,7 @@
-"""`kvferry up`: prefill, decode and router on this machine; shows one request and serves until it
-is told to stop.
+"""`kvferry up` runs prefill, decode and router on this machine, shows one request, and serves.
 
-Whatever ends it, kill -9 included, it leaves no process, socket or file behind (see `processes`).
+However the command ends, kill -9 included, no process, socket or file is left behind (see
+`kvferry.cli.cluster.processes`).
 """
 
 import argparse
@@ -145,8 +145,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
-    """The guardian is told of the directory before it exists, so there is no moment at which a kill
-    would leave it behind.
+    """Make the process group, the directory and the cluster; close all at the end.
+
+    The reaper gets the name of the directory before the directory exists, so at no moment can a
+    kill leave the directory behind.
     """
     directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
     with ProcessGroup(directory) as group:
@@ -161,6 +163,7 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
         try:
             yield cluster, launch
         finally:
+            # From here on a signal shortens the clean-up instead of interrupting the clean-up.
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda number, frame: cluster.terminate_all())
             cluster.close()
@@ -223,7 +226,7 @@ def _serve_until_stopped(cluster: LocalCluster) -> int:
 
 @contextmanager
 def _show_logs_on_failure(console: Console, cluster: LocalCluster) -> Iterator[None]:
-    """When something fails, show what the processes said last."""
+    """On failure, show the last log lines of the processes."""
     try:
         yield
     except ConfigError:

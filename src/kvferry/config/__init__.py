@@ -1,5 +1,5 @@
-"""Settings: frozen, typed, checked on construction. The only package that reads environment and
-files for them.
+"""Settings: frozen, typed and checked on construction. The only package that reads settings from
+the environment and from files.
 
 Every `ConfigError` is one sentence that starts with the dotted key and ends with the fix.
 """

@@ -1,4 +1,7 @@
-"""Settings that come from the environment alone. Pure: the caller passes the environment."""
+"""Settings that are set only by environment variables, and the search for a model's folder.
+
+The caller passes the environment. Pure, except that `find_checkpoint` reads the file system.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,13 +19,14 @@ __all__ = [
 ]
 
 
+# A variable of vLLM that kvferry replaces by `kv_lease_duration`.
 OLD_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 
 def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
-    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together,
-    so a head slice is one segment.
+    """The cache layout: KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND. With HND the
+    tokens of a head are adjacent, so a slice of heads is one segment.
     """
     for name in LAYOUT_NAMES:
         text = environ.get(name, "").strip()
@@ -34,14 +38,12 @@ def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
 
 
 def fault_spec_from_environment(environ: Mapping[str, str]) -> str:
-    """KVFERRY_FAULTS: what the data transports do wrong on purpose, for tests that must fail;
-    empty: nothing.
-    """
+    """KVFERRY_FAULTS: faults that data transports inject on purpose in tests; empty for none."""
     return environ.get("KVFERRY_FAULTS", "").strip()
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each variable that operators set elsewhere and that nothing here reads."""
+    """One sentence for each variable that operators set for vLLM and that kvferry does not read."""
     if not environ.get(OLD_TIMEOUT, "").strip():
         return []
     return [
@@ -50,8 +52,9 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-# -------------------- checkpoint -------------------- Where a model's files are: a folder, or a
-# name that some other tool has already downloaded. Reads the file system, downloads nothing.
+# -- checkpoint --
+# Finds a model's files: a folder, or a name that another tool has already downloaded. Reads the
+# file system and downloads nothing.
 
 
 REVISION = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -59,8 +62,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}(/[A-Za-z0-9._-]{1,96})?")
 
 
 def find_checkpoint(model: str, environ: Mapping[str, str]) -> Path:
-    """The folder of a model given as a folder or as `owner/name` in the Hugging Face cache.
-    ConfigError when there is none.
+    """The folder of a model given as a folder or as `owner/name` in the Hugging Face cache. Raises
+    `ConfigError` if there is none.
     """
     folder = _expanded(model)
     if folder is not None and folder.is_dir():
@@ -84,6 +87,7 @@ def find_checkpoint(model: str, environ: Mapping[str, str]) -> Path:
 def _expanded(model: str) -> Path | None:
     try:
         return Path(model).expanduser() if model and "\0" not in model else None
+    # `expanduser` found no home directory of the named user.
     except RuntimeError:
         return None
 
@@ -99,7 +103,7 @@ def _hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def _newest_snapshot(repository: Path) -> Path | None:
-    """The revision `main` points to, if its files are there; else the one fetched last."""
+    """The snapshot of revision `main` if its files exist; otherwise the newest snapshot."""
     found = [*_main_snapshot(repository), *_snapshots_newest_first(repository)]
     return next((path for path in found if (path / "config.json").is_file()), None)
 

@@ -1,8 +1,8 @@
-"""`kv_connector_extra_config`, typed by connector. Pure; a registry by connector name that others
-may add to.
+"""`kv_connector_extra_config`, typed by connector. Pure, except for a registry by connector name,
+to which other modules may add classes.
 
-Field names are the keys of the JSON, so they keep the spelling users know; every duration is in
-seconds.
+Field names are the keys of the JSON, so the names keep vLLM's spelling; every duration is in
+seconds. The docstrings under the fields are copied into docs/configuration.md and into help texts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ class ExtraConfig:
 
 @dataclass(frozen=True)
 class FreeExtraConfig(ExtraConfig):
-    """Settings of a connector that checks them itself."""
+    """Settings of a connector that checks the settings itself."""
 
     settings: Settings = field(default_factory=dict)
 
@@ -71,85 +71,86 @@ class FreeExtraConfig(ExtraConfig):
 class NixlExtraConfig(ExtraConfig):
     """Settings of NixlConnector and NixlPushConnector.
 
-    More fields than a class of ours has otherwise: it is one flat table because the JSON is.
+    The class has more fields than the style allows because the JSON is one flat table.
     """
 
     backends: Texts = ("UCX",)
-    """NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` says which there
-    are.
+    """The NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` lists the available
+    plugins.
     """
     num_threads: Count = 4
-    """Threads of each NIXL plugin that takes a number of them; UCX alone needs none here and has
-    none.
+    """The number of threads of each NIXL plugin that takes a thread count; UCX alone needs no
+    threads and gets none.
     """
     kv_lease_duration: LeaseSeconds = 30.0
-    """How long P keeps blocks for D without hearing from it."""
+    """How long P keeps blocks for D without a heartbeat from D."""
     decoder_kv_blocks_ttl: Seconds = 480.0
-    """How long D keeps blocks for the next turn of a conversation, unless it needs them before."""
+    """How long D retains the blocks of a finished turn for the next turn, unless D needs the blocks
+    earlier.
+    """
     bidirectional_kv_xfer: Flag = False
-    """D keeps what it has of a conversation when a turn ends, and P fetches it for the next one. On
-    both sides, with kv_role kv_both.
+    """D retains the blocks of a finished turn, and P fetches the blocks for the next turn. Set it
+    on both sides, with kv_role kv_both.
     """
     kv_recompute_threshold: Natural = 64
-    """Fewer tokens than this P computes again rather than fetching them from D; 0: it fetches
-    whatever it lacks.
+    """If fewer tokens than this can be fetched from D, P computes the tokens; 0: P always fetches.
     """
     enable_cross_layers_blocks: Flag = False
     """All layers of a block lie side by side in memory and move as one segment."""
     enable_permute_local_kv: Flag = False
-    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put
-    into our order.
+    """Accepted because vLLM has it; KV from a cache of another layout is always converted to this
+    engine's layout.
     """
     engine_ttl: Number = 3600.0
-    """Peers unheard of for so long are forgotten; 0 or less: never."""
+    """Peers that are silent for this long are forgotten; 0 or less: never."""
     enforce_handshake_compat: Flag = True
     """Refuse peers whose model, cache or versions differ in a way that could give wrong tokens."""
     push_registration_timeout: Seconds | None = None
-    """In push: how long a request of D that has blocks waits for P to have something for it; null:
-    as `decoder_kv_blocks_ttl`.
+    """In push: how long a request of D that holds blocks waits for P to offer KV; null: the value
+    of `decoder_kv_blocks_ttl`.
     """
     push_streaming: Flag = True
-    """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at
-    the end.
+    """In push: P offers the full blocks of a prompt while P computes the rest; false: P offers all
+    blocks at the end.
     """
     push_write: Text = "fenced"
-    """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can
-    end it: over tcp), always, never.
+    """In push: when P writes into D's blocks instead of D reading from P: fenced (only where D
+    itself can revoke the write grant: over tcp), always, never.
     """
     transports: Texts = ()
-    """Pins the data transports, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that
+    """The data transports to use, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that
     work here.
     """
     bounce_max_segment_bytes: Natural | None = None
-    """Over NIXL, a transfer whose segments are smaller on average goes through a bounce buffer; 0:
-    none does; null: 262144 for GPU memory, 0 for host memory.
+    """Over NIXL, a transfer whose segments are smaller than this on average uses a bounce buffer;
+    0: never; null: 262144 for GPU memory, 0 for host memory.
     """
     bounce_buffer_bytes: Natural | None = None
-    """Memory of the bounce buffer, of the kind and on the device that the cache is; null: 1 % of a
+    """The size of the bounce buffer, which lies in the same memory as the cache; null: 1 % of a
     GPU's memory, at most 1073741824, and 67108864 on a host.
     """
     peers: Texts = ()
-    """In push behind a router that signs nothing: side channels (host:port) of engines that are
-    believed without a ticket (on D of its P's, on P of its D's); the two legs then meet by their
+    """In push behind a router that does not sign: the side channels (host:port) of engines that are
+    trusted without a ticket (on D its P's, on P its D's). The two legs are then matched by their
     request id.
     """
     force_host_buffer: Flag = False
-    """Stage KV in host memory as with `kv_buffer_device: cpu`, also where the cache is host memory
-    itself; for tests.
+    """Use a host buffer as with `kv_buffer_device: cpu`, even if the cache is in host memory; for
+    tests.
     """
     handshake_timeout: Seconds = 5.0
-    """How long D waits for a peer's answer to its greeting."""
+    """How long D waits for a peer's handshake reply."""
     read_timeout: Seconds = 30.0
     """How long one read may take."""
     confirm_timeout: Seconds = 5.0
-    """How long D waits for P to confirm that what it read was still leased."""
+    """How long D waits for P to confirm that the blocks were still leased when D read them."""
     receive_timeout: Seconds = 120.0
-    """From the moment D has blocks for a request until its last byte is confirmed, whatever happens
-    in between.
+    """The longest time from the moment D has blocks for a request until P has confirmed the last
+    byte.
     """
     grant_wait: Seconds = 5.0
-    """How long readers are believed whose valid ticket has overtaken its grant on the way to the
-    worker.
+    """How long P waits for the grant of a lease when a reader with a valid ticket arrives before
+    the grant does.
     """
 
     def __post_init__(self) -> None:
@@ -171,8 +172,8 @@ class NixlExtraConfig(ExtraConfig):
 
     @property
     def lease_extension_s(self) -> float:
-        """What one heartbeat adds: two thirds of the lease, in whole seconds where there are whole
-        seconds to count.
+        """How much one heartbeat extends a lease: two thirds of the lease, in whole seconds if the
+        lease has at least 3 s.
         """
         return (
             self.kv_lease_duration * 2 // 3
@@ -181,12 +182,12 @@ class NixlExtraConfig(ExtraConfig):
         )
 
     def lends_by(self, transports: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
-        """In push: of these transports, those by which P may write into our blocks."""
+        """In push: which of these transports P may use to write into this engine's blocks."""
         return frozenset({"always": transports, "fenced": fenced}.get(self.push_write, ()))
 
     @property
     def peer_addresses(self) -> frozenset[str]:
-        """As engines advertise themselves, with one spelling of the loopback."""
+        """The addresses as engines advertise them, with one spelling of the loopback address."""
         pairs = (peer.rpartition(":") for peer in self.peers)
         return frozenset(str(Address(numeric_host(host), int(port))) for host, _, port in pairs)
 
@@ -207,12 +208,12 @@ class OffloadingExtraConfig(ExtraConfig):
     spec_module_path: Text | None = None
     cpu_bytes_to_use: Natural = 0
     block_size: Natural = 0
-    """Tokens per offloaded chunk; 0: the engine's block."""
+    """Tokens per offloaded chunk; 0: the engine's block size."""
     blocks_per_chunk: Natural = 0
     eviction_policy: Text = "lru"
     cache_policy_module_path: Text | None = None
     store_threshold: Natural = 0
-    """From 2 on, only blocks seen so often are stored."""
+    """From 2 on, only blocks that were seen this often are stored."""
     max_tracker_size: Count = 64_000
     offload_prompt_only: Flag = True
     canonical_layout: Flag = False
@@ -248,7 +249,7 @@ _CLASSES: dict[str, type[ExtraConfig]] = {
 
 
 def register_extra_config(connector: str, cls: type[ExtraConfig]) -> None:
-    """Type the extra config of one more connector."""
+    """Register the settings class of one more connector."""
     if connector in _CLASSES:
         raise ConfigError(
             f"{connector} already has a class of settings; choose another connector name"

@@ -1,7 +1,8 @@
-"""How one setting is checked: the kinds of values, and the sentence for each that is wrong. Pure.
+"""How one setting is checked: the kinds of values, and the error message for each wrong value.
+Pure.
 
-A settings class is a frozen dataclass whose annotations are the kinds below; `check_fields` in its
-`__post_init__` does the rest.
+A settings class is a frozen dataclass whose annotations are the kinds below; the class calls
+`check_fields` in its `__post_init__`.
 """
 
 import dataclasses
@@ -44,9 +45,13 @@ __all__ = [
 LARGEST_INT = 2**62
 LARGEST_SECONDS = 1e9
 MIN_LEASE_SECONDS = 0.5
-"""Below this a heartbeat that is late by a scheduler's nap ends a lease."""
+"""With a shorter lease, a heartbeat that is late because the process was not scheduled would end
+the lease.
+"""
 MAX_LISTED_NAMES = 8
-"""More of them make no sentence."""
+"""With more names than this, an error message refers to the documentation instead of listing the
+names.
+"""
 REFERENCE = "docs/configuration.md"
 RENAMED = {
     "planes": "transports",
@@ -55,8 +60,7 @@ RENAMED = {
     "ill_probes": "max_failed_probes",
     "forgive_s": "backoff_reset_s",
 }
-"""Settings of earlier versions, in connectors and in the router's file, by the name they have
-now.
+"""Settings of earlier versions, in connectors and in the router's file, with their present names.
 """
 RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
@@ -81,13 +85,14 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text th
 Texts = Annotated[tuple[Text, ...], Meta(description="a list of texts")]
 Settings = Annotated[dict[str, Any], Meta(description="an object")]
 
-# The seeds write these flags as text, and so does a dotted argument.
+# Text is accepted for flags because a dotted command-line argument is text, as are the flags in
+# existing configurations.
 FLAG_TEXTS = {"True": True, "true": True, "False": False, "false": False}
 
 
 def check_fields(settings: Any) -> None:
-    """Check and normalise every field of a frozen dataclass in place; ConfigError names the first
-    that is wrong.
+    """Check and normalise every field of a frozen dataclass in place; `ConfigError` names the first
+    wrong field.
     """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
@@ -98,7 +103,9 @@ def check_fields(settings: Any) -> None:
 
 
 def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str) -> None:
-    """ConfigError for the first key that `owner` does not have, with the nearest that it has."""
+    """Raise `ConfigError` for the first key that `owner` does not have, and suggest the nearest key
+    that it has.
+    """
     known = list(known)
     for key in keys:
         if key not in known:
@@ -110,8 +117,8 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
 
 
 def nearest(word: str, known: Iterable[str], reference: str = REFERENCE) -> str:
-    """The end of a sentence about an unknown word: a guess, all there is, or where to read what
-    there is.
+    """The end of an error message about an unknown word: a suggestion, the list of names, or where
+    the names are documented.
     """
     folded = {name.casefold(): name for name in sorted(known)}
     close = difflib.get_close_matches(word[:200].casefold(), folded, n=1, cutoff=0.6)
@@ -153,8 +160,8 @@ def described(hint: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a sentence: as JSON, which is how users write it, in one line,
-    bounded.
+    """A value as it appears in an error message: as JSON, which is how users write values, in one
+    line of bounded length.
     """
     try:
         text = json.dumps(value).replace("\x7f", "\\u007f")
@@ -171,6 +178,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     if hint is Flag and isinstance(value, str):
         value = FLAG_TEXTS.get(value, value)
     try:
+        # NaN is never a valid setting.
         if isinstance(value, float) and value != value:
             raise ValueError("not a number")
         return msgspec.convert(value, hint)

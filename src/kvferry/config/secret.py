@@ -1,6 +1,6 @@
-"""The cluster secret: who has it belongs to the cluster. Read from the operator, or made once per
-user on a single host.
+"""The cluster secret: every process that has the secret belongs to the cluster.
 
+The operator provides the secret, or kvferry makes one per user on a single host.
 `ClusterSecret.load` reads the environment it is given, and the file system.
 """
 
@@ -27,13 +27,15 @@ FILE_VARIABLE, TEXT_VARIABLE = "KVFERRY_SECRET_FILE", "KVFERRY_SECRET"
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """The secret's bytes and where they came from. Never shown."""
+    """The bytes of the secret and their origin. The bytes are never shown."""
 
     key: bytes = field(repr=False)
     source: str
-    """The variable or file it was read from, for people."""
+    """The variable or file that the secret was read from, for error messages."""
     is_explicit: bool
-    """Whether the operator gave it. One we made ourselves is good for this host only."""
+    """Whether the operator provided the secret. A secret that kvferry made is valid on this host
+    only.
+    """
 
     def __post_init__(self) -> None:
         if len(self.key) < MIN_SECRET_BYTES:
@@ -54,8 +56,8 @@ class ClusterSecret:
 
     @classmethod
     def load(cls, environ: Mapping[str, str]) -> Self:
-        """KVFERRY_SECRET_FILE or KVFERRY_SECRET; else this user's own, made on first use. Safe when
-        two processes start at once.
+        """The secret in KVFERRY_SECRET_FILE or KVFERRY_SECRET; otherwise this user's own secret,
+        made on first use. Safe when two processes start at once.
         """
         path, text = environ.get(FILE_VARIABLE, ""), environ.get(TEXT_VARIABLE, "")
         if path and text:
@@ -70,7 +72,9 @@ class ClusterSecret:
         return cls(_read_or_make(directory), str(directory / FILE_NAME), is_explicit=False)
 
     def check_reach(self, side_channel: SideChannelConfig) -> None:
-        """ConfigError when others could reach us and the operator gave no secret."""
+        """Raise `ConfigError` if other hosts could reach the side channel and the operator provided
+        no secret.
+        """
         if self.is_explicit or side_channel.is_local:
             return
         reach = (
@@ -83,8 +87,8 @@ class ClusterSecret:
 
 
 def runtime_directory(environ: Mapping[str, str]) -> Path:
-    """This user's private directory for what lives as long as a login: in XDG_RUNTIME_DIR, else in
-    the temporary directory.
+    """This user's private directory for files that live as long as a login session: in
+    XDG_RUNTIME_DIR, else in the temporary directory.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and _is_ours(Path(runtime)):
@@ -101,7 +105,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _read_given(path: Path) -> bytes:
-    """The operator's file. Links are followed: mounted secrets are links."""
+    """Read the operator's file. Symbolic links are followed, because mounted secrets are links."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -110,6 +114,7 @@ def _read_given(path: Path) -> bytes:
                     f"{FILE_VARIABLE} names {path}, which is not a file; name the file that holds "
                     "the secret"
                 )
+            # The group may read the file but not write it; other users have no access.
             if found.st_mode & 0o027:
                 raise ConfigError(
                     f"{FILE_VARIABLE} names {path}, which others may read or write; run `chmod "
@@ -128,6 +133,7 @@ def _read_or_make(directory: Path) -> bytes:
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
+        # All later calls use this descriptor, so replacing the directory meanwhile has no effect.
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
@@ -157,6 +163,7 @@ def _read_own(directory_fd: int, directory: Path) -> bytes | None:
     try:
         opened = os.open(
             FILE_NAME,
+            # O_NONBLOCK: opening a FIFO in place of the file must not block.
             os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
             dir_fd=directory_fd,
         )
@@ -171,8 +178,8 @@ def _read_own(directory_fd: int, directory: Path) -> bytes | None:
 
 
 def _make(directory_fd: int) -> None:
-    """Whole or not at all: written under another name, then linked. Whoever links first has made
-    it; the others read that one.
+    """Create the secret file atomically: write it under another name, then link it. The first
+    process to link has made the secret; all others read that file.
     """
     name = f".{FILE_NAME}.{secrets.token_hex(8)}"
     opened = os.open(

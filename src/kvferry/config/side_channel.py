@@ -1,5 +1,5 @@
-"""Where an engine's side channel listens and what it tells others to dial. Reads the environment it
-is given.
+"""The addresses of an engine's side channel: where it listens and where peers connect. Pure; the
+caller passes the environment.
 """
 
 import ipaddress
@@ -24,12 +24,14 @@ BIND_NAME = "KVFERRY_SIDE_CHANNEL_BIND"
 
 @dataclass(frozen=True, slots=True)
 class SideChannelConfig:
-    """Two addresses: one to listen on, one for others to dial. A wildcard is never the second."""
+    """Two addresses: one to listen on, and one that peers connect to. The second is never a
+    wildcard.
+    """
 
     bind_host: Text = LOOPBACK
     advertised_host: Text = LOOPBACK
     port: Port = DEFAULT_PORT
-    """0: any free one."""
+    """The port; 0 for any free port."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -47,8 +49,8 @@ class SideChannelConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """KVFERRY_SIDE_CHANNEL_HOST and _PORT, else the same of VLLM_NIXL_;
-        KVFERRY_SIDE_CHANNEL_BIND to listen elsewhere.
+        """The settings in KVFERRY_SIDE_CHANNEL_HOST and _PORT, else in VLLM_NIXL_SIDE_CHANNEL_HOST
+        and _PORT. KVFERRY_SIDE_CHANNEL_BIND sets another address to listen on.
         """
         host_name, host = _first(environ, HOST_NAMES, "localhost")
         port_name, port = _first(environ, PORT_NAMES, str(DEFAULT_PORT))
@@ -72,7 +74,7 @@ class SideChannelConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the side channel."""
         return is_loopback(self.bind_host) and is_loopback(self.advertised_host)
 
 
@@ -85,8 +87,8 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine and nothing else. Other names are not looked up, so they are
-    not.
+    """Whether a host can only be this machine. Host names other than localhost are not resolved and
+    count as remote.
     """
     address = _parsed(host)
     return host == "localhost" or (address is not None and address.is_loopback)
@@ -104,8 +106,8 @@ def _is_host(host: str) -> bool:
 
 
 def numeric_host(host: str) -> str:
-    """One spelling of the loopback, so that nobody dials ::1 where we listen on 127.0.0.1; brackets
-    belong to ports, not hosts.
+    """The host without brackets, and with one spelling of the loopback address: `localhost` may
+    resolve to ::1 while the engine listens on 127.0.0.1.
     """
     return LOOPBACK if host == "localhost" else host.removeprefix("[").removesuffix("]")
 

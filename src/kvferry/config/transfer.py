@@ -1,5 +1,7 @@
-"""`KVTransferConfig`: what `--kv-transfer-config` says. Pure but for the random default of
-`engine_id`.
+"""`KVTransferConfig`: the settings of `--kv-transfer-config`. Pure, except for the random default
+of `engine_id`.
+
+The docstrings under the fields are copied into docs/configuration.md and into help texts.
 """
 
 import dataclasses
@@ -44,47 +46,46 @@ class KVRole(StrEnum):
 
 
 class BufferDevice(StrEnum):
-    """Where transferred KV lies."""
+    """Where peers read and write KV."""
 
     AUTO = "auto"
-    """On the engine's own device."""
+    """The engine's own device."""
     CUDA = "cuda"
     CPU = "cpu"
 
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra`
-    is.
+    """One engine's part in KV transfer. Picklable; the derived `extra` does not take part in
+    comparison.
 
-    More fields than a class of ours has otherwise: the JSON is one flat table, and vLLM's has keys
-    that we only accept.
+    The class has more fields than the style allows because the JSON is one flat table, and because
+    vLLM has keys that kvferry only accepts.
     """
 
     kv_connector: Text
-    """How KV moves: NixlConnector (also called NixlPullConnector), or the class name of one of your
-    own.
+    """The connector: NixlConnector (also called NixlPullConnector), NixlPushConnector, or the class
+    name of your own connector.
     """
     kv_role: KVRole
-    """Whether this engine gives KV away, takes it, or does both."""
+    """Whether this engine sends KV, receives KV, or does both."""
     kv_buffer_device: BufferDevice = BufferDevice.AUTO
-    """Where peers read and write KV; auto, or the engine's own device: in its cache. cpu with a
-    cache elsewhere: in a host buffer of it in host memory, pinned where that is possible, which
-    takes as much memory again.
+    """Where peers read and write KV. auto, or the engine's own device: in the engine's cache. cpu
+    with a cache on another device: in a host buffer of the same size, pinned if possible.
     """
     kv_connector_extra_config: Settings = field(default_factory=dict)
     """The connector's own settings; those of NixlConnector are in the next table."""
     kv_connector_module_path: Text | None = None
-    """The Python module of a connector of your own."""
+    """The Python module of your own connector."""
     engine_id: Text = field(default_factory=lambda: str(uuid.uuid4()))
     """The name of this engine in tickets, logs and metrics; unique in the cluster, printable,
     without spaces.
     """
     kv_load_failure_policy: FailurePolicy = FailurePolicy.FAIL
-    """When KV could not be fetched: fail the request, or recompute its prompt here."""
+    """What to do when KV could not be fetched: fail the request, or recompute its prompt here."""
     enable_permute_local_kv: Flag = False
-    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put
-    into our order.
+    """Accepted because vLLM has it; KV from a cache of another layout is always converted to this
+    engine's layout.
     """
     kv_port: Port = 14579
     """Accepted because vLLM has it; no effect here."""
@@ -95,8 +96,8 @@ class KVTransferConfig:
     kv_buffer_size: Bytes | Text = 1e9
     """Accepted because vLLM has it, as a number or a text; no effect here."""
     kv_ip: Text = "127.0.0.1"
-    """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST says where this
-    engine is dialled.
+    """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST sets the address of
+    this engine.
     """
     extra: ExtraConfig = field(init=False, compare=False, repr=False)
 
@@ -111,6 +112,7 @@ class KVTransferConfig:
                 f"engine_id is {shown(self.engine_id)}, which has spaces or unprintable "
                 "characters; remove them"
             )
+        # Errors from inside start with the key; `_Prefixed` adds the path in front.
         with_path = _Prefixed("kv_connector_extra_config.")
         with with_path:
             extra = self._extra_class().from_mapping(
@@ -124,7 +126,7 @@ class KVTransferConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """From decoded JSON. ConfigError names the dotted key."""
+        """Build the settings from decoded JSON. A `ConfigError` names the dotted key."""
         refuse_unknown_keys(
             mapping, [f.name for f in fields(cls) if f.init], "--kv-transfer-config"
         )
@@ -145,8 +147,8 @@ class KVTransferConfig:
         return self.kv_role in (KVRole.CONSUMER, KVRole.BOTH)
 
     def _extra_class(self) -> type[ExtraConfig]:
-        """A connector from somebody else's module checks its own settings, whatever it is
-        called.
+        """The settings class. A connector from another package checks its own settings, whatever
+        its name.
         """
         path = self.kv_connector_module_path
         return (
@@ -165,7 +167,7 @@ class KVTransferConfig:
 
 @dataclass(frozen=True)
 class MultiExtraConfig(ExtraConfig):
-    """Settings of MultiConnector: the connectors it is made of, in order of preference."""
+    """Settings of MultiConnector: the connectors it combines, in order of preference."""
 
     connectors: tuple[KVTransferConfig, ...] = ()
 
@@ -185,7 +187,7 @@ class MultiExtraConfig(ExtraConfig):
         return cls(connectors=tuple(_child(index, child) for index, child in enumerate(listed)))
 
     def under(self, engine_id: str) -> Self:
-        """The same for children of one engine: they share its id."""
+        """The same settings with the engine id that all connectors of a MultiConnector share."""
         return dataclasses.replace(
             self,
             connectors=tuple(dataclasses.replace(c, engine_id=engine_id) for c in self.connectors),
@@ -196,9 +198,7 @@ register_extra_config("MultiConnector", MultiExtraConfig)
 
 
 def kind_of_setting(path: Sequence[str], connector: str) -> Any:
-    """The kind of value that a dotted key takes, one of those in `fields`; None for a key that we
-    do not know.
-    """
+    """The kind of value (see `fields`) that a dotted key takes; None for an unknown key."""
     if len(path) == 2 and path[0] == "kv_connector_extra_config":
         owner: type = extra_config_class(connector)
     elif len(path) == 1:
@@ -230,7 +230,7 @@ def _child(index: int, child: object) -> KVTransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prefixed:
-    """Puts the path in front of the key that a ConfigError from inside starts with."""
+    """Prefixes the key at the start of a `ConfigError` raised inside the block with the path."""
 
     path: str
 

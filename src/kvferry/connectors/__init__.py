@@ -1,3 +1,3 @@
-"""Connectors: what an engine calls to hand KV over or take it. `contract` is the interface,
-`factory` finds classes by name.
+"""Connectors: the interface through which an engine transfers KV. `contract` defines the interface,
+`factory` finds connector classes by name.
 """

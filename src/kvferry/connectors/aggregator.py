@@ -1,8 +1,8 @@
-"""Joins what the ranks of one engine report: a transfer is over when every rank says so.
+"""Joins the reports of one engine's ranks: a transfer is over when every rank has reported its end.
 
-Pure. Remembers which rank has reported which id, so a rank that reports twice does not end it
-early, and forgets the oldest ids past a bound, so that reports that never become whole cannot grow
-without end.
+Pure. The aggregator records which rank has reported which id, so a rank that reports twice does not
+end a transfer early. Past a bound, the oldest ids are dropped, so that reports that never become
+complete cannot grow without limit.
 """
 
 from collections import OrderedDict
@@ -16,6 +16,10 @@ MAX_PARTIAL = 100_000
 
 
 class KVOutputAggregator:
+    """Merges the per-rank outputs of each step and holds the ids that some ranks have not reported
+    yet.
+    """
+
     def __init__(self, expected_finished_count: int, max_partial: int = MAX_PARTIAL) -> None:
         self._expected = expected_finished_count
         self._max_partial = max_partial
@@ -25,15 +29,19 @@ class KVOutputAggregator:
 
     @property
     def num_partial(self) -> int:
-        """Ids that some ranks, but not all, have reported."""
+        """The number of ids that some ranks, but not all, have reported."""
         return len(self._sending) + len(self._recving)
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
-        """One output of all ranks; `outputs[i]` is rank i's, None when it has nothing to say."""
+        """One output of all ranks. `outputs[i]` belongs to rank i and is None if rank i reports
+        nothing.
+        """
         whole = KVConnectorOutput()
         for rank, output in enumerate(outputs):
             if output is not None:
                 self._take(rank, output, whole)
+        # A receive fails if it failed on any rank, but only after every rank has finished: until
+        # then blocks may still be written.
         for request in whole.finished_recving & self._failed.keys():
             whole.failed_recving.add(request)
             reason = self._failed.pop(request)
@@ -69,6 +77,7 @@ class KVOutputAggregator:
     def _count(
         self, partial: OrderedDict[str, set[int]], rank: int, finished: set[str]
     ) -> set[str]:
+        """Record one rank's ids and return the ids that every rank has now reported."""
         complete = set()
         for request in finished:
             ranks = partial.setdefault(request, set())

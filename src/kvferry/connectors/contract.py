@@ -1,16 +1,19 @@
 """The contract between an engine and a KV connector: `KVConnectorBase_V1`.
 
 The names, call order and return values are those of vLLM 0.32, so that an engine written against
-either drives both. One instance per role: one SCHEDULER in the process that schedules, one WORKER
-in each tensor-parallel rank. An engine calls, per step and in this order:
+vLLM's or kvferry's base class can drive connectors of both. A connector has one instance per role:
+one SCHEDULER in the process that schedules, one WORKER in each tensor-parallel rank. Per step an
+engine calls, in this order:
 
-    scheduler  on_new_request* -> get_num_new_matched_tokens -> update_state_after_alloc -> build_connector_meta
-    worker     handle_preemptions -> bind_connector_metadata -> start_load_kv -> (per layer: wait_for_layer_load, save_kv_layer)
-               -> wait_for_save -> get_transfer_results -> get_kv_connector_stats -> clear_connector_metadata
+    scheduler  on_new_request* -> get_num_new_matched_tokens -> update_state_after_alloc
+               -> build_connector_meta
+    worker     handle_preemptions -> bind_connector_metadata -> start_load_kv
+               -> (per layer: wait_for_layer_load, save_kv_layer) -> wait_for_save
+               -> get_transfer_results -> get_kv_connector_stats -> clear_connector_metadata
     scheduler  update_connector_output (aggregated over ranks) -> request_finished
 
-Steps without tokens take the same path. What is not in vLLM is marked "kvferry only" and has a
-default.
+Steps without tokens make the same calls. Members that vLLM does not have are marked "kvferry only"
+and have a default.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +58,7 @@ class KVConnectorRole(Enum):
 
 
 class RequestStatus(IntEnum):
-    """Life of a request in an engine; everything past PREEMPTED is finished."""
+    """The states of a request in an engine; every state after PREEMPTED is finished."""
 
     WAITING = 0
     WAITING_FOR_REMOTE_KVS = 1
@@ -72,7 +75,7 @@ class RequestStatus(IntEnum):
 
 
 class Request(Protocol):
-    """What a connector may read of an engine's request."""
+    """The fields of an engine's request that a connector may read."""
 
     @property
     def request_id(self) -> str: ...
@@ -88,22 +91,22 @@ class Request(Protocol):
     def status(self) -> RequestStatus: ...
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """As the client or router sent them: untrusted."""
+        """The parameters as the client or router sent them: untrusted."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output."""
+        """The token ids of the prompt and the output."""
 
     @property
     def cache_salt(self) -> str:
-        """Whatever besides the token ids decides the KV (LoRA, multimodal hashes, a tenant's salt);
-        empty for none.
+        """Everything besides the token ids that decides the KV (LoRA, multimodal hashes, a tenant's
+        salt); empty for none.
         """
 
     @property
     def family(self) -> str | None:
-        """kvferry only: equal in requests that answer one client's request together, of which one's
-        parameters reach the client.
+        """kvferry only: equal in all requests that answer one client request together. Only one
+        request's parameters reach the client.
         """
 
 
@@ -114,24 +117,24 @@ class KVCacheBlocks(Protocol):
 
 
 class ScheduledSlice(Protocol):
-    """kvferry only: what one step computes of one request. A step's message (`scheduler_output`)
-    lists them as `slices`.
+    """kvferry only: the tokens of one request that one step computes. `scheduler_output.slices`
+    lists the slices of a step.
     """
 
     @property
     def request_id(self) -> str: ...
     @property
     def start(self) -> int:
-        """So many of its tokens were computed in earlier steps."""
+        """How many tokens of the request earlier steps computed."""
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Its table of each KV-cache group, from token 0."""
+        """The request's block table of each KV-cache group, from token 0."""
 
 
 class KVTensor(Protocol):
-    """What a connector needs of one layer's cache tensor (a torch tensor has it). Dimension 0 is
-    the block.
+    """The part of a torch tensor's interface that a connector needs of one layer's cache. Dimension
+    0 is the block.
     """
 
     @property
@@ -145,8 +148,8 @@ class KVTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share a block table, and how far back their attention looks: for ever, over a
-    window, or within chunks.
+    """Layers that share a block table, and how far back their attention looks: without limit, over
+    a sliding window, or within chunks.
     """
 
     layer_names: tuple[str, ...]
@@ -158,7 +161,7 @@ class KVCacheGroup:
         return self.sliding_window is not None or self.attention_chunk is not None
 
     def first_visible_token(self, position: int) -> int:
-        """The first token that the one at `position` looks at."""
+        """The first token that the token at `position` attends to."""
         if self.attention_chunk is not None:
             return position // self.attention_chunk * self.attention_chunk
         return max(0, position - self.sliding_window + 1) if self.sliding_window is not None else 0
@@ -173,21 +176,21 @@ class KVCacheConfig:
     groups: tuple[KVCacheGroup, ...]
     layout: str
     num_kv_heads: int
-    """Heads held by this worker."""
+    """The number of KV heads held by this worker."""
     head_dim: int
     cache_dtype: str
-    """As torch spells it, without the prefix: `float32`."""
+    """The dtype as torch spells it, without the prefix: `float32`."""
     has_token_rows: bool = True
-    """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention
-    kernel packs tokens in its own way.
+    """kvferry only: within a block, each token's bytes lie where `layout` says. False if the
+    attention kernel packs the tokens in its own way.
     """
     hides_partial_loads: bool = False
-    """kvferry only: the engine never shows others a loaded block of which a window's group may have
-    loaded only a part.
+    """kvferry only: the engine never shares a loaded block with another request if a sliding-window
+    group may have loaded only a part of the block.
     """
     keeps_last_token_window: bool = True
-    """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not
-    only what the next one would.
+    """kvferry only: when a prompt finishes, the engine keeps every block that the prompt's last
+    token attends to, not only the blocks that the next token would attend to.
     """
 
 
@@ -199,20 +202,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What decides whether two engines' KV is interchangeable."""
+    """The properties that decide whether the KV of two engines is interchangeable."""
 
     architecture: str
     fingerprint: str
-    """Hash of the configuration and the weights, so that another revision or quantisation
-    differs.
-    """
+    """Hash of the configuration and the weights; differs between revisions and quantisations."""
     num_layers: int
     total_kv_heads: int
     head_dim: int
     dtype: str
     cache_format: str = "kvferry"
-    """Whose arrangement of bytes within a block: equal shapes do not make two attention kernels'
-    caches interchangeable.
+    """The owner of the byte arrangement within a block: caches of equal shape from two attention
+    kernels are not interchangeable.
     """
 
 
@@ -226,23 +227,27 @@ class ConnectorConfig:
     side_channel: "SideChannelConfig"
     secret: bytes
     epoch: str
-    """Random, made once per engine start and equal in all its processes."""
+    """Random id of this incarnation, made once per engine start and equal in all processes of the
+    engine.
+    """
     kit: "TransportKit"
     cache_memory: "CacheMemory | None" = None
-    """WORKER only: the buffer that holds the cache tensors, if it came from the kit."""
+    """WORKER only: the buffer that holds the cache tensors, if the kit allocated the buffer."""
     max_model_len: int = 0
 
 
 class KVConnectorMetadata:
-    """What the scheduler tells the workers in one step. Picklable, small."""
+    """The scheduler's message to the workers for one step. Picklable and small."""
 
 
 class KVConnectorHandshakeMetadata:
-    """What a worker tells its own scheduler once, for the side channel to serve."""
+    """A worker's message to its own scheduler, sent once; the side channel serves the contents to
+    peers.
+    """
 
 
 class KVConnectorWorkerMetadata(ABC):
-    """What a worker tells the scheduler each step."""
+    """A worker's message to the scheduler, sent each step."""
 
     @abstractmethod
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata": ...
@@ -250,24 +255,24 @@ class KVConnectorWorkerMetadata(ABC):
 
 @dataclass(slots=True)
 class KVConnectorTransferResults:
-    """One rank's news. Every failed receive is in `finished_recving` too."""
+    """What one rank reports of its transfers. Every failed receive is in `finished_recving` too."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
-    """kvferry only: a sentence per failed receive."""
+    """kvferry only: one sentence per failed receive."""
     given_up_recving: dict[str, str] = field(default_factory=dict)
-    """kvferry only: receives that will fail, with the reason, whose blocks may still be written.
-    `failed_recving` names them later.
+    """kvferry only: receives that will fail, with the reason, but whose blocks may still be
+    written. `failed_recving` names the same requests later.
     """
     recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
-    """kvferry only: how receives that ended went, one entry per rank that tells."""
+    """kvferry only: timings of receives that ended, one entry per rank that reports timings."""
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What one step's workers report, per rank or aggregated."""
+    """The workers' report of one step, of one rank or aggregated over ranks."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -297,7 +302,7 @@ class KVConnectorOutput:
 
 
 class SupportsHMA(ABC):
-    """Mark of connectors that understand several KV-cache groups."""
+    """The mark of connectors that understand several KV-cache groups."""
 
     @abstractmethod
     def request_finished_all_groups(
@@ -306,7 +311,7 @@ class SupportsHMA(ABC):
 
 
 def supports_hma(connector: object) -> bool:
-    """Whether a connector, or a connector class, takes several KV-cache groups."""
+    """Whether a connector, or a connector class, accepts several KV-cache groups."""
     return (
         issubclass(connector, SupportsHMA)
         if isinstance(connector, type)
@@ -315,7 +320,7 @@ def supports_hma(connector: object) -> bool:
 
 
 class KVConnectorBase_V1(ABC):
-    """One connector in one role. See the module docstring for who calls what, when."""
+    """One connector in one role. The module docstring gives the order of calls."""
 
     def __init__(
         self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -332,25 +337,25 @@ class KVConnectorBase_V1(ABC):
     # -- both roles --
 
     def shutdown(self) -> None:
-        """Stop threads and release everything. Idempotent."""
+        """Stop all threads and release all resources. Idempotent."""
         return None
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """kvferry only. `wake` may be called from any thread when the engine should step soon to
-        collect news.
+        """kvferry only. Set the callback that asks the engine to step soon and collect results. Any
+        thread may call `wake`.
         """
         return None
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """What happened since the last call."""
+        """The stats since the last call."""
         return None
 
     # -- scheduler --
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a preempted request's output in flight must be dropped because its blocks are to
-        be handed over.
+        """Whether the engine must drop a preempted request's output in flight because the request's
+        blocks are to be transferred.
         """
         return self._config.kv_transfer.is_kv_producer
 
@@ -366,30 +371,30 @@ class KVConnectorBase_V1(ABC):
         return None
 
     def on_new_request(self, request: Request) -> None:
-        """A request has entered the engine, before it is scheduled. Called once per request."""
+        """A request has entered the engine but is not scheduled yet. Called once per request."""
         return None
 
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` can be loaded, and whether that happens
+        """How many tokens beyond `num_computed_tokens` can be loaded, and whether the load happens
         between steps.
 
-        None: ask again later. Called at every scheduling attempt, so free of side effects. An
-        asynchronous answer is > 0.
+        None: ask again later. Called at every scheduling attempt, so the call must be safe to
+        repeat. An asynchronous answer is > 0.
         """
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> set[int] | None:
-        """Groups a load fills; None for all."""
+        """The KV-cache groups that a load fills; None for all groups."""
         return None
 
     @abstractmethod
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Blocks are there. Called for every admitted request, with 0 external tokens too, and
-        again after an asynchronous load (with 0).
+        """The engine has allocated the blocks of a request. Called for every admitted request, with
+        0 external tokens too, and again (with 0) after an asynchronous load.
         """
 
     def get_external_cache_hit_sources(
@@ -399,27 +404,27 @@ class KVConnectorBase_V1(ABC):
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """This step's message to the workers. Resets what is per step."""
+        """Build this step's message to the workers and reset all per-step state."""
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks will come back soon, so that waiting beats preempting."""
+        """Whether blocks will be freed soon, so that waiting is better than preempting."""
         return False
 
     def reclaim_blocks(self, num_blocks: int) -> None:
-        """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are
-        kept for nobody in particular. Called before `build_connector_meta`, at every attempt that
-        fails. `has_pending_block_frees` says whether it helps.
+        """kvferry only. The engine lacks `num_blocks` blocks for a request: evict retained blocks
+        that no peer has asked for. Called before `build_connector_meta`, at every attempt that
+        fails. `has_pending_block_frees` reports whether blocks are on the way back.
         """
         return None
 
     def is_load_optional(self, request_id: str) -> bool:
-        """kvferry only. Whether a request whose load has failed is to be computed, whatever the
-        failure policy says.
+        """kvferry only. Whether the engine must compute a request whose load has failed, regardless
+        of the failure policy.
         """
         return False
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must take a step although nothing is scheduled."""
+        """Whether the engine must take a step although no request is scheduled."""
         return False
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -436,31 +441,31 @@ class KVConnectorBase_V1(ABC):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called once per request, for every way to finish. (True, …): keep the blocks until
-        `finished_sending` names it.
+        """Called once per request, for every way to finish. (True, …): the engine keeps the blocks
+        until `finished_sending` names the request.
         """
         return False, None
 
     def request_abandoned(self, request_id: str) -> None:
-        """kvferry only. A finished request's parameters did not reach anybody: no peer will come
-        for its blocks.
+        """kvferry only. The parameters of a finished request reached no client, so no peer will
+        fetch the request's blocks.
         """
         return None
 
     def get_finished_count(self) -> int | None:
-        """How many ranks report each id; None for all."""
+        """How many ranks report each id; None for all ranks."""
         return None
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """The workers' handshake data by TP rank, once, after registration."""
+        """Accept the workers' handshake data by TP rank. Called once, after registration."""
         return None
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same keyed by (PP rank, TP rank)."""
+        """The same handshake data keyed by (PP rank, TP rank)."""
         later = sorted(pp for pp, _ in metadata if pp > 0)
         if later:
             raise ValueError(
@@ -469,21 +474,21 @@ class KVConnectorBase_V1(ABC):
         self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
 
     def reset_cache(self) -> bool | None:
-        """Forget cached KV. False when that failed."""
+        """Drop all cached KV. False if dropping failed."""
         return None
 
     # -- worker --
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:
-        """Entered while the engine allocates its cache."""
+        """The context in which the engine allocates its cache."""
         return nullcontext()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
-        """The cache tensors by layer name, once, before anything moves."""
+        """Accept the cache tensors by layer name. Called once, before any transfer."""
         return None
 
     def register_cross_layers_kv_cache(self, kv_cache: KVTensor, attn_backend: Any = None) -> None:
-        """Instead of the above, when all layers of a block lie together."""
+        """Called in place of `register_kv_caches` when all layers of a block lie together."""
         raise NotImplementedError(f"{type(self).__name__} does not take cross-layer caches")
 
     @property
@@ -530,11 +535,13 @@ class KVConnectorBase_V1(ABC):
         return None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(finished sending, finished receiving) since the last call."""
+        """The requests that finished sending and receiving since the last call."""
         return None, None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Each id is reported once per rank; failed receives also count as finished."""
+        """The results since the last call. Each rank reports each id once; failed receives also
+        count as finished.
+        """
         sending, recving = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(sending or set(), recving or set())
 

@@ -1,4 +1,6 @@
-"""Finds connectors by name. Modules are imported only when one of their connectors is asked for."""
+"""The registry that finds connector classes by name. A connector's module is imported only on
+demand.
+"""
 
 import difflib
 import importlib
@@ -20,14 +22,16 @@ __all__ = ["KVConnectorFactory"]
 
 @dataclass(frozen=True, slots=True)
 class _RegisteredConnector:
+    """Where a registered connector class is defined."""
+
     module: str
     class_name: str
 
 
 class KVConnectorFactory:
-    """The registry of connector names. A module path in the configuration wins over it."""
+    """The registry of connector names. A module path in the configuration takes precedence."""
 
-    _registry: dict[str, _RegisteredConnector] = {}  # noqa: RUF012  the one registry, shared on purpose
+    _registry: dict[str, _RegisteredConnector] = {}  # noqa: RUF012  shared on purpose
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
@@ -43,6 +47,7 @@ class KVConnectorFactory:
     def create_connector(
         cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVConnectorBase_V1:
+        """Build the configured connector; `ConfigError` if it cannot serve this cache."""
         connector_class = cls.get_connector_class(config.kv_transfer)
         if len(kv_cache_config.groups) > 1 and not supports_hma(connector_class):
             raise ConfigError(
@@ -86,18 +91,20 @@ PLANNED = (
     "OffloadingConnector",
     "P2pNcclConnector",
 )
-"""Names that operators know and that are not built yet: a guess at another name would lead them
-astray.
+"""Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
+would mislead the operator, so the error names the missing connector.
 """
 
 
 def _suggestion(name: str, names: list[str]) -> str:
+    """The end of the error message for an unknown name."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return f"{hint} (another module's connector needs kv_connector_module_path)"
 
 
 def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
+    """Import the module and check that the class is a connector with the expected constructor."""
     try:
         module = importlib.import_module(entry.module)
     except ImportError as error:

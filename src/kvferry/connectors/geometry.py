@@ -1,5 +1,6 @@
-"""From an engine's cache tensors to the geometry that planning works on. Pure but for reading
-tensor addresses.
+"""From an engine's cache tensors to the geometry that planning works on.
+
+Pure, except that `geometry_of` reads the addresses of tensors.
 """
 
 import re
@@ -19,8 +20,10 @@ __all__ = ["compatibility_factors", "geometry_of", "host_buffer_bytes", "host_bu
 def geometry_of(
     config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]
 ) -> Geometry:
-    """One region per layer, in the natural order of the layer names so that both sides count alike;
-    or one for all layers of a group, where they share their blocks.
+    """The geometry of one rank's cache: one region per layer, or one region for all layers of a
+    group if the layers' blocks are interleaved.
+
+    Regions are in the natural order of the layer names, so that both sides count the regions alike.
     """
     groups = {
         layer: index for index, group in enumerate(cache.groups) for layer in group.layer_names
@@ -47,8 +50,10 @@ def geometry_of(
 
 
 def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict[str, Factor]:
-    """What must be equal on both sides. Sizes that planning can bridge (TP, block size, layout) are
-    not here, nor whether a side pushes: it takes ordinary tickets too, and issues them.
+    """The values that must be equal on both sides.
+
+    Sizes that planning can convert (TP, block size, layout) are not included, nor is the transfer
+    mode: a side that pushes also accepts and issues ordinary tickets.
     """
     model = config.model
     return {
@@ -64,7 +69,9 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict
 
 
 def _total_kv_heads(config: ConnectorConfig, cache: KVCacheConfig) -> int:
-    """Latent attention caches one head, whole on every rank, however many the model counts."""
+    """The number of KV heads over all ranks. Latent attention caches one head, whole on every rank,
+    whatever number of heads the model's configuration states.
+    """
     total = config.model.total_kv_heads
     is_divided = cache.num_kv_heads == len(
         heads_of(config.parallel.tp_rank, config.parallel.tp_size, total)
@@ -73,11 +80,14 @@ def _total_kv_heads(config: ConnectorConfig, cache: KVCacheConfig) -> int:
 
 
 def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Region:
-    """Dimension 0 counts blocks, or equal parts of blocks that follow each other."""
+    """The region of one layer's tensor. Dimension 0 counts blocks, or equal parts of blocks that
+    follow each other in memory.
+    """
     num_blocks = cache.num_blocks
     item, parts = tensor.element_size(), tensor.shape[0]
     part_elements = prod(tensor.shape[1:])
     per_block = parts // num_blocks if num_blocks and parts % num_blocks == 0 else 0
+    # Dense: the elements of one part fill the part's bytes without gaps.
     is_dense = (
         1 + sum((size - 1) * tensor.stride(dim) for dim, size in enumerate(tensor.shape) if dim > 0)
         == part_elements
@@ -102,9 +112,11 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
 
 
 def _axes(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> tuple[Axis, ...] | None:
-    """Axes of a block of so many parts, if the tensor lies in memory as `cache.layout` says:
-    [heads, tokens, content] or [tokens, heads, content] per part, in whatever order its dimensions
-    are named. None otherwise.
+    """The axes of a block of `parts` parts; None if the tensor does not lie in memory as
+    `cache.layout` says.
+
+    Per part, the layout is [heads, tokens, content] or [tokens, heads, content], whatever order the
+    tensor's dimensions are named in.
     """
     if cache.block_size % parts:
         return None
@@ -129,13 +141,14 @@ def _axes(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> tuple[Axis, ...
         return dense_axes(
             [by_part, *((by_head, by_token) if is_hnd else (by_token, by_head))], content_bytes
         )
-    # A part's tokens cannot be told apart, nor heads within them.
+    # The kernel packs the tokens of a part, so neither tokens nor heads within tokens can be
+    # addressed.
     return dense_axes([by_part, by_head], tokens * content_bytes) if is_hnd or heads == 1 else None
 
 
 def _bundled(regions: list[Region]) -> tuple[Region, ...]:
-    """Layers of a group whose blocks lie between each other's, each right behind the one before, as
-    one region.
+    """One region per group if the blocks of the group's layers are interleaved in memory, each
+    directly behind the previous layer's; otherwise the regions unchanged.
     """
     by_group: dict[int, list[Region]] = {}
     for region in regions:
@@ -146,6 +159,9 @@ def _bundled(regions: list[Region]) -> tuple[Region, ...]:
 
 
 def _are_interleaved(members: list[Region]) -> bool:
+    """Whether the regions have equal shapes and block i of each lies directly behind block i of the
+    previous.
+    """
     first = members[0]
     size = first.block_bytes
     return first.stride_bytes > size and all(
@@ -156,6 +172,7 @@ def _are_interleaved(members: list[Region]) -> bool:
 
 
 def _bundle(members: list[Region]) -> Region:
+    """One region that covers interleaved layers, with the layer as its outermost axis."""
     first, count = members[0], len(members)
     layer_axis = (Axis(AxisKind.LAYER, count, first.block_bytes),) if count > 1 else ()
     axes = None if first.axes is None else (*layer_axis, *first.axes)
@@ -168,7 +185,7 @@ def _bundle(members: list[Region]) -> Region:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts layer 2 before layer 10."""
+    """The sort key that puts layer 2 before layer 10."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part)
         for part in re.split(r"(\d+)", name)
@@ -176,21 +193,24 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-# -------------------- host buffer -------------------- Where the regions of an engine's cache lie
-# in its host buffer in host memory: the same blocks, densely, region after region. Pure.
+# -- host buffer --
+# Where the regions of an engine's cache lie in its host buffer: the same blocks, densely packed,
+# region after region. Pure.
 
 
 ALIGNMENT = 4096
-"""Of each region, so that none shares a page with its neighbour."""
+"""The alignment of each region, so that no region shares a page with the next region."""
 
 
 def host_buffer_bytes(regions: Sequence[Region]) -> int:
+    """The size of a host buffer that holds these regions."""
     return sum(_padded_bytes(region) for region in _largest_of_each(regions).values())
 
 
 def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
-    """The same regions in a buffer of `host_buffer_bytes` at this address. Those that share memory
-    (groups whose layers take turns with the blocks of one tensor) share their host buffer.
+    """The same regions in a host buffer of `host_buffer_bytes` bytes at this address. Regions that
+    share memory (groups whose layers use the blocks of one tensor in turn) share their part of the
+    host buffer.
     """
     places = {}
     for start, region in _largest_of_each(regions).items():
@@ -209,7 +229,7 @@ def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region
 
 
 def _largest_of_each(regions: Sequence[Region]) -> dict[int, Region]:
-    """By address, the one whose blocks are largest."""
+    """The region with the largest blocks at each address."""
     largest: dict[int, Region] = {}
     for region in regions:
         known = largest.get(region.address)

@@ -1,4 +1,6 @@
-"""What the two halves of the pull connector say to each other."""
+"""The messages between the scheduler half and the worker half of the pull and push connectors.
+Plain data.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,21 +19,25 @@ __all__ = ["NixlConnectorMetadata", "NixlHandshakeMetadata", "NixlWorkerMetadata
 
 @dataclass(frozen=True, slots=True)
 class NixlConnectorMetadata(KVConnectorMetadata):
-    """This step's commands to every rank's transfer worker, in order."""
+    """The commands of one step for the transfer worker of every rank, in order."""
 
     commands: tuple[WorkerCommand, ...] = ()
 
 
 @dataclass(slots=True)
 class NixlWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks have heard that decides what the scheduler does next."""
+    """What the ranks report to the scheduler besides finished transfers. Reports of ranks are
+    merged by `aggregate`.
+    """
 
     reserved: Counter[str] = field(default_factory=Counter)
-    """Requests whose peer keeps for them what they may do without, and how many ranks say so."""
+    """Requests with an optional load for which the retaining engine made a reservation, with the
+    number of ranks that report the reservation.
+    """
     refused: dict[str, str] = field(default_factory=dict)
-    """Those that cannot have it, and why."""
+    """Requests whose optional load the retaining engine refused, with the reason."""
     being_read: set[str] = field(default_factory=set)
-    """Ended turns that were let go and are being read."""
+    """Evicted turns that a peer is still reading."""
 
     @property
     def is_empty(self) -> bool:
@@ -48,14 +54,18 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's encoded layout and what must be equal in a peer, served by the side channel as
-    they are.
+    """One rank's encoded layout and the factors that must be equal in a peer. The side channel
+    serves both unchanged.
     """
 
     tp_rank: int
     layout: bytes
     factors: Mapping[str, Factor]
     epoch: str
-    """The engine incarnation the rank believes to be in."""
+    """The incarnation to which the rank believes to belong; the scheduler checks that it is its
+    own.
+    """
     uses_host_buffer: bool = False
-    """Readers read a copy of granted blocks, so the rank must be told which blocks they are."""
+    """Readers read a copy of the granted blocks in a host buffer, so a grant must name the blocks
+    to copy.
+    """

@@ -1,5 +1,9 @@
-"""`NixlConnector`: the decode side pulls the blocks of a finished prefill. A facade; each role's
-work is in its own file.
+"""`NixlConnector` and `NixlPushConnector`: facades that forward vLLM's connector calls to the half
+of their role.
+
+Pull: the decode side reads the blocks of a finished prefill leg. Push: the decode side registers
+before the prefill leg has finished. The scheduler halves are in `scheduler.py` and
+`push_scheduler.py`, the worker half, which is the same for both, in `worker.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,8 +36,10 @@ __all__ = ["NixlConnector", "NixlPushConnector"]
 
 
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+    """The pull connector: the decode side reads the blocks of a finished prefill leg."""
+
     transfer_mode = "pull"
-    """What engines advertise on their `/metrics`: a router starts both legs together where both
+    """The mode that engines advertise on `/metrics`: a router starts both legs at once if both
     sides push.
     """
     scheduler_class: type[NixlConnectorScheduler] = NixlConnectorScheduler
@@ -169,13 +175,14 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data or {})
 
 
-# -------------------- push -------------------- `NixlPushConnector`: the decode side registers for
-# a prefill that is yet to come, and has its blocks as soon as they are there.
-#
-# A facade like the pull connector's; what differs is decided in the process that schedules.
+# -- push --
+# The decode side registers for a prefill leg that has not finished, and receives the blocks as soon
+# as the blocks are computed. Only the scheduler half differs from pull.
 
 
 class NixlPushConnector(NixlConnector):
+    """The push connector: the decode side registers for a prefill leg before it has finished."""
+
     transfer_mode = "push"
     scheduler_class = NixlPushConnectorScheduler
 

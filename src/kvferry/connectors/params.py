@@ -1,8 +1,8 @@
-"""`kv_transfer_params` as they come from outside: read once here, typed from then on. Pure.
+"""Typed reading of `kv_transfer_params`. Pure.
 
-Anything a client may have typed is possible. A genuine ticket names a peer; without one, the keys
-by which vLLM's routers name the prefill side are good for those engines only that this one was told
-to believe (`peers`).
+The parameters come from a client or router and may hold anything; `read_params` checks them once
+and returns a typed role. A valid ticket names a peer. Without a ticket, the keys by which vLLM's
+routers name the prefill side are used only if the named engine is one of the configured `peers`.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TurnRetention:
-    """Whether what a request leaves behind may be of use to the next turn of its conversation."""
+    """Whether the request's blocks are retained for the next turn of its conversation."""
 
     is_retained: bool
     turn_id: str = ""
-    """By which its router will ask for it; empty: it looks into the answer."""
+    """The id under which a router asks for the turn; empty if the router takes the ticket from the
+    answer.
+    """
 
 
 RETAIN_NOTHING, RETAIN_UNNAMED = TurnRetention(False), TurnRetention(True)
@@ -40,47 +42,47 @@ RETAIN_NOTHING, RETAIN_UNNAMED = TurnRetention(False), TurnRetention(True)
 
 @dataclass(frozen=True, slots=True)
 class NoTransfer:
-    """An ordinary request."""
+    """A request that is neither a prefill leg nor a decode leg."""
 
     retention: TurnRetention = RETAIN_NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillForPeer:
-    """Its KV is to be handed over when it is done. `push_ticket` and `ticket` are whatever came
-    under these keys.
-    """
+    """A prefill leg, whose KV a peer will fetch. `push_ticket` and `ticket` are unchecked."""
 
     push_ticket: object = None
     ticket: object = None
-    """For what a decode side has kept of the conversation so far."""
+    """The ticket of a turn that a decode side has retained of this conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnsignedPeer:
-    """A prefill side as routers name it that sign nothing."""
+    """A prefill side as named by a router that signs nothing."""
 
     engine: str
     address: Address
-    """Of its side channel."""
+    """The address of the prefill side's side channel."""
     tp_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFromPeer:
-    """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are
-    whatever came under these keys.
+    """A decode leg, whose KV is at a producer or will be computed there. `ticket` and `push_ticket`
+    are unchecked values.
     """
 
     ticket: object
     push_ticket: object = None
     unsigned_peer: UnsignedPeer | None = None
-    """Whom the other keys name, if they name anybody."""
+    """The prefill side that the unsigned keys name; None if the keys are missing or malformed."""
     retention: TurnRetention = RETAIN_UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
 class BadParams:
+    """Parameters that cannot be used, with the reason."""
+
     reason: str
 
 
@@ -88,6 +90,9 @@ TransferRole = NoTransfer | PrefillForPeer | LoadFromPeer | BadParams
 
 
 def read_params(params: Mapping[str, Any] | None) -> TransferRole:
+    """The role that the parameters give a request; malformed parameters give `BadParams`, never an
+    exception.
+    """
     if params is None:
         return NoTransfer()
     if not isinstance(params, Mapping):
@@ -139,12 +144,12 @@ def _unsigned_peer(params: Mapping[str, Any]) -> UnsignedPeer | None:
 
 
 def _name(value: object) -> str:
-    """Empty for what is none."""
+    """The value as a name; empty if the value is not a name."""
     return value if isinstance(value, str) and len(value) <= MAX_TICKET_NAME_CHARS else ""
 
 
 def _count(value: object, maximum: int) -> int:
-    """0 for what is none."""
+    """The value as a positive count; 0 if the value is not a count up to `maximum`."""
     return (
         value
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= maximum

@@ -1,9 +1,13 @@
-"""Prefills that are handed over while they are computed: how far each has come, and when it has to
-start again. Pure.
+"""The push connector's scheduler half, and the streams of prefill legs that are transferred while
+they are computed.
 
-A prefill's full blocks are published as soon as the step that filled them is over, while the next
-one computes. One that the engine preempts loses its blocks: what was published is withdrawn, before
-anything else is written into them.
+`PrefillStreams` is pure: it records how far each prefill leg is published and detects when a leg
+must be published again. The full blocks of a prefill leg are published as soon as the step that
+filled the blocks is over, while the next step computes. A request that the engine preempts loses
+its blocks, so the stream is withdrawn before the engine writes other KV into those blocks.
+
+`NixlPushConnectorScheduler` runs on the engine's main thread and never blocks. The protocol is
+described in docs/decisions/030-push.md.
 """
 
 from collections import OrderedDict
@@ -47,35 +51,40 @@ __all__ = ["NixlPushConnectorScheduler", "PrefillStream", "PrefillStreams", "Str
 
 @dataclass(slots=True)
 class PrefillStream:
+    """One prefill leg that is published while the engine computes it."""
+
     request: Request
     match_id: str
     tokens: Fingerprint
-    """Of the whole prompt."""
+    """The fingerprint of the whole prompt."""
     serial: int = 0
-    """0: nothing is published."""
+    """The serial of the published ticket; 0 if nothing is published."""
     num_published: int = 0
     blocks: Sequence[Sequence[int]] = ()
-    """Tables of what is published."""
+    """The block tables as published."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAdvance:
-    """There is more of a prefill than was published."""
+    """A stream of which the engine has computed more tokens than were published."""
 
     stream: PrefillStream
     num_tokens: int
     blocks: tuple[tuple[int, ...], ...]
-    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token
-    does not look at.
+    """Block tables of the whole prompt. Blocks not computed yet and blocks that the last token does
+    not attend to are holes.
     """
 
     def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """The blocks of each group that the last publication did not contain."""
         first, end = self.stream.num_published // block_size, self.num_tokens // block_size
         return tuple(table[first:end] for table in self.blocks)
 
 
 @dataclass(slots=True)
 class PrefillStreams:
+    """The prefill legs that are being computed and published."""
+
     block_size: int
     groups: Sequence[KVCacheGroup]
     _streams: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
@@ -92,13 +101,15 @@ class PrefillStreams:
         return self._streams.get(request)
 
     def end(self, request: RequestId) -> PrefillStream | None:
-        """It is computed, or will never be."""
+        """Remove a stream whose prefill leg has finished or will never finish."""
         self._published.pop(request, None)
         return self._streams.pop(request, None)
 
     def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
-        """Those that have lost what was published of them, as their counts or this step's tables
-        tell. They may be published anew.
+        """Remove and return the published streams whose blocks the engine has taken away.
+
+        A stream is lost if the request's token count has dropped or if this step's block tables
+        differ from the published tables. A lost stream may be published again.
         """
         tables = {
             scheduled.request_id: scheduled
@@ -117,10 +128,11 @@ class PrefillStreams:
         return lost
 
     def advances(self, slices: Iterable[ScheduledSlice]) -> list[StreamAdvance]:
-        """What earlier steps have filled of the requests that this one goes on with."""
+        """The blocks that earlier steps have filled, for each stream that this step continues."""
         found = []
         for scheduled in slices:
             stream = self._streams.get(RequestId(scheduled.request_id))
+            # Only full blocks: the last, partial block is still being written.
             num_tokens = scheduled.start // self.block_size * self.block_size
             if (
                 stream is not None
@@ -148,8 +160,8 @@ class PrefillStreams:
         self._published[RequestId(stream.request.request_id)] = stream
 
     def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether the engine no longer holds a block that was published. A request that was
-        preempted and taken up again at once may have as many tokens as before, but in other blocks.
+        """Whether the engine no longer holds a published block. A request that was preempted and
+        resumed at once may have as many tokens as before, but in other blocks.
         """
         return any(
             any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
@@ -159,7 +171,9 @@ class PrefillStreams:
     def unpublished(
         self, stream: PrefillStream, blocks: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...], ...]:
-        """What the engine holds at the end beyond that."""
+        """The blocks that the engine holds at the end of the prefill leg and that were not
+        published.
+        """
         return tuple(
             tuple(
                 now
@@ -172,8 +186,8 @@ class PrefillStreams:
     def _padded(
         self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """The engine lets go of what the last token does not look at, when it likes: whoever read
-        that would not hear of it.
+        """Replace the blocks that the last token does not attend to by holes: the engine may free
+        those blocks at any time, and a reader would not notice that the contents changed.
         """
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
         firsts = [
@@ -193,21 +207,24 @@ def _has_lost_tokens(stream: PrefillStream) -> bool:
     )
 
 
-# -------------------- push scheduler -------------------- The push connector in the process that
-# schedules: as pull's, but a request may come before there is anything to fetch for it.
+# -- push scheduler --
+# Like the pull scheduler, but a decode leg may arrive before any block is computed.
 #
-# As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for
-# a promise of the whole prompt: the transfer workers register for it, and compare what they are
-# offered with the prompt before they read. As a producer it has the transfer workers offer every
-# prefill to whoever registers for it, block by block while it computes, beside returning its ticket
-# in the end, so that a router that asks the prefill side first is served as in pull. Runs on the
-# engine's main thread.
+# As a consumer, the scheduler treats a router's push ticket, or the name of a trusted prefill side,
+# as covering the whole prompt: the transfer workers register for the prefill leg and compare the
+# offered fingerprint with the prompt before they read. As a producer, the scheduler has the
+# transfer workers publish every prefill leg, block by block while the engine computes, to the
+# decode side that registers. The scheduler also returns the ticket at the end, so a router that
+# calls the prefill side first is served as in pull mode.
 
 
+# Bounds the memory for match ids whose prefill leg never arrives; the oldest is forgotten first.
 MAX_DECLINED = 10_000
 
 
 class NixlPushConnectorScheduler(NixlConnectorScheduler):
+    """The state and decisions of `NixlPushConnector` in the process that schedules."""
+
     def __init__(
         self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
     ) -> None:
@@ -215,10 +232,12 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         self._push_key = PushTicketKey(config.secret)
         self._streams = PrefillStreams(cache.block_size, cache.groups)
         self._published: dict[str, RequestId] = {}
-        """By handover, those whose blocks are kept."""
+        """Finished prefill legs whose blocks are held, by match id."""
         self._match_ids: dict[RequestId, str] = {}
         self._declined_match_ids: OrderedDict[str, None] = OrderedDict()
-        """Handovers from us to us: a router has chosen this engine for both legs."""
+        """Match ids whose two legs both run on this engine, because a router chose this engine for
+        both.
+        """
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
@@ -261,14 +280,15 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
     def _take_unsigned_peer(self, request: Request, unsigned_peer: UnsignedPeer) -> None:
-        """A router that signs nothing has named the prefill side. It is believed if it names one of
-        those that we were told of.
+        """Register with a prefill side that a router named without a signature. The name is trusted
+        only if the address is listed in `peers`.
         """
         if (
             unsigned_peer.engine == self._config.kv_transfer.engine_id
             or unsigned_peer.address == self._issuer.address
         ):
-            # Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself.
+            # Both legs run on this engine: the blocks are in its own prefix cache, and an engine
+            # never connects to itself.
             return
         if str(unsigned_peer.address) not in self._extra.peer_addresses:
             self._refuse(
@@ -308,22 +328,25 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         command: RegisterForPush | RegisterForPushByAddress,
         shared: SharedTicketKey | None,
     ) -> None:
-        """`shared`: by what other requests that wait for the same prefill know it."""
+        """Command the registration and offer the whole prompt to the engine. `shared` identifies
+        the prefill leg among the requests that wait for the same leg.
+        """
         request_id = RequestId(request.request_id)
-        # An engine whose attention forgets computes the last token itself and must be told so: see
-        # `NixlConnectorScheduler._usable`.
+        # With local attention the offer must leave out the last token, which the engine computes
+        # itself: see `NixlConnectorScheduler._usable`.
         has_local_attention = any(group.has_local_attention for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - has_local_attention
         self._commands.append(command)
         if self._producer_frees_last_window(num_tokens):
-            # We compute it, and the prefill side shall know.
+            # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
+            # free the blocks.
             self._commands.append(SkipLoad(request_id))
         else:
             self._offers[request_id] = LoadOffer(num_tokens, shared)
 
     def _producer_frees_last_window(self, num_tokens: int) -> bool:
-        """Whether an engine like ours lets go, at the end of the prompt, of a block that the token
-        after these looks at.
+        """Whether a producer configured like this engine frees, at the end of the prompt, a block
+        that the token after the first `num_tokens` tokens attends to.
         """
         size = self._cache.block_size
         return not self._cache.keeps_last_token_window and any(
@@ -334,11 +357,14 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         )
 
     def _decline(self, match_id: str) -> None:
-        """Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself."""
+        """Drop a match whose two legs both run on this engine: the blocks are in its own prefix
+        cache, and an engine never connects to itself.
+        """
         held = self._published.get(match_id)
         if held is not None:
             self._commands.append(AbandonLease(held))
             return
+        # The prefill leg has not finished yet; `request_finished` abandons the lease.
         self._declined_match_ids[match_id] = None
         if len(self._declined_match_ids) > MAX_DECLINED:
             self._declined_match_ids.popitem(last=False)
@@ -347,6 +373,7 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
 
     def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> NixlConnectorMetadata:
         slices = tuple(slices)
+        # Withdraw before publishing: a resumed request may already have new blocks in this step.
         for stream in self._streams.take_preempted(slices):
             self._commands.append(
                 WithdrawStream(RequestId(stream.request.request_id), stream.serial)
@@ -377,6 +404,8 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
             return super()._grant(request, blocks)
+        # Preempted and resumed since the last publication: the published blocks may hold
+        # other KV by now.
         if self._streams.has_lost_blocks(stream, blocks):
             self._commands.append(WithdrawStream(request, stream.serial))
             return super()._grant(request, blocks)
@@ -419,7 +448,9 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
             self._published.pop(self._match_ids.pop(RequestId(request), ""), None)
 
     def _match_id(self, role: PrefillForPeer) -> str:
-        """Empty without a genuine push ticket: then the legs are matched by their request ids."""
+        """The match id of a valid push ticket. Empty without a valid ticket: then the legs are
+        matched by their request ids.
+        """
         try:
             return self._push_key.open(role.push_ticket).match_id
         except InvalidTicket:

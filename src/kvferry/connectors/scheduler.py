@@ -1,13 +1,18 @@
-"""The pull connector in the process that schedules: checks tickets on arrival, issues them at the
-end, and writes the transfer workers' commands.
+"""The pull connector's scheduler half: checks tickets when requests arrive, issues tickets when
+requests finish, and writes the commands for the transfer workers.
 
-As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's
-fingerprint and the request's own prompt, nothing more, so parameters of another prompt can never be
-used for this one. Requests that share a ticket (one client's n choices) read it once: the others
-wait for the first and then find its blocks in the engine's own cache. As a producer it signs a
-ticket for every prefill it was asked to hand over. Of a turn that has ended it keeps the blocks for
-the next, which some prefill side may fetch before it computes the rest; see `retained_turns.py`.
-Runs on the engine's main thread; never waits.
+As a consumer, the scheduler decides how many tokens of a ticket are usable: the common prefix of
+the ticket's fingerprint and the request's own prompt. So a ticket for another prompt can never be
+used for this one. Requests that share a ticket (the n choices of one client request) read the KV
+once: the later requests wait for the first request and then find its blocks in the engine's own
+prefix cache.
+
+As a producer, the scheduler signs a ticket for every prefill leg. If the decode side retains
+finished turns, it keeps the blocks of a finished turn for the next turn; a prefill side may fetch
+the blocks before it computes the rest (`RetainedTurns` in `scheduler_tables.py`,
+docs/decisions/033-reuse.md).
+
+Runs on the engine's main thread and never blocks.
 """
 
 import logging
@@ -75,6 +80,8 @@ _log = logging.getLogger(__name__)
 
 
 class NixlConnectorScheduler:
+    """The state and decisions of `NixlConnector` in the process that schedules."""
+
     def __init__(
         self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
     ) -> None:
@@ -85,10 +92,12 @@ class NixlConnectorScheduler:
         self._issuer = TicketIssuer(config, cache, self._key, extra.kv_lease_duration)
         self._offers: dict[RequestId, LoadOffer] = {}
         self._num_local_tokens: dict[RequestId, int] = {}
-        """How many tokens of it the engine had when it was last made an offer."""
+        """How many tokens of each request the engine already had at the last call of
+        `get_num_new_matched_tokens`.
+        """
         self._tickets = SharedTickets()
         self._optional: set[RequestId] = set()
-        """Requests that load what they can do without."""
+        """Requests whose load is optional: the engine computes the request if the load fails."""
         self._held = HeldBlocks()
         self._retained = RetainedTurns()
         self._commands: list[WorkerCommand] = []
@@ -103,7 +112,7 @@ class NixlConnectorScheduler:
         self._wake_engine = wake
 
     def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """All workers have registered: open the side channel."""
+        """Open the side channel. Called when all workers have registered their caches."""
         parts = {
             rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)
         }
@@ -150,8 +159,8 @@ class NixlConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         match read_params(request.kv_transfer_params):
             case LoadFromPeer() if not self._config.kv_transfer.is_kv_consumer:
-                # Engines guard blocks that bytes may arrive in only if they were told that bytes
-                # may arrive.
+                # An engine protects blocks against early reuse while bytes may arrive only if its
+                # role is consumer.
                 self._refuse(
                     request,
                     "this engine takes no KV from others; start it with kv_role kv_both or "
@@ -161,8 +170,8 @@ class NixlConnectorScheduler:
                 self._take(request, role)
             case PrefillForPeer(ticket=text) if not self._config.kv_transfer.is_kv_producer:
                 self._return_retained_turn(RequestId(request.request_id), text)
-                # Computed in silence, its KV would be computed a second time by whoever was to
-                # fetch it, request after request.
+                # Computing the prefill and issuing no ticket would hide the mistake: the decode
+                # side would compute every such prompt a second time.
                 self._refuse(
                     request,
                     "this engine hands no KV to others; start it with kv_role kv_both or "
@@ -179,8 +188,8 @@ class NixlConnectorScheduler:
         offer = self._offers.get(RequestId(request.request_id))
         if offer is None or self._tickets.was_read(offer.ticket):
             return 0, False
-        # A refused request claims its whole prompt, so that the engine parks it and learns of the
-        # failure in the one way it knows.
+        # A refused request claims its whole prompt, so that the engine waits for the load and then
+        # handles the failure on the ordinary path of a failed load.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
         self._num_local_tokens[RequestId(request.request_id)] = num_computed_tokens
@@ -195,7 +204,11 @@ class NixlConnectorScheduler:
         )
 
     def _ask_retaining_engine(self, request: RequestId, offer: LoadOffer) -> LoadOffer:
-        """Not before it is the request's turn: until then its keeper may need the blocks itself."""
+        """Ask the engine that retains the turn for a reservation.
+
+        The scheduler asks only when the engine tries to schedule the request: until then the
+        retaining engine may need the blocks for its own requests.
+        """
         self._commands.append(PrepareOptionalLoad(request, offer.unchecked_ticket))
         self._offers[request] = offer = replace(
             offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size
@@ -211,6 +224,8 @@ class NixlConnectorScheduler:
             return
         first = self._num_local_tokens.pop(request_id, offer.num_tokens - num_external_tokens)
         if num_external_tokens == 0:
+            # The producer waits for a reader of each ticket: `PrepareLoad` then `SkipLoad` ends the
+            # lease early.
             if offer.unchecked_ticket:
                 self._commands.append(PrepareLoad(request_id, offer.unchecked_ticket))
             if offer.refusal is None:
@@ -225,13 +240,13 @@ class NixlConnectorScheduler:
             self._commands.append(RejectLoad(request_id, offer.refusal))
             return
         table = tuple(tuple(group) for group in blocks.get_block_ids())
-        # Engines may take less than was offered, never other tokens.
+        # An engine may take fewer tokens than offered, but never other tokens.
         end = min(first + num_external_tokens, offer.num_tokens)
         needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
         self._commands.append(StartLoad(request_id, table, first, end, needed_from))
 
     def take_output(self, output: KVConnectorOutput) -> None:
-        """What has ended on every rank."""
+        """Process the requests that ended on every rank."""
         if isinstance(output.kv_connector_worker_meta, NixlWorkerMetadata):
             self._take_worker_metadata(output.kv_connector_worker_meta)
         for request in output.finished_recving:
@@ -254,6 +269,7 @@ class NixlConnectorScheduler:
                     offer,
                     num_pending_ranks=offer.num_pending_ranks - worker_metadata.reserved[request],
                 )
+        # One refusing rank is enough: a load needs the blocks of all ranks.
         for request, reason in (
             (RequestId(name), reason) for name, reason in worker_metadata.refused.items()
         ):
@@ -274,6 +290,7 @@ class NixlConnectorScheduler:
         request_id = RequestId(request.request_id)
         self._num_local_tokens.pop(request_id, None)
         self._optional.discard(request_id)
+        # The transfer workers may have blocks of this request as the target of a load.
         if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
             self._commands.append(AbortLoad(request_id))
         is_whole = request.status in (
@@ -322,8 +339,8 @@ class NixlConnectorScheduler:
     def _retain(
         self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, turn_id: str
     ) -> dict[str, Any]:
-        """Let transfer workers keep an ended turn's blocks; the parameters for whoever computes the
-        next one.
+        """Command the transfer workers to retain a finished turn's blocks, and return the
+        parameters for the next turn.
         """
         ttl_s = self._extra.decoder_kv_blocks_ttl
         tokens = fingerprint(
@@ -353,7 +370,7 @@ class NixlConnectorScheduler:
         return params
 
     def reclaim_blocks(self, num_blocks: int) -> None:
-        """The engine lacks so many: the oldest of the kept turns are let go."""
+        """Evict the oldest retained turns, because the engine lacks `num_blocks` blocks."""
         for request in self._retained.evict(num_blocks):
             self._stats.count("retained_turns_evicted")
             self._commands.append(EvictTurn(request))
@@ -362,7 +379,7 @@ class NixlConnectorScheduler:
         return self._retained.has_evicting
 
     def _end_lease(self, request: RequestId) -> None:
-        """Its lease has ended on every rank."""
+        """Process the end of a lease, which has ended on every rank."""
         turn_id = self._retained.end(request)
         if turn_id and self._side_channel is not None:
             self._side_channel.publish_turn(EndedTurn(turn_id))
@@ -386,7 +403,7 @@ class NixlConnectorScheduler:
         )
 
     def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
-        """Let transfer workers lease the blocks; the serial of that lease."""
+        """Command the transfer workers to lease the blocks, and return the serial of the lease."""
         serial = self._issuer.next_serial()
         self._commands.append(GrantLease(request, serial, self._copied(blocks)))
         return serial
@@ -447,8 +464,8 @@ class NixlConnectorScheduler:
         self._commands.append(PrepareLoad(request_id, str(text)))
 
     def _take_retained_turn(self, request: Request, text: object) -> None:
-        """A decode side may have kept what the conversation had come to. Whatever is wrong with
-        that, the request is computed.
+        """Offer a turn that a decode side may have retained. Whatever is wrong with the ticket, the
+        engine computes the request.
         """
         request_id = RequestId(request.request_id)
         try:
@@ -479,11 +496,13 @@ class NixlConnectorScheduler:
                 matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
             )
             return
-        # Its keeper shall have its blocks back.
+        # The ticket is not used: let the retaining engine free the blocks now.
         self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
 
     def _return_retained_turn(self, request: RequestId, text: object) -> None:
-        """A router has presented the conversation's only ticket to one that may not use it."""
+        """Release a retained turn: a router presented the conversation's only ticket to an engine
+        that may not use the ticket.
+        """
         try:
             ticket = self._key.open(text)
         except InvalidTicket:
@@ -498,12 +517,13 @@ class NixlConnectorScheduler:
         )
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
-        """How many of the matched tokens can be loaded: all, or none where the producer has let go
-        of what the next token looks at.
+        """How many of the matched tokens can be loaded: all of them, or none if the producer has
+        freed a block that the next token attends to.
 
-        An engine computes a prompt's last token itself. One whose attention forgets must be told
-        so: it decides by the number of loaded tokens which blocks it needs, and the last token
-        looks further back than the one after it.
+        An engine always computes the last token of a prompt itself. If some group has local
+        attention, the offer must leave the last token out: the engine decides from the number of
+        loaded tokens which blocks it needs, and the last token attends further back than the token
+        after it.
         """
         if not any(group.has_local_attention for group in self._cache.groups):
             return matched
@@ -515,8 +535,10 @@ class NixlConnectorScheduler:
         return matched
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
-        """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody
-        dials himself.
+        """Release the lease of a ticket that this engine issued itself.
+
+        A router chose this engine for both legs: the blocks are in the engine's own prefix cache,
+        and an engine never connects to itself.
         """
         if ticket.epoch == self._config.epoch:
             self._commands.append(ReleaseTicket(ticket.lease, ticket.serial))
@@ -532,19 +554,22 @@ def _no_wakeup() -> None:
     return None
 
 
-# -------------------- issuing -------------------- What a producer's scheduler puts into tickets,
-# and into the parameters that carry them. Plain data; no I/O.
+# -- ticket issuer --
+# What a producer's scheduler puts into tickets, and into the parameters that carry tickets. Plain
+# data; no I/O.
 
 
 @dataclass(slots=True)
 class TicketIssuer:
+    """Builds the tickets of one engine incarnation and counts their serials."""
+
     config: ConnectorConfig
     cache: KVCacheConfig
     key: TicketKey
     ttl_s: float
-    """Of a lease for a peer that was sent for it."""
+    """The duration of a lease that is granted to a peer at the end of a prefill leg."""
     address: Address | None = None
-    """Of our side channel, once it is open."""
+    """The address of this engine's side channel; None until the side channel is open."""
     serial: int = 0
 
     def next_serial(self) -> int:
@@ -570,8 +595,8 @@ class TicketIssuer:
         )
 
     def params(self, ticket: Ticket) -> dict[str, Any]:
-        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all
-        we look at.
+        """The parameters that carry a ticket: the keys of vLLM's connector for routers that read
+        them, and the signed ticket, which is the only key kvferry reads.
         """
         return {
             "do_remote_prefill": True,

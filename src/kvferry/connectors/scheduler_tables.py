@@ -1,5 +1,7 @@
-"""Which tickets this engine reads, and which it has read: requests that share one read it once.
-Pure.
+"""Tables of the connector's scheduler: shared tickets, load offers, held blocks, retained turns.
+
+Pure: no clock, no I/O. The scheduler owns every table and uses the tables on the engine's main
+thread.
 """
 
 from dataclasses import dataclass, field
@@ -9,20 +11,27 @@ from kvferry.types import RequestId
 __all__ = ["HeldBlocks", "LoadOffer", "RetainedTurns", "SharedTicketKey", "SharedTickets"]
 
 
+# Bounds the memory of `SharedTickets`. A request whose ticket was forgotten reads the ticket again.
 MAX_READ_TICKETS = 10_000
 
 SharedTicketKey = tuple[str, str, int | str]
-"""Engine, epoch and serial: one lease of one engine incarnation; or the handover that its push
-ticket names, where the lease is yet to come.
+"""Engine, epoch and serial of one lease of one engine incarnation. For a push ticket, whose lease
+does not exist yet, the match id stands in the place of the serial.
 """
 
 
 @dataclass(slots=True)
 class SharedTickets:
+    """Which tickets this engine is reading and has read, so that requests sharing a ticket read it
+    once.
+    """
+
     _loading: dict[RequestId, SharedTicketKey | None] = field(default_factory=dict)
-    """None: a request that only waits to be told of its failure."""
+    """Requests with a load in progress, and their tickets. None: the request only waits for its
+    failure to be reported.
+    """
     _reading: set[SharedTicketKey] = field(default_factory=set)
-    # In the order they were read, the oldest forgotten first.
+    # Ordered by the time of the read, so that the oldest ticket is forgotten first.
     _read: dict[SharedTicketKey, None] = field(default_factory=dict)
 
     def is_loading(self, request: RequestId) -> bool:
@@ -40,6 +49,9 @@ class SharedTickets:
             self._reading.add(ticket)
 
     def end(self, request: RequestId, is_good: bool) -> None:
+        """Record the end of a load. A failed load leaves the ticket unread, so that another request
+        may try.
+        """
         ticket = self._loading.pop(request)
         if ticket is None:
             return
@@ -50,33 +62,36 @@ class SharedTickets:
                 del self._read[next(iter(self._read))]
 
 
-# -------------------- offers --------------------
-# What a connector offers an engine for a request that waits. Plain data.
+# -- offers --
+# What the connector offers the engine for a waiting request. Plain data.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for
-    this reason.
+    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing
+    because of `refusal`.
     """
 
     num_tokens: int
     ticket: SharedTicketKey | None = None
     refusal: str | None = None
     min_tokens: int = 1
-    """With fewer than so many tokens to load, nothing is loaded."""
+    """Load nothing if fewer than this many tokens would be loaded."""
     is_optional: bool = False
-    """It only saves computing: whatever goes wrong, the request is computed."""
+    """The load only saves computation: if the load fails for any reason, the engine computes the
+    request.
+    """
     unchecked_ticket: str = ""
-    """The ticket with which the producer is asked whether it can be had, once it is the request's
-    turn.
+    """The ticket of a retained turn that the retaining engine has not confirmed yet. The scheduler
+    asks only when the engine tries to schedule the request.
     """
     num_pending_ranks: int = 0
-    """So many ranks have yet to hear from it."""
+    """How many ranks still wait for the retaining engine's answer."""
 
 
-# -------------------- held blocks --------------------
-# Finished requests whose blocks are kept for peers, and which of them belong together. Pure.
+# -- held blocks --
+# Finished prefill legs whose blocks are held for a peer, and which legs answer the same client
+# request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,8 @@ class _Held:
 
 @dataclass(slots=True)
 class HeldBlocks:
+    """The blocks held for peers, counted, and grouped by request family."""
+
     num_blocks: int = 0
     _held: dict[RequestId, _Held] = field(default_factory=dict)
     _families: dict[str, set[RequestId]] = field(default_factory=dict)
@@ -98,10 +115,12 @@ class HeldBlocks:
             self._families.setdefault(family, set()).add(request)
 
     def free(self, request: RequestId) -> set[RequestId]:
-        """Its lease has ended. Returns those nobody will come for any more.
+        """Remove a request whose lease has ended and return the requests that no peer will fetch
+        any more.
 
-        Of the requests that answer one client's request together, one's parameters have reached
-        somebody; the others' have not.
+        Requests of one family answer one client request together, and only one request's parameters
+        reach the client. So when the lease of one request ends, no peer can come for the rest of
+        the family.
         """
         held = self._held.pop(request, None)
         if held is None:
@@ -112,12 +131,13 @@ class HeldBlocks:
         )
 
 
-# -------------------- kept turns --------------------
-# Blocks of ended turns that are kept for the next ones, as long as nobody needs them more. Pure.
+# -- retained turns --
+# Blocks of finished turns that are retained for the next turn until the engine needs the blocks.
 #
-# They are soft pins: the engine says how many blocks it lacks, and the oldest turns are let go, as
-# many as it takes. A turn's blocks come back when its lease has ended on every rank. One that
-# somebody is reading comes back later, so it is not counted on, and the next oldest goes too.
+# Retained turns are soft pins: the engine reports how many blocks are missing, and the table evicts
+# the oldest turns until enough blocks are on the way back. The blocks of a turn are free when the
+# turn's lease has ended on every rank. A turn that a peer is still reading frees its blocks later,
+# so `evict` does not count that turn and evicts the next oldest as well.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +148,21 @@ class _RetainedTurn:
 
 @dataclass(slots=True)
 class RetainedTurns:
+    """Retained turns, oldest first, and turns being evicted."""
+
     _retained: dict[RequestId, _RetainedTurn] = field(default_factory=dict)
-    """The oldest first."""
+    """Retained turns by request, oldest first."""
     _evicting: dict[RequestId, _RetainedTurn] = field(default_factory=dict)
-    """Those let go whose blocks are not back yet."""
+    """Evicted turns whose blocks are not free yet."""
     _being_read: set[RequestId] = field(default_factory=set)
-    """Of these, those that somebody reads."""
+    """The subset of `_evicting` that a peer is still reading."""
 
     def __len__(self) -> int:
         return len(self._retained) + len(self._evicting)
 
     @property
     def num_blocks(self) -> int:
-        """Shared ones counted as often as they are kept."""
+        """The number of retained blocks; a block shared by several turns counts once per turn."""
         return sum(
             turn.num_blocks for turns in (self._retained, self._evicting) for turn in turns.values()
         )
@@ -153,8 +175,8 @@ class RetainedTurns:
         self._retained[request] = _RetainedTurn(num_blocks, turn_id)
 
     def evict(self, num_blocks: int) -> list[RequestId]:
-        """So many blocks are lacking: which turns are to be let go, beside those that are already
-        leaving.
+        """Choose the turns to evict so that `num_blocks` blocks become free, counting the turns
+        already being evicted.
         """
         lacking = num_blocks - sum(
             turn.num_blocks
@@ -174,7 +196,9 @@ class RetainedTurns:
             self._being_read.add(request)
 
     def end(self, request: RequestId) -> str | None:
-        """Its blocks are back. The word it was kept under, perhaps empty; None: it was no turn."""
+        """Remove a turn whose blocks are free and return its turn id, which may be empty; None if
+        the request was not a retained turn.
+        """
         turn = self._retained.pop(request, None) or self._evicting.pop(request, None)
         self._being_read.discard(request)
         return None if turn is None else turn.turn_id

@@ -1,8 +1,8 @@
-"""Statistics of connectors: what one rank counts between two steps, over all ranks and time, and
-shown to Prometheus.
+"""Statistics of connectors: counters of one rank between two steps, their sum over ranks and time,
+and the Prometheus metrics.
 
-`KVConnectorStats` and `KVConnectorPromMetrics` are the contract's names; a connector brings its own
-subclasses.
+Plain data, without I/O. `KVConnectorStats` and `KVConnectorPromMetrics` are vLLM's names; each
+connector brings its own subclasses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,8 @@ LEVELS: Mapping[str, str] = {
     "num_peers": "Peers known, over all ranks.",
     "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
-"""Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum
-of everybody's latest is shown.
+"""Levels are shown as gauges. Each reporter (a rank, the scheduler) reports its own value when the
+value has changed; the gauge shows the sum of all reporters' latest values.
 """
 
 SIDE_CHANNEL_METRIC = "side_channel"
@@ -75,7 +75,7 @@ NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
     "num_failed_transfers": ("failed_transfers", "failed_handshakes"),
     "num_kv_expired_reqs": ("kv_expired_reqs",),
 }
-"""vLLM's names, and which of our counters they are the sum of."""
+"""vLLM's metric names, and the counters of kvferry that each one sums."""
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "xfer_time_seconds": (
@@ -130,12 +130,13 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
         50_000.0,
     ),
 }
-"""Upper bounds of the buckets; vLLM's, with finer ones below for same-host transports."""
+"""The upper bounds of the buckets: vLLM's bounds, with finer bounds below for same-host transports.
+"""
 
 
 @dataclass
 class KVConnectorStats:
-    """A bag of numbers that can be added up."""
+    """Numbers that can be summed over ranks and steps."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -146,7 +147,7 @@ class KVConnectorStats:
         raise NotImplementedError
 
     def reduce(self) -> dict[str, int | float]:
-        """A few telling numbers for a log line."""
+        """The few numbers that a log line shows."""
         raise NotImplementedError
 
     def is_empty(self) -> bool:
@@ -157,7 +158,7 @@ class KVConnectorStats:
 
 
 class KVConnectorPromMetrics:
-    """Registers metrics once and observes stats. Subclasses say which."""
+    """Registers metrics once and observes stats. Subclasses define the metrics."""
 
     def __init__(
         self,
@@ -175,12 +176,16 @@ class KVConnectorPromMetrics:
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Counters, what each transport carried, and samples for histograms. Numbers and lists in
-    nested dicts that add up.
+    """Counters, the totals of each transport, and samples for histograms.
 
-    data: {counter: int, "side_channel": its address, "levels": {level: {reporter: value}},
-    "samples": {histogram: [value, ...]},
-           "transports": {transport: {"transfers", "bytes", "seconds", "segments" (really used), "planned" (before neighbours were joined)}}}
+    The data are numbers and lists in nested dicts, which `merge_stats` sums:
+
+        data: {counter: int, "side_channel": its address,
+               "levels": {level: {reporter: value}},
+               "samples": {histogram: [value, ...]},
+               "transports": {transport: {"transfers", "bytes", "seconds",
+                                          "segments" (really used),
+                                          "planned" (before adjacent segments were joined)}}}
     """
 
     def count(self, counter: str, by: int = 1) -> None:
@@ -216,7 +221,7 @@ class TransferStats(KVConnectorStats):
         add_up(self.data, {"transfers": 1, "transports": {transport: row}, "samples": samples})
 
     def aggregate(self, other: KVConnectorStats) -> "TransferStats":
-        """Add another rank's or step's numbers to these."""
+        """Add another rank's or step's numbers to this object, and return it."""
         merge_stats(self.data, other.data)
         return self
 
@@ -248,20 +253,22 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _p90(values: Sequence[float]) -> float:
-    """The smallest value that nine in ten do not exceed."""
+    """The smallest value that nine in ten values do not exceed."""
     return sorted(values)[-(-len(values) * 9 // 10) - 1] if values else 0.0
 
 
 def merge_stats(into: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Add the data of one `TransferStats` to that of another."""
+    """Add the data of a later `TransferStats` to the data of another. Levels are replaced, not
+    summed.
+    """
     add_up(into, {name: value for name, value in later.items() if name != "levels"})
     for level, values in later.get("levels", {}).items():
         into.setdefault("levels", {}).setdefault(level, {}).update(values)
 
 
 def add_up(into: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Add numbers to numbers and lists to lists of the same name, at any depth; of anything else
-    the latest is kept.
+    """Add numbers to numbers and lists to lists of the same name, at any depth; a value of any
+    other type replaces the old value.
     """
     for name, value in row.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""The pull connector in a worker: builds the rank's transfer worker, hands it each step's commands
-and collects its events.
+"""The pull and push connectors' worker half: builds the rank's transfer worker, submits each step's
+commands to the transfer worker and collects its events.
 
-Runs on the worker's main thread and does nothing else there.
+Runs on the worker process's main thread and never blocks there; all transfers happen on the thread
+of the transfer worker (docs/decisions/005-worker-thread.md).
 """
 
 import logging
@@ -70,6 +71,8 @@ _log = logging.getLogger(__name__)
 
 
 class NixlConnectorWorker:
+    """The connector of one tensor-parallel rank."""
+
     def __init__(
         self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
     ) -> None:
@@ -87,14 +90,15 @@ class NixlConnectorWorker:
         self._receive_totals = ReceiveTotals()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
-        """Register the cache, or its host buffer, with every transport that can carry it, and start
-        the transfer worker.
+        """Register the cache, or its host buffer, with every transport that supports the memory,
+        and start the transfer worker.
         """
         own = geometry_of(self._config, self._cache, kv_caches)
         self._order = self._config.kit.engine_stream(own.regions)
         geometry = self._transport_geometry(own)
         transports = self._registered_transports(geometry)
         control = self._config.kit.control_transport()
+        # Each peer chooses one of these offers in the handshake.
         offers = tuple(
             OfferInfo(o.transport, o.reach, o.blob, o.near)
             for o in (transport.offer() for transport in transports)
@@ -139,11 +143,13 @@ class NixlConnectorWorker:
         return results
 
     def take_worker_metadata(self) -> NixlWorkerMetadata | None:
-        """What `get_transfer_results` has come across."""
+        """The reports for the scheduler that `get_transfer_results` has collected."""
         worker_metadata, self._worker_metadata = self._worker_metadata, NixlWorkerMetadata()
         return None if worker_metadata.is_empty else worker_metadata
 
     def take_stats(self) -> TransferStats | None:
+        # Levels are reported only when they change, so that a step without transfers reports no
+        # stats.
         held = self.snapshot()
         if held != self._reported:
             reporter = f"tp{self._config.parallel.tp_rank}"
@@ -169,7 +175,9 @@ class NixlConnectorWorker:
         return self._thread
 
     def _transport_geometry(self, own: Geometry) -> Geometry:
-        """The engine's own cache, or a host buffer of it in host memory, allocated now."""
+        """The geometry that transports see: the engine's own cache, or a host buffer that is
+        allocated here.
+        """
         is_elsewhere = any(region.memory is not MemoryKind.DRAM for region in own.regions)
         uses_host_buffer = (
             is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
@@ -197,6 +205,7 @@ class NixlConnectorWorker:
         ):
             if transport.register(geometry.regions):
                 transports.append(transport)
+            # This transport cannot carry this kind of memory.
             else:
                 transport.close()
         if not transports:
@@ -222,10 +231,11 @@ class NixlConnectorWorker:
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
                 results.failure_reasons[request] = reason
+            # The request will fail, but its blocks may still be written; `TransferFailed` follows.
             case TransferAbandoned(request, reason):
                 results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
-                # Of one request every rank has a lease.
+                # Every rank has a lease of the same request; rank 0 alone counts it.
                 counter = {
                     LeaseEnd.EXPIRED: "kv_expired_reqs",
                     LeaseEnd.LAPSED: "retained_turns_expired",
@@ -243,7 +253,7 @@ class NixlConnectorWorker:
                 self._note(event)
 
     def _note(self, event: Event) -> None:
-        """What is counted or logged, and no request waits for."""
+        """Count or log an event that no request waits for."""
         match event:
             case BytesMoved(transport, total_bytes, segments, planned, post_s, transfer_s, is_ok):
                 self._receive_totals.note(event)
@@ -256,6 +266,8 @@ class NixlConnectorWorker:
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
                 _log.warning("peer lost peer=%s reason=%s", engine, reason)
+            # Every rank moves its own bytes, but all ranks move the same tokens; rank 0 alone
+            # counts tokens.
             case PrefillCompleted(_, num_tokens, num_left, landed_bytes):
                 self._stats.count("pushed_bytes_early", landed_bytes)
                 if self._config.parallel.tp_rank == 0:
@@ -283,6 +295,9 @@ def transfer_worker_settings(
     uses_host_buffer: bool = False,
     fenced: frozenset[str] = frozenset(),
 ) -> TransferWorkerSettings:
+    """Translate the connector's configuration into the plain values of the transfer worker's
+    settings.
+    """
     engine, epoch = EngineId(config.kv_transfer.engine_id), Epoch(config.epoch)
     demanded = factors if extra.enforce_handshake_compat else None
     peers = PeerSettings(
@@ -342,13 +357,16 @@ def _layout(
     )
 
 
-# -------------------- carried -------------------- How each request's receive went: what the
-# transfer worker timed, with what its transports carried for it. Runs on the worker's main thread.
+# -- receive totals --
+# How each receive went: the timings of the transfer worker together with the bytes its transports
+# moved. Runs on the worker process's main thread.
 
 
 @dataclass(slots=True)
 class ReceiveTotals:
-    """Of receives under way: bytes, segments and the transport. What is over is forgotten."""
+    """Bytes, segments and transport of each receive in progress; entries are dropped when the
+    receive ends.
+    """
 
     _moved: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict, init=False)
 
@@ -364,7 +382,7 @@ class ReceiveTotals:
     def report(
         self, request: RequestId, times: TransferTimes | None, results: KVConnectorTransferResults
     ) -> None:
-        """Its receive has ended."""
+        """Report the totals of an ended receive, if the transfer worker timed the receive."""
         total_bytes, segments, transport = self._moved.pop(request, (0, 0, ""))
         if times is not None:
             results.recving_times[request] = [

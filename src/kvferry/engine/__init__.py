@@ -1,1 +1,1 @@
-"""The embedded paged-KV engine: real weights, real tokens, no GPU needed."""
+"""The embedded engine: a small paged-KV engine with real weights and real tokens, no GPU needed."""

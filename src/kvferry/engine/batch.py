@@ -1,10 +1,11 @@
-"""Which sequences compute how many tokens in the next step, and which blocks that takes.
+"""Batcher: decides which sequences compute how many tokens in the next step, and allocates blocks.
 
-Running sequences go first, then those whose remote KV has arrived, then new ones, each in order of
-arrival. A running sequence that finds no block takes those of the youngest; a new one waits. Loads
-by a connector begin here too and take no tokens of the step.
+Running sequences come first, then sequences whose remote KV has arrived, then new sequences, each
+in order of arrival. If no block is free for a running sequence, the batcher preempts the youngest
+sequence; a new sequence waits instead. The batcher also starts loads by the connector; a load uses
+no token budget of the step.
 
-Pure but for the calls to the connector's scheduler role.
+Pure except for the calls to the connector's scheduler role.
 """
 
 from dataclasses import dataclass, field
@@ -23,21 +24,22 @@ __all__ = ["Batcher", "StepBatch"]
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step in the making."""
+    """The slices collected for one step, and the token budget already used."""
 
     limits: SchedulerLimits
     slices: list[SequenceSlice] = field(default_factory=list)
     num_tokens: int = 0
     has_preempted: bool = False
     is_lookup_pending: bool = False
-    """The connector could not say yet what it has for some request; ask again soon."""
+    """True if the connector could not answer a lookup yet; the core asks again soon."""
 
     def share(self, wanted: int) -> int:
-        """How many of `wanted` tokens still fit into this step."""
+        """Return how many of `wanted` tokens still fit into this step."""
         left = self.limits.max_num_batched_tokens - self.num_tokens
         if self.limits.enable_chunked_prefill or wanted <= left:
             return min(wanted, left)
-        # Prompts are not to be cut: one that is longer than any step gets a step of its own.
+        # Chunked prefill is off: a prompt that is longer than the token budget gets a step of its
+        # own.
         return 0 if self.slices else wanted
 
     def add(self, seq: Sequence, count: int) -> None:
@@ -59,16 +61,18 @@ class StepBatch:
 
 
 class _Outcome(Enum):
+    """The result of an attempt to admit a waiting sequence."""
+
     ADMITTED = auto()
     SKIPPED = auto()
-    """Not now, but others may go first."""
+    """The sequence waits, but sequences behind it may be admitted."""
     BLOCKED = auto()
-    """Not now, and nobody behind it either."""
+    """The sequence waits, and every sequence behind it waits too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ExternalTokens:
-    """What the connector would load after the local prefix."""
+    """The number of tokens that the connector would load after the local prefix."""
 
     num_tokens: int = 0
     is_async: bool = False
@@ -76,6 +80,8 @@ class _ExternalTokens:
 
 @dataclass(slots=True)
 class Batcher:
+    """Builds one `StepBatch` per step from the scheduler's queues."""
+
     limits: SchedulerLimits
     allocator: BlockAllocator
     queues: SequenceQueues
@@ -94,19 +100,18 @@ class Batcher:
 
     def _continue_running(self, batch: StepBatch) -> None:
         if self.limits.windowed_groups:
-            # All of them before anybody asks for blocks: nobody is to be preempted for blocks that
-            # lie idle.
+            # Free the unseen blocks of all running sequences before any sequence asks for blocks;
+            # otherwise a sequence could be preempted although idle blocks exist.
             for seq in self.queues.running:
                 self.allocator.free_unseen_blocks(seq, seq.num_computed_tokens)
         for seq in list(self.queues.running):
             count = batch.share(seq.num_uncomputed_tokens)
-            # One that gave up its blocks to an older sequence in this very loop is not running any
-            # more.
+            # An older sequence may have preempted this sequence earlier in this loop.
             if count and seq.status is RequestStatus.RUNNING and self._make_room(seq, count, batch):
                 batch.add(seq, count)
 
     def _make_room(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
-        """Give a running sequence its blocks, at the cost of younger ones if need be."""
+        """Give a running sequence its blocks, preempting younger sequences if necessary."""
         while not self.allocator.extend(seq, seq.num_computed_tokens + count):
             self._request_blocks(
                 self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count)
@@ -121,28 +126,26 @@ class Batcher:
         return True
 
     def _is_waiting_better(self, is_own_victim: bool) -> bool:
-        """Whether blocks will come back without taking anybody's: then nothing is gained by giving
-        up computed tokens.
-        """
+        """True if blocks will be freed soon anyway; a preemption would lose computed tokens."""
         if not self.queues.has_blocks_in_transfer:
             return False
         is_alone = is_own_victim and self.queues.num_holders == 1
         return is_alone or (self.connector is not None and self.connector.has_pending_block_frees())
 
     def _request_blocks(self, num_blocks: int) -> None:
-        """Somebody lacks so many blocks, and the connector may keep some that nobody waits for."""
+        """Ask the connector to free `num_blocks` blocks retained for no particular request."""
         if self.connector is not None:
             self.connector.reclaim_blocks(num_blocks)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take all blocks of a sequence; it starts again from whatever is still cached then."""
+        """Take all blocks of a sequence; the sequence restarts from its cached prefix."""
         self.counters.preemptions += 1
         self.queues.leave(seq)
         self.withdraw(seq)
         self.queues.wait(seq, RequestStatus.PREEMPTED)
 
     def withdraw(self, seq: Sequence) -> None:
-        """Give back the blocks of a sequence that has to start again."""
+        """Free the blocks of a sequence that has to start again."""
         self.allocator.release(seq)
         seq.num_computed_tokens = 0
         if seq.source is KVSource.LOADED:
@@ -160,10 +163,11 @@ class Batcher:
             self._start(seq, count, 0, batch)
 
     def _claim(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
-        """Give a ready sequence the blocks it still lacks.
+        """Give a ready sequence the blocks that it still lacks.
 
-        While others run it waits for theirs; when nobody runs, ready ones that block each other
-        wait for ever: the youngest yields.
+        While other sequences run, the ready sequence waits for the blocks of the running sequences.
+        If no sequence runs, ready sequences could block each other forever, so the youngest ready
+        sequence is preempted.
         """
         while not self.allocator.extend(seq, seq.num_computed_tokens + count):
             self._request_blocks(
@@ -190,9 +194,11 @@ class Batcher:
             index += outcome is _Outcome.SKIPPED
 
     def _admit(self, seq: Sequence, batch: StepBatch) -> _Outcome:
-        """On ADMITTED the sequence has left `waiting`."""
+        """Try to admit a waiting sequence; on ADMITTED the sequence has left `waiting`."""
         cached = self.allocator.find_cached(seq)
         num_local_tokens = cached.num_blocks * self.limits.block_size
+        # If the whole prompt is cached, the connector must offer nothing, although the last token
+        # is computed again.
         offer = self._ask(seq, seq.num_tokens if cached.is_whole else num_local_tokens)
         if offer is None:
             batch.is_lookup_pending = True
@@ -214,12 +220,14 @@ class Batcher:
         return _ExternalTokens(count, is_async and count > 0)
 
     def _begin_load(self, seq: Sequence, cached: CachedPrefix, match: Match) -> _Outcome:
-        """Hold blocks for the local prefix and for what is loaded. They are published only when the
-        load has ended well.
+        """Hold blocks for the local prefix and for the tokens that the connector loads.
+
+        The blocks are published only when the load has succeeded.
         """
         assert self.connector is not None
         allocation = self.allocator.plan_allocation(seq, cached, match, match.total_tokens)
-        # A load cannot be preempted, so it must not take what those who compute are going to need.
+        # A load cannot be preempted, so a load must leave enough blocks for the sequences that
+        # compute.
         num_missing = self._reserved_blocks() - self.allocator.num_left(allocation)
         if num_missing > 0:
             self._request_blocks(num_missing)
@@ -239,6 +247,7 @@ class Batcher:
     def _begin(
         self, seq: Sequence, cached: CachedPrefix, match: Match, batch: StepBatch
     ) -> _Outcome:
+        # At least the last token is computed: sampling needs its logits.
         computed = min(match.total_tokens, seq.num_tokens - 1)
         count = batch.share(seq.num_tokens - computed)
         if not count:

@@ -1,6 +1,8 @@
-"""The loop's side of the pipe to an engine core: frames in, frames out, and who waits for what.
+"""The API process's side of an engine: starts the core process and streams its outputs.
 
-`CoreLink` is an asyncio protocol; the loop's thread makes every call. `EngineClient` owns it.
+`EngineClient` owns the process and a `CoreLink`, an asyncio protocol over the pipe to the core. One
+thread, the thread of the event loop, makes every call. The event loop reads and writes the sockets,
+so neither a slow core nor a dead core blocks the loop.
 """
 
 import asyncio
@@ -48,11 +50,11 @@ __all__ = ["CoreLink", "EngineClient", "OutputStream"]
 
 
 class OutputStream:
-    """The outputs of one request, in order, up to and including the one with a finish reason.
+    """The outputs of one request, in order, up to and including the output with a finish reason.
 
-    Iterate it, and `close` it when leaving early: a request that has not ended is then aborted in
-    the core. When the core dies, the last output has `finish_reason == "error"` and says why, so a
-    stream always ends.
+    Iterate the stream, and call `close` when leaving early: the core then aborts a request that has
+    not ended. When the core dies, the last output has `finish_reason == "error"` and names the
+    cause, so a stream always ends.
     """
 
     def __init__(self, request_id: str, on_close: Callable[["OutputStream"], None]) -> None:
@@ -67,7 +69,7 @@ class OutputStream:
         return self._request_id
 
     def put(self, output: RequestOutput) -> None:
-        """For the client: one more output has arrived."""
+        """Append an output; only `CoreLink` calls this."""
         self._ready.append(output)
         self._output_arrived.set()
 
@@ -85,7 +87,7 @@ class OutputStream:
         return output
 
     def close(self) -> None:
-        """Abort the request unless it has ended. Idempotent."""
+        """Abort the request unless it has ended; idempotent."""
         self._is_ended = True
         self._ready.clear()
         self._on_close(self)
@@ -106,7 +108,7 @@ class OutputStream:
 
 
 class CoreLink(asyncio.Protocol):
-    """The loop's side of the pipe: frames in, frames out, and who waits for what."""
+    """The pipe to the core: sends frames, and gives each reply to the waiting stream or future."""
 
     def __init__(self, on_progress: Callable[[str], None], on_closed: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -128,10 +130,11 @@ class CoreLink(asyncio.Protocol):
     def exit_reason(self) -> str | None:
         return self.core_exit.result() if self.core_exit.done() else None
 
-    # -- asyncio calls these --
+    # -- callbacks of asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have the methods of asyncio's classes without being of them.
+        # uvloop's transports have the methods of asyncio's transport classes but do not inherit
+        # from these classes.
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -142,7 +145,7 @@ class CoreLink(asyncio.Protocol):
         self._transport = None
         self._on_closed()
 
-    # -- what arrives --
+    # -- incoming messages --
 
     def _handle(self, message: FromCore) -> None:
         match message:
@@ -167,6 +170,7 @@ class CoreLink(asyncio.Protocol):
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
+        # Outputs of an aborted request may still arrive after its stream is closed.
         if stream is None:
             return
         if output.finish_reason is not None:
@@ -174,12 +178,17 @@ class CoreLink(asyncio.Protocol):
         stream.put(output)
 
     def mark_lost(self, reason: str, error: KVFerryError | None = None) -> None:
-        """The core is gone: everybody who waits hears it. Only the first reason counts."""
+        """End all streams and pending queries because the core is gone.
+
+        Only the first reason counts.
+        """
         if self.core_exit.done():
             return
         self.core_exit.set_result(reason)
         if not self.ready.done():
             self.ready.set_exception(error or KVFerryError(reason))
+            # Mark the exception as retrieved: asyncio warns about a future whose exception is never
+            # read.
             self.ready.exception()
         for waiter in self._pending_queries.values():
             if not waiter.done():
@@ -187,7 +196,7 @@ class CoreLink(asyncio.Protocol):
         for request_id in list(self._streams):
             self._deliver(_error_output(request_id, reason))
 
-    # -- what is sent --
+    # -- outgoing messages --
 
     def add(self, requests: list[AddRequest]) -> list[OutputStream]:
         frame = self._frame_of(requests)
@@ -221,13 +230,14 @@ class CoreLink(asyncio.Protocol):
             self._deliver(RequestOutput(request_id, finish_reason="abort"))
 
     def abandon(self, request_id: str) -> None:
-        """Its answer reached nobody: whatever the core keeps for it may go, also when it has
-        finished.
+        """Release everything that the core holds for a request, even a finished one.
+
+        The answer did not reach the client, so no peer will fetch the blocks.
         """
         self._send([AbortRequest(request_id)])
 
     def _drop(self, stream: OutputStream) -> None:
-        # A late close must not end another request that got the same id meanwhile.
+        # A late `close` must not abort a newer request that uses the same id.
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._send([AbortRequest(stream.request_id)])
@@ -270,27 +280,24 @@ def _error_output(request_id: str, reason: str) -> RequestOutput:
     return RequestOutput(request_id, finish_reason="error", error=reason, error_status=503)
 
 
-# -------------------- client -------------------- The API process's end of an engine: starts the
-# core in its own process and turns its messages into streams of outputs.
-#
-# Everything here runs on one asyncio loop. Sockets are read and written by the loop, so neither a
-# slow core nor a dead one blocks it.
+# -- client --
+# Starts and ends the core process.
 
 
 _log = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 5.0
-"""How long a killed process may take to be gone."""
+"""How long a killed process may take to exit."""
 
 _STOP_TIMEOUT_S = 5.0
-"""How long the core may take, at least, to stop by itself, also where requests get no time."""
+"""The minimum time that the core gets to stop by itself, even if running requests get none."""
 
 _ABANDON_GRACE_S = 1.0
-"""How long a core that will not be used may take to end by itself."""
+"""How long a core may take to exit by itself when its start has failed or was cancelled."""
 
 
 class EngineClient:
-    """One running engine. Make it with `start`, end it with `close`."""
+    """One running engine; create it with `start` and end it with `close`."""
 
     def __init__(
         self, process: BaseProcess, options: EngineOptions, on_progress: Callable[[str], None]
@@ -312,10 +319,11 @@ class EngineClient:
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> "EngineClient":
-        """Spawn the core and wait until it serves. `on_progress` hears each stage of the start.
+        """Spawn the core and wait until the core is ready.
 
-        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no
-        process is left behind then, nor when this is cancelled.
+        `on_progress` receives each stage of the start. Raises ConfigError when a setting or the
+        model is wrong, and KVFerryError for every other failure. No process is left behind after an
+        error or a cancellation.
         """
         level = logging.getLogger().getEffectiveLevel()
         setup = EngineSetup(options, kit, secret=secret, side_channel=side_channel, log_level=level)
@@ -334,7 +342,8 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(link.ready)
         except BaseException as error:
-            # A process that is being born when we are cancelled has to be ended like any other.
+            # If the cancellation arrives while the process is being spawned, wait for the process
+            # and then end it as usual.
             await asyncio.wait([spawning])
             theirs.close()
             await client._abandon(ours)
@@ -348,7 +357,7 @@ class EngineClient:
 
     @property
     def ready(self) -> CoreReady:
-        """What the core said of itself when it was ready."""
+        """The message with which the core announced that it is ready."""
         return self._link.ready.result()
 
     @property
@@ -357,7 +366,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """The core's process id."""
+        """The process id of the core."""
         return self._process.pid
 
     @property
@@ -365,21 +374,21 @@ class EngineClient:
         return self._link.exit_reason is None
 
     async def died(self) -> str:
-        """Wait until the core is gone, also after `close`; the reason as one sentence."""
+        """Wait until the core is gone, also after `close`, and return the reason."""
         return await asyncio.shield(self._link.core_exit)
 
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
-        """Hand in requests that enter the engine before the same step; one stream each. Never
-        waits.
+        """Submit requests that enter the engine before the same step; one stream per request.
 
-        RemoteProtocolError when a request cannot be put on the wire (a number beyond 64 bits in its
-        parameters) or its id is in use.
+        Never waits. Raises RemoteProtocolError when a request cannot be encoded (a number beyond 64
+        bits in the parameters) or the request id is in use.
         """
         return self._link.add(list(requests))
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request. Leaving the iteration early, or being cancelled in it, aborts
-        the request.
+        """Yield the outputs of one request.
+
+        Leaving the iteration early, or a cancellation inside it, aborts the request.
         """
         (stream,) = self.add([request])
         try:
@@ -389,19 +398,25 @@ class EngineClient:
             stream.close()
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with `finish_reason == "abort"`. Unknown ids are
-        ignored.
+        """End a request; the stream ends with `finish_reason == "abort"`.
+
+        Unknown ids are ignored.
         """
         self._link.abort(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """The answer of this request reached nobody: no peer will come for its blocks, even if it
-        has finished.
+        """Report that the answer of a request did not reach the client.
+
+        No peer will fetch the blocks of the request, so the core frees the blocks even if the
+        request has finished.
         """
         self._link.abandon(request_id)
 
     async def status(self, timeout_s: float = 5.0) -> CoreStatus:
-        """A snapshot of the core. KVFerryError when it is dead or does not answer in time."""
+        """Return a snapshot of the core.
+
+        Raises KVFerryError when the core is dead or does not answer in time.
+        """
         self._next_nonce += 1
         answer = await self._query(GetStatus(self._next_nonce), timeout_s)
         assert isinstance(answer, CoreStatus)
@@ -410,8 +425,10 @@ class EngineClient:
     async def transfer_records(
         self, name: str = "", timeout_s: float = 5.0
     ) -> list[TransferRecord]:
-        """Where the time of requests went whose KV came from a peer: of those of that name, or of
-        the newest. Raises as `status` does.
+        """Return how long each phase took for requests whose KV came from a peer.
+
+        A non-empty `name` selects the requests of that name; otherwise the newest requests are
+        returned. Raises as `status` does.
         """
         self._next_nonce += 1
         answer = await self._query(GetTransferRecords(self._next_nonce, name), timeout_s)
@@ -428,22 +445,23 @@ class EngineClient:
             raise KVFerryError(f"the engine core did not answer within {timeout_s:g} s") from None
 
     def drain(self) -> None:
-        """Have the core say what is left of its work, from now on."""
+        """Make the core report its remaining work from now on."""
         self._link.drain()
 
     @property
     def remaining(self) -> Remaining | None:
-        """What is left of the core's work, as it said last; None before `drain` and its first
-        word.
+        """The last report of the core's remaining work; None before the first report.
+
+        The core reports after `drain`.
         """
         return self._link.remaining
 
     async def drained(self) -> None:
-        """After `drain`: wait until no request and no lease is left in the core."""
+        """Wait until the core has no request and no lease left; call `drain` first."""
         await self._link.drained.wait()
 
     async def close(self) -> None:
-        """Stop the core, gracefully first, and wait until its process is gone. Idempotent."""
+        """Stop the core, gracefully first, and wait until its process is gone; idempotent."""
         self._link.shut_down()
         await self._end(max(self._options.shutdown_timeout_s, _STOP_TIMEOUT_S))
         self._link.close()
@@ -452,8 +470,9 @@ class EngineClient:
         self._end(_KILL_TIMEOUT_S)
 
     def _end(self, grace_s: float) -> asyncio.Future[None]:
-        """One task waits for the process, whoever asked first: only one can be told its exit
-        code.
+        """Return the one task that ends the process; the first call creates the task.
+
+        There is one task because the exit code of a process can be collected only once.
         """
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end_process(grace_s))
@@ -466,7 +485,8 @@ class EngineClient:
             return
         await loop.run_in_executor(None, self._process.join, grace_s)
         if self._process.is_alive():
-            # Whoever has said why it ends, or was told to before it could serve, surprises nobody.
+            # A core that has reported its failure, or that is cancelled during its start, is
+            # expected to end: no warning then.
             level = (
                 logging.WARNING
                 if self._link.ready.done() and self._link.exit_reason is None
@@ -478,7 +498,8 @@ class EngineClient:
         self._link.mark_lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
 
     async def _abandon(self, sock: socket.socket) -> None:
-        # Told first: a core that finds its pipe closed while it is loading takes us for dead.
+        # Send SIGTERM before closing the pipe: a core that finds its pipe closed while loading logs
+        # that the API process is dead.
         if self._process.pid is not None and self._link.exit_reason is None:
             self._process.terminate()
         if self._link.is_connected:
@@ -499,10 +520,12 @@ def _ignore_stage(stage: str) -> None:
 
 
 def _spawn(process: BaseProcess) -> None:
-    """Ctrl-C reaches the core from its first moment on, long before it can say that it does not
-    care: it is born with SIGINT blocked.
+    """Start the process with SIGINT blocked.
+
+    Ctrl-C reaches the core from its first moment on, long before the core can ignore SIGINT.
     """
-    # Starting it unblocks the signal, so it must not happen in between.
+    # Starting the resource tracker unblocks SIGINT, so the tracker must run before the signal is
+    # blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -514,7 +537,7 @@ def _spawn(process: BaseProcess) -> None:
 def _run_core(setup: EngineSetup, sock: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # Imported in the child only: the API process never pays for torch.
+    # Import in the child only, so that the API process never loads torch.
     from kvferry.engine.core import run_core
 
     run_core(setup, sock)

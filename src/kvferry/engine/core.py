@@ -1,7 +1,16 @@
-"""Runs plans on all tensor-parallel ranks: rank 0 in this process, the others in their own.
+"""The engine core: the process that schedules, executes and updates, step by step.
 
-One thread makes every call. A rank that dies, fails or stays silent is a TransportError that says
-which and how; the engine ends then.
+The main thread of the process makes every call. `Executor` runs each plan on all tensor-parallel
+ranks: rank 0 in this process, every other rank in its own process. If a rank dies, fails or does
+not answer, the executor raises a TransportError that names the rank and the cause, and the engine
+ends.
+
+Between steps the core exchanges messages with the API process. When no work is left, the core
+sleeps until a message, a wake-up of the connector or a notice of a rank arrives. The core ends when
+the API process closes the pipe, on `Shutdown`, or after a failure (`CoreFailed`, exit code 1 or 2),
+and stops its ranks. Once ready, the core ignores signals: supervisors send signals to every process
+of a service, but the API process may still be draining.
+(docs/decisions/009-processes-of-an-engine.md)
 """
 
 import contextlib
@@ -58,13 +67,14 @@ __all__ = ["EngineCore", "Executor", "limits_of", "run_core"]
 
 
 _FAILED_RANK_TIMEOUT_S = 2.0
-"""How long to look for a dead rank when rank 0 fails: its peers notice a death before the operating
-system reports it.
+"""How long to look for a dead rank when rank 0 fails.
+
+The sockets of a dead rank break before the operating system reports the death of the process.
 """
 
 
 class Executor:
-    """Build it with `start`; it owns rank 0 and the processes of the others until `close`."""
+    """Owns rank 0 and the processes of all other ranks, from `start` until `close`."""
 
     def __init__(
         self,
@@ -81,7 +91,7 @@ class Executor:
     def start(
         cls, setup: EngineSetup, wake: Callable[[], None], report_stage: Callable[[str], None]
     ) -> "Executor":
-        """Start all ranks and wait until each has loaded its share."""
+        """Start all ranks and wait until every rank has loaded its shard of the model."""
         tp_size = setup.options.tensor_parallel_size
         ranks: list[RankProcess] = []
         with _rendezvous_file() as rendezvous, contextlib.ExitStack() as undo:
@@ -115,24 +125,22 @@ class Executor:
 
     @property
     def ranks(self) -> list[RankProcess]:
-        """Ranks 1 and up; wait on them for notices while idle."""
+        """Ranks 1 and up; the idle core waits on their file descriptors for notices."""
         return self._ranks
 
     @property
     def handshakes(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        """What each rank's connector says of itself, by rank; those that say nothing are left
-        out.
-        """
+        """Handshake metadata of each rank's connector, by rank, without ranks that have none."""
         return self._handshakes
 
     def expect_reports(self, count: int) -> None:
-        """How many ranks report each transfer, when that is not all of them. Before the first
-        step.
-        """
+        """Set how many ranks report each transfer, if not all do; call before the first step."""
         self._aggregator = KVOutputAggregator(count)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One step on every rank. TransportError when a rank is gone."""
+        """Run one step on every rank; raise TransportError when a rank is gone."""
+        # Send the plan before rank 0 computes: the ranks wait for each other inside the forward
+        # pass.
         for rank in self._ranks:
             rank.send(plan)
         with _naming_failed_rank(self._ranks):
@@ -143,11 +151,15 @@ class Executor:
         return result
 
     def take_wakeups(self) -> bool:
-        """Whether another rank's connector asked for a step. TransportError when a rank is gone."""
+        """True if the connector of another rank asked for a step.
+
+        Raises TransportError when a rank is gone.
+        """
+        # A list, not a generator: `any` must not stop before every rank is read.
         return any([rank.take_wakeup() for rank in self._ranks])
 
     def close(self) -> None:
-        """Stop every rank and wait until its process is gone. Idempotent."""
+        """Stop every rank and wait until its process is gone; idempotent."""
         for rank in self._ranks:
             rank.ask_to_stop()
         try:
@@ -166,7 +178,7 @@ def _kill_all(ranks: list[RankProcess]) -> None:
 
 @contextlib.contextmanager
 def _rendezvous_file() -> Iterator[str]:
-    """A file without a name in any folder: however this process ends, nothing is left of it."""
+    """Yield the URL of an unlinked file, which disappears when this process ends."""
     nameless = os.memfd_create("kvferry-ranks")
     try:
         yield f"file:///proc/{os.getpid()}/fd/{nameless}"
@@ -176,7 +188,7 @@ def _rendezvous_file() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _naming_failed_rank(ranks: list[RankProcess]) -> Iterator[None]:
-    """Rank 0 only sees a broken connection when another rank dies; say whose death it was."""
+    """Replace the broken connection that rank 0 sees by an error that names the rank that died."""
     try:
         yield
     except TransportError as error:
@@ -187,24 +199,18 @@ def _naming_failed_rank(ranks: list[RankProcess]) -> Iterator[None]:
         raise
 
 
-# -------------------- core -------------------- The engine core: a process whose main thread
-# schedules, executes and updates, step by step, and talks to the API process between steps.
-#
-# With nothing to compute it sleeps until a message, a connector's wake-up or a rank's notice
-# arrives. It ends when the API process closes the pipe, on `Shutdown`, or with the reason of a
-# failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it. Signals are not for it:
-# supervisors send them to every process of a service, and the API process may have promised to
-# drain.
+# -- core --
+# The main loop of the process and its pipe to the API process.
 
 
 _log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.01
-"""How soon a connector that was unsure, or that cannot wake us, is asked again."""
+"""How soon the core retries a connector whose lookup is pending or that cannot wake the core."""
 
 
 class EngineCore:
-    """Build it with `start`; it owns the executor and the scheduler's connector until `close`."""
+    """Owns the executor and the connector's scheduler role, from `start` until `close`."""
 
     def __init__(
         self,
@@ -231,7 +237,7 @@ class EngineCore:
 
     @classmethod
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
-        """Load everything and announce it. Called by the main thread of a process that is ours."""
+        """Load everything and announce the engine; the main thread of the process calls this."""
         with contextlib.ExitStack() as undo:
             executor = Executor.start(setup, wakeup.wake, api.report_stage)
             undo.callback(executor.close)
@@ -243,8 +249,9 @@ class EngineCore:
             core = cls(api, executor, connector, limits, wakeup)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
-            # As SIGINT from here on, before anybody hears that we serve. So far it is how the API
-            # process calls off a start that may be deep in a library.
+            # Ignore SIGTERM from here on, like SIGINT, before the API process learns that the core
+            # is ready. Until here the API process uses SIGTERM to cancel a start that may be deep
+            # inside a library.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.pop_all()
         api.send(_ready_message(setup, limits))
@@ -275,7 +282,7 @@ class EngineCore:
         if self._totals.transfer_log.is_watching:
             self._totals.transfer_log.note_outputs(outputs, time.monotonic())
         if self._is_draining:
-            # There will be no next turn here.
+            # A draining engine serves no next turn.
             self._scheduler.evict_retained()
             self._send_remaining()
         if outputs:
@@ -284,11 +291,11 @@ class EngineCore:
             _log.warning("%s", note)
 
     def _needs_step(self) -> bool:
-        # Called even when a step is due anyway: wake-ups are to be cleared and deaths to be noticed
-        # between any two steps.
+        # Both calls are needed even when a step is due: the core must clear wake-ups and notice
+        # dead ranks between any two steps.
         was_woken, was_rank_woken = self._wakeup.clear(), self._executor.take_wakeups()
-        # A connector that asks for a step again and again gets one per nap, not as many as fit into
-        # a second.
+        # A connector that asks for steps continuously gets one step per sleep, not as many as the
+        # CPU can run.
         is_pushed = self._has_slept and self._scheduler.wants_push
         return (
             self._is_step_due
@@ -306,12 +313,13 @@ class EngineCore:
         timeout_s = _RETRY_INTERVAL_S if needs_retry else None
         ranks = [rank.fileno() for rank in self._executor.ranks]
         awake = connection.wait([self._api.fileno(), self._wakeup.fileno(), *ranks], timeout_s)
+        # A timeout means that the connector must be asked again, so run a step.
         self._is_step_due, self._has_slept = not awake, True
 
-    # -- the API process --
+    # -- messages of the API process --
 
     def _take_messages(self) -> bool:
-        """Whether to go on."""
+        """Handle all messages that have arrived; False when the core must stop."""
         outputs: list[RequestOutput] = []
         for message in self._api.receive():
             match message:
@@ -361,7 +369,7 @@ class EngineCore:
             self._remaining = remaining
 
     def close(self) -> None:
-        """Stop connector and ranks. Idempotent."""
+        """Stop the connector and all ranks; idempotent."""
         try:
             if self._connector is not None:
                 self._connector.shutdown()
@@ -396,8 +404,8 @@ class _ApiPipe:
 
 
 def run_core(setup: EngineSetup, sock: socket.socket) -> None:
-    """The main function of the core's process."""
-    # Ctrl-C reaches the whole process group; the API process decides what it means and closes the
+    """Run the core; this is the main function of its process."""
+    # Ctrl-C reaches the whole process group. The API process decides how to react, and closes the
     # pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -407,8 +415,8 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
     with contextlib.ExitStack() as closing:
-        # Last of all: what is left goes with the process. Looking for cycles in all of torch takes
-        # longer than everything else here.
+        # Registered first, so it runs last: gc.freeze stops the interpreter from searching all of
+        # torch for cycles at exit, which takes longer than everything else here.
         closing.callback(gc.freeze)
         closing.callback(link.close)
         closing.callback(wakeup.close)
@@ -416,19 +424,19 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
             core = EngineCore.start(setup, api, wakeup)
             closing.callback(core.close)
             core.run()
-        # the top of the process: everybody hears why it ends, before ranks are waited for
+        # The top of the process: report the reason of the failure before waiting for the ranks.
         except Exception as error:
             raise SystemExit(_report_failure(api, error)) from None
 
 
 def _report_failure(api: _ApiPipe, error: Exception) -> int:
-    """Report the end of the core; its exit code."""
+    """Report the failure to the API process and return the exit code."""
     if not api.is_open:
         _log.warning("the API process is gone, and so is the engine core")
         return 1
     is_config = isinstance(error, ConfigError)
     if isinstance(error, KVFerryError):
-        # The API process says a ConfigError to the operator, once.
+        # The API process reports a ConfigError to the operator, so log only at DEBUG level here.
         _log.log(logging.DEBUG if is_config else logging.ERROR, "the engine core ends: %s", error)
         reason = str(error)
     else:
@@ -447,7 +455,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
-    """What the scheduler of an engine must respect, known once its first rank has its cache."""
+    """Return the limits of the scheduler; they are known once rank 0 has allocated its cache."""
     options, config = setup.options, worker.runner.config
     policy = (
         FailurePolicy.FAIL

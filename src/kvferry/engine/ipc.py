@@ -1,8 +1,8 @@
-"""Length-prefixed frames over a socketpair: how the API process and the engine core exchange
-batches of messages.
+"""Frames over a socketpair between the processes of an engine, and a wake-up for one thread.
 
-`FrameAssembler` is pure. `FrameSocket` is the core's end: one thread owns it, reads never wait,
-writes wait at most a deadline.
+Each frame is a batch of messages with a length prefix. `FrameAssembler` is pure. One thread owns a
+`FrameSocket`: reads never wait, and writes wait at most until a deadline. Any thread may call
+`Wakeup.wake`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ __all__ = ["MAX_FRAME_BYTES", "FrameAssembler", "FrameSocket", "Wakeup", "pack_f
 
 
 MAX_FRAME_BYTES = 512 * 1024 * 1024
-"""Far above any real batch; a longer length prefix means the two ends lost step."""
+"""The largest frame, far above any real batch; a larger length prefix means a corrupt stream."""
 
 _PREFIX = struct.Struct("!I")
 _READ_BYTES = 1 << 18
@@ -30,13 +30,13 @@ def pack_frame(payload: bytes) -> bytes:
 
 
 class FrameAssembler:
-    """Cuts a byte stream into frames, however the stream was chopped on its way."""
+    """Splits a byte stream into frames, regardless of the chunks in which the stream arrives."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The frames that `chunk` completes, in order."""
+        """Return the frames that `chunk` completes, in order."""
         self._pending += chunk
         frames: list[bytes] = []
         start = 0
@@ -56,8 +56,10 @@ class FrameAssembler:
 
 
 class FrameSocket:
-    """One end of the socketpair. `is_open` turns false when the other end has closed; what it sent
-    before is still delivered.
+    """One end of the socketpair.
+
+    `is_open` becomes false when the peer process has closed its end; frames sent before that are
+    still delivered.
     """
 
     def __init__(self, sock: socket.socket, send_timeout_s: float = 60.0) -> None:
@@ -74,7 +76,7 @@ class FrameSocket:
         return self._sock.fileno()
 
     def receive(self) -> list[bytes]:
-        """Every frame that has arrived; never waits."""
+        """Return every frame that has arrived; never waits."""
         frames: list[bytes] = []
         self._sock.setblocking(False)
         while self._is_open:
@@ -90,8 +92,9 @@ class FrameSocket:
         return frames
 
     def send(self, payload: bytes) -> None:
-        """Write one frame; TransportError when the other end is gone or has not read for the
-        deadline.
+        """Write one frame.
+
+        Raises TransportError when the peer process is gone or has not read before the deadline.
         """
         self._sock.settimeout(self._send_timeout_s)
         try:
@@ -110,13 +113,14 @@ class FrameSocket:
         self._sock.close()
 
 
-# -------------------- wakeup --------------------
-# A bell that any thread may ring and one thread waits for together with its sockets.
+# -- wakeup --
+# An event that any thread may set and that one thread waits for together with its sockets.
 
 
 class Wakeup:
-    """Rings collapse: however many came, the waiter wakes once and calls `clear`. After `close` a
-    ring does nothing.
+    """Wakes the owning thread; many calls of `wake` before one `clear` count as one.
+
+    After `close`, `wake` does nothing.
     """
 
     def __init__(self) -> None:
@@ -125,13 +129,13 @@ class Wakeup:
         self._sender.setblocking(False)
 
     def wake(self) -> None:
-        # A full buffer means that the waiter is going to wake anyway; a closed one that nobody
-        # waits any more.
+        # If the buffer is full, the waiting thread wakes up anyway; if the socket is closed, no
+        # thread waits any more.
         with contextlib.suppress(OSError):
             self._sender.send(b"\0")
 
     def clear(self) -> bool:
-        """Whether it rang since the last call."""
+        """Return True if `wake` was called since the last call."""
         was_woken = False
         with contextlib.suppress(BlockingIOError):
             while self._receiver.recv(4096):

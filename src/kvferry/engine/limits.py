@@ -1,5 +1,7 @@
-"""What a scheduler must respect: the sizes of cache, model and batch. Plain data, fixed at
-start.
+"""The limits of a scheduler (sizes of cache, model and batch), and checks of requests.
+
+Pure. `SchedulerLimits` is plain data, fixed at start. The functions decide which requests can never
+be served, which random seed a request gets, and when a sequence ends.
 """
 
 from bisect import bisect_right
@@ -26,10 +28,12 @@ __all__ = [
 
 @dataclass(
     frozen=True
-)  # without slots, for the cached properties: they are asked for at every token
+)  # no slots: cached_property needs a __dict__, and the scheduler reads the properties per token
 class SchedulerLimits:
+    """Sizes of cache, model and batch that the scheduler must respect."""
+
     num_blocks: int
-    """Of all groups together."""
+    """Number of blocks in the pool that all groups share."""
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -44,8 +48,10 @@ class SchedulerLimits:
 
     @cached_property
     def max_total_tokens(self) -> int:
-        """A sequence ends when it has this many tokens: the model's limit, or what the whole cache
-        holds and one (the last needs no KV).
+        """The number of tokens at which a sequence ends.
+
+        The minimum of the model's limit and the capacity of the whole cache plus one token: the
+        last token needs no KV.
         """
         places = range(self.blocks_for(self.max_model_len) + 1)
         most = (
@@ -60,14 +66,16 @@ class SchedulerLimits:
 
     @cached_property
     def max_held_blocks(self) -> tuple[int, ...]:
-        """Per group, the blocks that one sequence can hold, however long it is: during a step, all
-        that its first token looks at and all that the step computes.
+        """The largest number of blocks per group that one sequence can hold at once.
+
+        During a step a sequence holds the blocks that the step's first token attends to and the
+        blocks that the step computes.
         """
         return tuple(self._max_held_blocks(group) for group in self.groups)
 
     @cached_property
     def windowed_groups(self) -> tuple[tuple[int, KVCacheGroup], ...]:
-        """Those whose attention does not look back for ever, with their numbers."""
+        """The groups with local attention (a sliding window or chunks), each with its index."""
         return tuple(
             (number, group) for number, group in enumerate(self.groups) if group.has_local_attention
         )
@@ -76,7 +84,7 @@ class SchedulerLimits:
         return -(-num_tokens // self.block_size)
 
     def first_needed(self, group: KVCacheGroup, position: int) -> int:
-        """The first block that a token from `position` on looks at."""
+        """Return the index of the first block that a token at or after `position` attends to."""
         return group.first_visible_token(position) // self.block_size
 
     def _max_held_blocks(self, group: KVCacheGroup) -> int:
@@ -85,16 +93,16 @@ class SchedulerLimits:
         if reach is None or not self.enable_chunked_prefill:
             return whole
         span = reach - 1 + self.max_num_batched_tokens
-        # At worst the span begins with the last token of a block.
+        # In the worst case the span begins with the last token of a block.
         return min(whole, self.blocks_for(span - 1) + 1)
 
 
-# -------------------- intake --------------------
-# Which requests can never be served, and why; and the random seed of those that can. Pure.
+# -- intake --
+# Checks for requests that can never be served, and the random seed of the accepted requests.
 
 
 def find_validation_error(request: AddRequest, limits: SchedulerLimits) -> str | None:
-    """A sentence when the request makes no sense to any engine of this model."""
+    """Return why no engine of this model can serve the request, as one sentence, or None."""
     tokens = request.prompt_token_ids
     if not tokens:
         return "the prompt is empty; it must have at least one token"
@@ -109,7 +117,7 @@ def find_validation_error(request: AddRequest, limits: SchedulerLimits) -> str |
 
 
 def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | None:
-    """A sentence when the prompt does not fit into this engine, however long it waited."""
+    """Return why the prompt can never fit into this engine, as one sentence, or None."""
     count, most = len(request.prompt_token_ids), limits.max_total_tokens - 1
     if count <= most:
         return None
@@ -125,7 +133,7 @@ def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | Non
 
 
 def choose_draw_seed(request: AddRequest, engine_seed: int, arrival: int) -> int:
-    """The request's own seed, or one that no other request of this engine has."""
+    """Return the request's own seed, or a seed that no other request of this engine has."""
     for seed in (request.draw_seed, request.sampling.seed):
         if seed is not None:
             return seed
@@ -133,8 +141,9 @@ def choose_draw_seed(request: AddRequest, engine_seed: int, arrival: int) -> int
     return int.from_bytes(digest) >> 1
 
 
-# -------------------- stopping -------------------- When a sequence ends by itself. Pure. Stop
-# strings are the API's business: it sees text and aborts.
+# -- stopping --
+# When a sequence ends by itself. Stop strings are handled by the API, which sees the text and
+# aborts the request.
 
 
 FINISH_REASONS = {
@@ -147,16 +156,17 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Stop:
+    """Why a sequence ends."""
+
     status: RequestStatus
     token_id: int | None = None
-    """The requested stop token that ended the sequence; None for end of sequence and for
-    lengths.
-    """
+    """The requested stop token that ended the sequence; None for any other reason."""
 
 
 def find_stop(seq: Sequence, limits: SchedulerLimits) -> Stop | None:
-    """Whether the last token of a sequence ends it, and how. Of several reasons a stop token comes
-    first.
+    """Return how the last token ends the sequence, or None if the sequence goes on.
+
+    If several reasons apply, a stop token takes precedence.
     """
     sampling, last = seq.sampling, seq.token_ids[-1]
     if seq.num_output_tokens >= sampling.min_tokens:
@@ -170,7 +180,7 @@ def find_stop(seq: Sequence, limits: SchedulerLimits) -> Stop | None:
 
 
 def banned_token_ids(seq: Sequence, limits: SchedulerLimits) -> tuple[int, ...]:
-    """The tokens that would end a sequence, while it must not end."""
+    """Return the end and stop tokens, which must not be sampled before `min_tokens`."""
     if seq.num_output_tokens >= seq.sampling.min_tokens:
         return ()
     eos = () if seq.sampling.ignore_eos else limits.eos_token_ids

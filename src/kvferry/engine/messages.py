@@ -1,6 +1,13 @@
-"""What crosses between scheduler and workers in one step, and between engine core and API process.
+"""Messages between scheduler and workers, and between the engine core and the API process.
 
-Plain data. A `StepPlan` holds all a worker needs, so workers keep no per-request state.
+Plain data. A `StepPlan` holds everything that a worker needs for one step, so workers keep no state
+per request.
+
+    API -> core   AddRequest, AbortRequest, GetStatus, GetTransferRecords, Drain, Shutdown
+    core -> API   CoreProgress (any number), then CoreReady or CoreFailed once, then
+                  Outputs (one per step, a batch of RequestOutput), CoreStatus,
+                  TransferRecordsReply, Remaining while draining,
+                  and CoreFailed if the core dies with a reason
 """
 
 from dataclasses import dataclass, field
@@ -39,51 +46,53 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Checked where requests come in; engine code trusts it."""
+    """How tokens are chosen; the API checks the values, and engine code trusts them."""
 
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: no limit."""
+    """Sample from the k most likely tokens; 0 means no limit."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Alternatives reported per token; None: no logprobs at all, 0: only the chosen token's."""
+    """Number of alternatives per token; None: no logprobs, 0: only the chosen token's logprob."""
     include_stop_str_in_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's share of a step: compute `token_ids` at positions `start`, `start + 1`, … into
-    its blocks.
-    """
+    """One sequence's share of a step: compute `token_ids` at the positions from `start` on."""
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[tuple[int, ...], ...]
-    """The sequence's whole block table so far per KV-cache group, each from token 0 on and enough
-    for `start + len(token_ids)` tokens; `HOLE` where a block was given back because no token from
-    `start` on looks at it.
+    """The whole block table of the sequence per KV-cache group, from token 0 on.
+
+    Each table has room for `start + len(token_ids)` tokens. `HOLE` marks a block that was freed
+    because no token from `start` on attends to it.
     """
     sampling: SamplingParams | None
-    """None: these are not the last known tokens, nothing is sampled."""
+    """The sampling parameters; None if the next token is already known and need not be sampled."""
     draw_seed: int = 0
-    """Seed of this sequence's random stream."""
+    """Seed of the random stream of this sequence."""
     draw_index: int = 0
-    """How many tokens this sequence has generated: the same (seed, index) draws the same number,
-    whatever the batch.
+    """Number of tokens that this sequence has generated.
+
+    The same (seed, index) draws the same random number in every batch.
     """
     banned_token_ids: tuple[int, ...] = ()
-    """Not to be chosen this time (end of sequence, while under `min_tokens`)."""
+    """Token ids that must not be chosen in this step (end of sequence, before `min_tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """The work of one step, for all ranks."""
+
     step: int
     slices: tuple[SequenceSlice, ...] = ()
     finished_request_ids: frozenset[str] = frozenset()
@@ -92,6 +101,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
+    """One generated token."""
+
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
@@ -99,23 +110,22 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
+    """What one rank did with a `StepPlan`."""
+
     tokens: dict[str, SampledToken] = field(default_factory=dict)
-    """By request id, only from TP rank 0."""
+    """The sampled tokens by request id; only TP rank 0 returns any."""
     connector_output: KVConnectorOutput | None = None
     extra: Any = None
 
 
-# -------------------- messages --------------------
-# What the API process and the engine core say to each other, as msgspec structs over one pipe.
-#
-# API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `GetTransferRecords`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or
-# `CoreFailed` once, then `RequestOutput`s in batches (one `Outputs` per step), `CoreStatus`, `TransferRecordsReply`, `Remaining` once it drains, and
-# `CoreFailed` if the core dies with a reason.
+# -- API process and core --
+# msgspec structs over one pipe.
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to generate. For `n > 1` the API sends n of these, in one `list` frame, ids
-    `<id>-0`, `<id>-1`, …
+    """One sequence to generate.
+
+    For `n > 1` the API sends n requests in one `list` frame, with the ids `<id>-0`, `<id>-1`, …
     """
 
     request_id: str
@@ -124,44 +134,51 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str = ""
     family: str | None = None
-    """Equal in the choices of one prompt."""
+    """An id that all choices of one prompt share."""
     draw_seed: int | None = None
-    """Seed of the random stream; None: the engine picks one."""
+    """Seed of the random stream; None lets the engine choose a seed."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request without an output. For one that has finished, and whose blocks wait for a
-    peer: nobody will come for them.
+    """End a request without an output.
 
-    Unknown ids are ignored.
+    For a finished request whose blocks wait for a peer, the message means that no peer will fetch
+    the blocks. Unknown ids are ignored.
     """
 
     request_id: str
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a `CoreStatus` with the same nonce."""
+
     nonce: int
 
 
 class GetTransferRecords(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a `TransferRecordsReply` with the same nonce."""
+
     nonce: int
     name: str = ""
-    """A request's id, as its client sent it or as the engine has it; empty: the newest, whosever
-    they are.
-    """
+    """A request id, in the client's or the engine's spelling; empty selects the newest requests."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The engine is to end once nobody needs it: say what is left, now and whenever that changes.
-    Nothing else changes in the core.
+    """Report the remaining work, now and after every change, because the engine is to end.
+
+    The core also evicts all retained turns; nothing else changes in the core.
     """
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop the core."""
+
     pass
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
+    """The core serves requests from now on."""
+
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -172,8 +189,9 @@ class CoreReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot start or go on. `reason` is one sentence for the operator; `is_config` when a
-    setting is to blame.
+    """The core cannot start or go on.
+
+    `reason` is one sentence for the operator; `is_config` is True when a setting is wrong.
     """
 
     reason: str
@@ -181,32 +199,36 @@ class CoreFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoreProgress(msgspec.Struct, frozen=True, tag=True):
-    """What the core is doing on its way to `CoreReady`, for people who wait."""
+    """The stage of the start that the core has reached, to be shown to the operator."""
 
     stage: str
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
+    """New tokens of one request, and the reason when the request has ended."""
+
     request_id: str
     tokens: list[SampledToken] = []
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error` on the last output of a request; None before."""
     stop_reason: int | None = None
-    """The stop token id, when one ended it."""
+    """The stop token id that ended the request, if a stop token did."""
     error: str | None = None
-    """Why, when finish_reason is `error`."""
+    """The cause as one sentence, when `finish_reason` is `error`."""
     error_status: int = 500
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed here (local prefix or remote KV)."""
+    """Number of prompt tokens that were not computed here (local prefix or remote KV)."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """The outputs of one step, or of requests that were refused between steps."""
+
     outputs: list[RequestOutput]
 
 
 class TransferSummary(msgspec.Struct, frozen=True):
-    """What one transport has carried so far, summed over ranks."""
+    """Totals of one transport since start, summed over ranks."""
 
     transport: str
     transfers: int = 0
@@ -217,7 +239,7 @@ class TransferSummary(msgspec.Struct, frozen=True):
 
 
 class CoreStatus(msgspec.Struct, frozen=True, tag=True):
-    """A snapshot for /metrics and for `assert_quiescent`."""
+    """A snapshot of the core for /metrics and for `assert_quiescent`."""
 
     nonce: int
     num_running: int = 0
@@ -225,40 +247,44 @@ class CoreStatus(msgspec.Struct, frozen=True, tag=True):
     num_waiting_for_remote_kvs: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Blocks held by a request or a lease; cached but unheld blocks are not in use."""
+    """Blocks held by a request or a lease; cached blocks without a holder do not count."""
     num_delayed_frees: int = 0
-    """Finished requests whose blocks a peer may still read."""
+    """Number of finished requests whose blocks a peer may still read or a load may still write."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     prompt_tokens_by_source: dict[str, int] = {}
-    """`local_compute`, `local_cache_hit`, `external_kv_transfer`."""
+    """Prompt tokens by `local_compute`, `local_cache_hit` and `external_kv_transfer`."""
     preemptions_total: int = 0
     requests_finished_by_reason: dict[str, int] = {}
     transfers: list[TransferSummary] = []
     connector_stats: dict[str, Any] = {}
-    """The connector's own stats since start, as its `to_dict` gives them."""
+    """The connector's own statistics since start, as returned by its `to_dict`."""
     device_bytes: int = 0
-    """What rank 0 holds of its GPU's memory by way of torch; 0 on CPUs."""
+    """GPU memory that torch holds for rank 0; 0 on CPUs."""
     device_used_bytes: int = 0
-    """What all processes together use of that GPU."""
+    """Memory of the same GPU that all processes together use."""
 
 
 class TransferRecordsReply(msgspec.Struct, frozen=True, tag=True):
+    """The transfer records that a `GetTransferRecords` asked for."""
+
     nonce: int
     records: list[TransferRecord] = []
 
 
 class Remaining(msgspec.Struct, frozen=True, tag=True):
-    """Who still needs a draining engine. Sent before the outputs of the same step: whoever has seen
-    a request end knows what it left.
+    """The remaining work of a draining engine.
+
+    The core sends this message before the outputs of the same step, so a client that has seen a
+    request end already knows how many leases and blocks the request left behind.
     """
 
     num_requests: int = 0
-    """Running, queued or loading."""
+    """Number of requests that are running, queued or loading."""
     num_leases: int = 0
-    """Finished requests whose blocks a peer may still read, or a load may still write."""
+    """Number of finished requests whose blocks a peer may still read or a load may still write."""
     num_blocks: int = 0
-    """Blocks that either of them hold."""
+    """Number of blocks that the requests and leases hold."""
 
     @property
     def is_drained(self) -> bool:
@@ -266,7 +292,7 @@ class Remaining(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCore = list[AddRequest | AbortRequest | GetStatus | GetTransferRecords | Drain | Shutdown]
-"""One frame holds a batch; requests in one frame enter the engine before its next step."""
+"""One frame is a batch of messages; its requests enter the engine before the next step."""
 
 FromCore = (
     CoreProgress | CoreReady | CoreFailed | Outputs | CoreStatus | TransferRecordsReply | Remaining

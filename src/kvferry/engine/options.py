@@ -1,7 +1,7 @@
-"""Which device an engine computes on: what `--device` says, and the GPU of each tensor-parallel
-rank.
+"""The options that an engine is started with, and the GPU of each tensor-parallel rank.
 
-Pure and without torch: the API process reads it too, and must not touch a GPU.
+Pure and without torch: the API process imports this module too, and must not touch a GPU.
+`EngineOptions` is checked on construction; the flags of `kvferry serve` come from its fields.
 """
 
 import re
@@ -24,9 +24,7 @@ _GPU = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 
 def first_gpu(device: str) -> int | None:
-    """The GPU of rank 0; None: the engine computes on CPUs. ConfigError when `device` is
-    neither.
-    """
+    """Return the GPU of rank 0, or None for the CPU; ConfigError when `device` names neither."""
     if device == "cpu":
         return None
     match = _GPU.fullmatch(device)
@@ -36,71 +34,76 @@ def first_gpu(device: str) -> int | None:
 
 
 def gpu_of_rank(first: int, rank: int, num_gpus: int) -> int:
-    """Ranks take the GPUs in turn, from `first` on; the last is followed by GPU 0."""
+    """Assign GPUs to ranks round-robin, starting with GPU `first`."""
     return (first + rank) % num_gpus
 
 
 def ranks_on_gpu(gpu: int, first: int, tp_size: int, num_gpus: int) -> int:
-    """How many of an engine's ranks compute there."""
+    """Return how many ranks of an engine compute on `gpu`."""
     return sum(gpu_of_rank(first, rank, num_gpus) == gpu for rank in range(tp_size))
 
 
-# -------------------- options -------------------- What an embedded engine is started with. Plain
-# data, checked on construction; flags of `kvferry serve` come from these fields.
+# -- options --
+# The settings of one engine.
 
 
 MAX_TIMEOUT_S = 86_400
-"""Event loops take no timers that are much longer."""
+"""The longest timeout; event loops accept no timers that are much longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
+    """Settings of an embedded engine; the flags of `kvferry serve` come from these fields."""
+
     model: Path
     served_model_name: str = ""
-    """Empty: the model path as given."""
+    """Model name in the API; empty means the model path as given."""
     dtype: str = "auto"
-    """Of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
+    """Format of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     kv_cache_dtype: str = "auto"
-    """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3,
-    fp8_e5m2.
+    """Format of the KV cache.
+
+    auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3, fp8_e5m2.
     """
     compute_dtype: str = "auto"
-    """Of arithmetic. auto: float64 for small models, so that greedy tokens do not depend on
-    batching (`precision.py`); else `dtype`.
+    """Format of the arithmetic.
+
+    auto selects float64 for small models, so that greedy tokens do not depend on batching (see
+    `engine/model/weights.py`), and `dtype` for larger models.
     """
     device: str = "cpu"
-    """cpu, cuda (as cuda:0), or cuda:N: the GPU of rank 0. Further ranks take the next ones, and
-    share them when there are too few.
+    """cpu, cuda (as cuda:0), or cuda:N, the GPU of rank 0.
+
+    Further ranks use the following GPUs, and share GPUs if there are too few.
     """
     block_size: int = 16
     num_blocks: int = 0
-    """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
+    """Number of blocks in the cache; 0 means as many as fit into `kv_cache_memory_bytes`."""
     kv_cache_memory_bytes: int | None = None
-    """Of each rank. None: 256 MiB on CPUs, what `gpu_memory_utilization` leaves on GPUs."""
+    """Cache size per rank.
+
+    None means 256 MiB on CPUs, and the memory that `gpu_memory_utilization` leaves on GPUs.
+    """
     gpu_memory_utilization: float = 0.9
-    """The share of a GPU's memory that may be in use, by whomever, once the cache is there."""
+    """The share of a GPU's memory that all processes may use, with the cache allocated."""
     kv_cache_layout: KVLayout = KVLayout.HND
     cross_layer_blocks: bool = False
-    """Whether all layers of a block lie together in memory, so that a transfer moves them as one
-    segment.
-    """
+    """Whether all layers of a block are contiguous, so that a transfer moves one segment."""
     max_model_len: int = 0
-    """0: the checkpoint's own limit."""
+    """Limit on prompt and output tokens; 0 means the checkpoint's own limit."""
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     num_threads: int = 1
-    """Torch threads per worker."""
+    """Number of torch threads per worker."""
     seed: int = 0
     kv_transfer: "KVTransferConfig | None" = None
     shutdown_timeout_s: float = 10.0
     """How long requests may take to finish after Ctrl-C (SIGINT)."""
     drain_timeout_s: float = 30.0
-    """How long requests may take to finish, and peers to fetch what is held for them, after
-    SIGTERM.
-    """
+    """How long requests may take to finish, and peers to fetch leased blocks, after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,27 +135,30 @@ class EngineOptions:
 
 
 def flag_of(name: str) -> str:
-    """The flag of `kvferry serve` that sets an option: what a sentence for its user names."""
+    """Return the flag of `kvferry serve` that sets an option, for error messages."""
     renamed = {"num_blocks": "--num-gpu-blocks-override"}
     return renamed.get(name, f"--{name.removesuffix('_s').replace('_', '-')}")
 
 
-# -------------------- setup -------------------- All that an engine's processes are started with:
-# the options, the makers of transports and what identifies this life of the engine.
-#
-# Picklable plain data; the core and every tensor-parallel rank get the same one.
+# -- setup --
+# Everything that the processes of an engine are started with.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
+    """The options, the transport kit and the incarnation of an engine.
+
+    Picklable plain data; the core and every tensor-parallel rank receive the same setup.
+    """
+
     options: EngineOptions
     kit: TransportKit
     secret: bytes = field(default=b"", repr=False)
     """The cluster secret; empty without a connector."""
     side_channel: "SideChannelConfig | None" = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Made once per start, so one setup starts one engine."""
+    """The id of this incarnation, created once per start: one setup starts one engine."""
     log_level: int = 30
-    """Of the processes' own logging; 30 is WARNING."""
+    """Log level of the core and the ranks; 30 is WARNING."""
     rank_timeout_s: float = 60.0
-    """How long the core waits for a rank that should have answered."""
+    """How long the core waits for an answer of a rank."""

@@ -1,11 +1,12 @@
-"""A tensor-parallel rank in its own process: what runs there, and the handle the core has on it.
+"""A tensor-parallel rank in its own process: the code of the process and the core's handle on it.
 
     core -> rank   StepPlan | RankStop
-    rank -> core   RankReady | RankFailed once, then one StepResult per plan, and RankWakeup when its connector has news between steps
+    rank -> core   RankReady | RankFailed once, then one StepResult per plan,
+                   and RankWakeup when the rank's connector has news between steps
 
 Frames are pickles: both ends are one program on one machine, joined by a private socketpair. A rank
-ends when told, when the socket closes, or with the core's death (PR_SET_PDEATHSIG, for a rank that
-is deep in a step then).
+ends on `RankStop`, when the socket closes, or when the core dies (PR_SET_PDEATHSIG, for a rank that
+is in the middle of a step).
 """
 
 import contextlib
@@ -39,28 +40,34 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
+    """The rank has loaded its model and allocated its cache."""
+
     num_blocks: int
     handshake: KVConnectorHandshakeMetadata | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
+    """The rank cannot start or go on; `is_config` is True when a setting is wrong."""
+
     reason: str
     is_config: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RankWakeup:
-    """The connector of this rank wants a step soon."""
+    """The connector of this rank asks for a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStop:
+    """The rank must end."""
+
     pass
 
 
 class RankProcess:
-    """The core's handle on one rank. One thread makes every call; every wait has a deadline."""
+    """The core's handle on one rank; one thread makes every call, and every wait has a deadline."""
 
     def __init__(
         self, rank: int, process: BaseProcess, link: FrameSocket, timeout_s: float
@@ -94,7 +101,10 @@ class RankProcess:
         return self._link.fileno()
 
     def take_wakeup(self) -> bool:
-        """Whether the rank asked for a step since the last call. TransportError when it is gone."""
+        """True if the rank asked for a step since the last call.
+
+        Raises TransportError when the rank is gone.
+        """
         self._read()
         if not self._link.is_open:
             raise TransportError(self._exit_description())
@@ -133,7 +143,7 @@ class RankProcess:
                 )
 
     def find_failure(self, timeout_s: float) -> str | None:
-        """Why the rank is gone, if it is or is about to be within the time given."""
+        """Return why the rank is gone or ends within `timeout_s`; None if the rank stays alive."""
         is_ending = bool(multiprocessing.connection.wait([self._process.sentinel], timeout_s))
         self._read()
         failed = next(
@@ -141,8 +151,8 @@ class RankProcess:
         )
         if failed is not None:
             return f"tensor-parallel rank {self._rank}: {failed.reason}"
-        # A dying process closes its files, the sentinel among them, a moment before it can be
-        # waited for.
+        # A dying process closes its files, including the sentinel, a moment before `join` can
+        # collect the exit code.
         return self._exit_description() if is_ending else None
 
     def ask_to_stop(self) -> None:
@@ -151,11 +161,11 @@ class RankProcess:
                 self.send(RankStop())
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing. `close` is still due."""
+        """Kill the process at once; `close` must still be called."""
         self._process.kill()
 
     def close(self) -> None:
-        """Wait until the process is gone, by force if need be. Idempotent."""
+        """Wait until the process is gone, or kill the process after a timeout; idempotent."""
         self._link.close()
         self._process.join(_STOP_TIMEOUT_S)
         if self._process.is_alive():
@@ -205,7 +215,7 @@ def run_rank(
     sock: socket.socket,
     core_pid: int,
 ) -> None:
-    """The main function of a rank's process."""
+    """Run one rank; this is the main function of its process."""
     _die_with(core_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -217,7 +227,7 @@ def run_rank(
     wakeup = Wakeup()
     try:
         _serve(setup, parallel, rendezvous, link, wakeup)
-    except Exception as error:  # the top of the process: the core hears why
+    except Exception as error:  # top of the process: report to the core
         if isinstance(error, ConfigError):
             _log.debug("this rank ends: %s", error)
         else:
@@ -234,13 +244,13 @@ def run_rank(
     finally:
         wakeup.close()
         link.close()
-        gc.freeze()  # as in the core
+        gc.freeze()  # no search for cycles at exit, as in run_core
 
 
 def _serve(
     setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, link: FrameSocket, wakeup: Wakeup
 ) -> None:
-    # Imported here only: the core needs the handle above before it has loaded a model.
+    # Import here only: the core needs `RankProcess` before it has loaded a model.
     from kvferry.engine.runner import Worker
 
     worker = Worker.start(setup, parallel, rendezvous, wakeup.wake, _log.debug)
@@ -264,7 +274,9 @@ def _send(link: FrameSocket, message: object) -> None:
 
 
 def _die_with(core_pid: int) -> None:
+    # SIGKILL this rank when the core dies.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The core may have died before prctl; then no signal arrives.
     if os.getppid() != core_pid:
         raise SystemExit("the engine core has ended already")

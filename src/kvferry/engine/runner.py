@@ -1,5 +1,8 @@
-"""The identity of a model: two engines with equal identities may use each other's KV. Reads the
-weights' headers and samples of them.
+"""The worker of one tensor-parallel rank: model, KV cache, sampler and the connector's worker role.
+
+`Runner` owns the model and the cache: sequence slices in, sampled tokens out. `Worker` adds the
+connector. Not thread-safe: one thread of the rank's process makes every call. `model_identity`
+decides which engines may share KV.
 """
 
 import json
@@ -37,12 +40,14 @@ __all__ = ["LayerHooks", "Runner", "Worker", "connector_config", "model_identity
 
 
 COSMETIC_KEYS = ("_name_or_path", "transformers_version")
-"""Of config.json: these say where the file came from, not what the model computes."""
+"""Keys of config.json that name the origin of the file and do not affect the computation."""
 
 
 def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity:
-    """The fingerprint hashes config.json in canonical form (less its cosmetic keys) and
-    `Checkpoint.digest` of the weights.
+    """Return the identity of a model; engines with equal identities may use each other's KV.
+
+    The fingerprint hashes config.json in canonical form (without its cosmetic keys) and
+    `Checkpoint.digest`, which reads the headers of the weight files and samples of the weights.
     """
     checkpoint = open_checkpoint(config.directory)
     settings = read_json_object(config.directory / "config.json")
@@ -60,21 +65,22 @@ def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity
     )
 
 
-# -------------------- runner -------------------- One tensor-parallel rank's model, cache and
-# sampler: a list of sequence slices in, the sampled tokens out.
-#
-# Not thread-safe: one thread of a worker process makes every call, in the order `load`,
-# `allocate_cache`, `run`*, `close`.
+# -- runner --
+# Call order: `load`, `allocate_cache`, `run` any number of times, `close`.
 
 
 TRIM_CHECK_STEPS = 256
 MAX_SPARE_BYTES = 1024 * 1024 * 1024
-"""Batches are of ever other shapes, and what torch kept of one may be too small for the next:
-without a bound that adds up.
+"""How much memory torch may cache beyond its use before the runner trims it.
+
+Batches differ in shape, and a buffer that torch cached for one batch may be too small for the next
+batch; without a bound the cached memory grows.
 """
 
 
 class Runner:
+    """The model, cache and sampler of one tensor-parallel rank."""
+
     def __init__(
         self,
         options: EngineOptions,
@@ -82,9 +88,11 @@ class Runner:
         rendezvous: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        """Store the settings. `rendezvous` is where ranks of one engine meet: `file:///path` (of a
-        file in a private directory that does not exist yet) or `tcp://127.0.0.1:port`; unused when
-        `tp_size` is 1. A rank that does not answer within `timeout_s` is an error.
+        """Store the settings.
+
+        `rendezvous` is where the ranks of one engine meet: `file:///path` (a new or empty file that
+        only this engine uses) or `tcp://127.0.0.1:port`; unused when `tp_size` is 1. A rank that
+        does not answer within `timeout_s` is an error.
         """
         self._options = options
         self._parallel = parallel
@@ -99,12 +107,14 @@ class Runner:
 
     @property
     def config(self) -> ModelConfig:
-        """The checkpoint's configuration. After `load`."""
+        """The configuration of the checkpoint; available after `load`."""
         return self._loaded.config
 
     def load(self) -> None:
-        """Read configuration and weights and join the other ranks. ConfigError when the model
-        cannot be used, TransportError when a rank does not come.
+        """Read the configuration and the weights, and join the other ranks.
+
+        Raises ConfigError when the model cannot be used and TransportError when a rank does not
+        join.
         """
         self._device = open_device(self._options.device, self._parallel)
         torch.set_num_threads(self._options.num_threads)
@@ -119,11 +129,11 @@ class Runner:
         self._model = Model.build(config, weights, precision, group)
 
     def identity(self) -> ModelIdentity:
-        """What decides whether another engine's KV can be used here. After `load`."""
+        """Return the identity that decides which engines' KV can be used here; after `load`."""
         return model_identity(self._loaded.config, self._options)
 
     def allocate_cache(self, kit: TransportKit) -> KVCacheConfig:
-        """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`."""
+        """Allocate one buffer for all layers and build `kv_caches` in it; once, after `load`."""
         config = self._loaded.config
         self._shape = plan_cache_layout(
             config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes()
@@ -134,17 +144,21 @@ class Runner:
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
-        """Cache tensor by layer name `model.layers.{i}.self_attn`; HND: [blocks, kv_heads,
-        block_size, 2 * head_dim], NHD: [blocks, block_size, kv_heads, 2 * head_dim], K is the first
-        half of the last dimension; latent: [blocks, block_size, width]. Layers of different groups
-        may have the same tensor.
+        """The cache tensor of each layer, by layer name `model.layers.{i}.self_attn`.
+
+            HND      [blocks, kv_heads, block_size, 2 * head_dim]   K is the first half of the last
+            NHD      [blocks, block_size, kv_heads, 2 * head_dim]   dimension
+            latent   [blocks, block_size, width]
+
+        Layers of different groups may share a tensor.
         """
         return {cache.name: cache.tensor for cache in self._caches}
 
     @property
     def cache_memory(self) -> CacheMemory | None:
-        """The buffer behind `kv_caches`, closed by `close`; None when they are on a device. After
-        `allocate_cache`.
+        """The buffer behind `kv_caches`; None when the caches are on a device.
+
+        Available after `allocate_cache`; `close` frees the buffer.
         """
         assert self._allocated
         return self._memory
@@ -152,11 +166,11 @@ class Runner:
     def run(
         self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None
     ) -> dict[str, SampledToken]:
-        """Compute one step. Rank 0 returns a token for each slice that has `sampling`; other ranks
-        return nothing.
+        """Compute one step and return the sampled tokens.
 
-        All ranks must be given the same slices in the same order. TransportError when another rank
-        is gone.
+        Rank 0 returns a token for each slice with `sampling`, other ranks return none. All ranks
+        must receive the same slices in the same order. Raises TransportError when another rank is
+        gone.
         """
         if not slices:
             return {}
@@ -170,9 +184,7 @@ class Runner:
     def logits(
         self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """The forward pass of `run` alone: [slices that have `sampling`, vocabulary], the same on
-        every rank.
-        """
+        """Run the forward pass only: [slices with `sampling`, vocabulary], equal on every rank."""
         model, shape = self._loaded, self._allocated
         with torch.inference_mode():
             batch = make_flat_batch(
@@ -181,8 +193,9 @@ class Runner:
             return model.forward(batch.on(self._device.torch_device), self._caches, hooks)
 
     def close(self) -> None:
-        """Leave the other ranks and give the memory back. Idempotent. Whoever holds views of
-        `kv_caches` drops them first.
+        """Leave the process group and free the memory; idempotent.
+
+        Callers must drop their views of `kv_caches` first.
         """
         model, memory = self._model, self._memory
         self._model, self._memory, self._shape, self._caches = None, None, None, ()
@@ -195,7 +208,7 @@ class Runner:
 
     @property
     def device(self) -> RankDevice:
-        """What it computes on. After `load`."""
+        """The device that this rank computes on; available after `load`."""
         return self._device
 
     def _trim_spare_memory(self) -> None:
@@ -204,8 +217,9 @@ class Runner:
             self._device.trim()
 
     def _cache_bytes(self) -> int:
-        """The same on every rank: they count the same blocks. None has its cache yet when the
-        others measure.
+        """Return the cache size in bytes: the smallest that any rank can offer, so all ranks agree.
+
+        No rank has allocated its cache while other ranks measure their free memory.
         """
         options = self._options
         if options.num_blocks or options.kv_cache_memory_bytes is not None:
@@ -217,7 +231,7 @@ class Runner:
         return int(self._loaded.group.concatenate(own).min())
 
     def _allocate(self, kit: TransportKit, size_bytes: int) -> torch.Tensor:
-        """Zeroed bytes: where transports reach them best in host memory, or on the device."""
+        """Return zeroed bytes, on the device or in host memory allocated by the transports' kit."""
         if not self._device.is_cuda:
             self._memory = kit.allocate_cache(size_bytes)
             return torch.frombuffer(self._memory.buffer, dtype=torch.uint8)[:size_bytes]
@@ -237,15 +251,13 @@ class Runner:
         return self._shape
 
 
-# -------------------- worker --------------------
-# One tensor-parallel rank: a runner and the worker's half of the connector contract.
-#
-# One thread makes every call. `execute` takes the contract's calls in their order for every plan,
-# with tokens or without.
+# -- worker --
+# One tensor-parallel rank: a runner and the connector's worker role. `execute` makes the calls of
+# the connector contract in the contract's order for every plan, with or without tokens.
 
 
 class Worker:
-    """Build it with `start`; it owns the runner, the cache and the connector until `close`."""
+    """Owns the runner, the cache and the worker's connector, from `start` until `close`."""
 
     def __init__(
         self, runner: Runner, kv_cache_config: KVCacheConfig, connector: KVConnectorBase_V1 | None
@@ -264,8 +276,9 @@ class Worker:
         wake: Callable[[], None],
         report_stage: Callable[[str], None],
     ) -> "Worker":
-        """Load the model, join the other ranks, allocate the cache and register it. `report_stage`
-        hears what is being done.
+        """Load the model, join the other ranks, allocate the cache and start the connector.
+
+        The connector registers the cache. `report_stage` receives the name of each stage.
         """
         runner = Runner(setup.options, parallel, rendezvous, setup.rank_timeout_s)
         try:
@@ -314,6 +327,7 @@ class Worker:
         metadata = plan.connector_metadata
         if metadata is None:
             raise LocalProtocolError(f"step {plan.step} brings no message for the connector")
+        # The order of these calls is the connector contract (see kvferry/connectors/contract.py).
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)
         self._connector.start_load_kv(plan)
@@ -340,7 +354,10 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Stop the connector first: it may be moving the runner's memory. Idempotent."""
+        """Stop the connector, then the runner; idempotent.
+
+        The connector may still be moving the runner's memory, so the connector stops first.
+        """
         connector, self._connector, self._hooks = self._connector, None, None
         try:
             if connector is not None:
@@ -350,6 +367,8 @@ class Worker:
 
 
 class _ConnectorHooks:
+    """Calls the connector before and after each layer of the forward pass."""
+
     def __init__(self, connector: KVConnectorBase_V1) -> None:
         self._connector = connector
 
@@ -363,7 +382,7 @@ class _ConnectorHooks:
 def connector_config(
     setup: EngineSetup, runner: Runner, parallel: ParallelConfig
 ) -> ConnectorConfig:
-    """What both roles of the connector are built from."""
+    """Return the configuration of the connector, for both of its roles."""
     if setup.options.kv_transfer is None or setup.side_channel is None:
         raise ConfigError(
             "a KV connector needs kv_transfer and a side channel; give both or neither"

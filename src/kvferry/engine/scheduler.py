@@ -1,13 +1,15 @@
-"""Continuous batching over a paged KV cache, and the scheduler's half of the connector contract.
+"""The scheduler: continuous batching over a paged KV cache, and the connector's scheduler role.
 
     add, abort  ->  schedule() -> StepPlan  ->  (workers)  ->  update(plan, StepResult) -> outputs
 
-Blocks are published in the prefix cache only when a finished step or a confirmed load has filled
-them. A finished request keeps its blocks while a load writes into them or the connector asks for
-it, and gives them back when the connector names it.
+The scheduler publishes a block in the prefix cache only after a finished step or a confirmed load
+has filled the block. A finished request keeps its blocks while a load still writes into the blocks,
+or while the connector asks for a delayed free. The scheduler frees the blocks when the connector
+reports the end of the transfer.
 
-Pure but for the calls to the connector: no clock, thread or socket. What a connector reports of
-unknown requests is counted and noted, never fatal.
+Pure except for the calls to the connector: no clock, thread or socket. If the connector reports an
+unknown request, the scheduler counts the report and notes a warning; an unknown request is never
+fatal.
 """
 
 from collections.abc import Mapping
@@ -52,6 +54,8 @@ _BAD_REQUEST, _BAD_GATEWAY = 400, 502
 
 
 class Scheduler:
+    """Owns the sequences and blocks of one engine and drives the connector's scheduler role."""
+
     def __init__(
         self, limits: SchedulerLimits, connector: KVConnectorBase_V1 | None = None
     ) -> None:
@@ -69,7 +73,7 @@ class Scheduler:
         self._num_steps = 0
         self._has_changed = False
 
-    # -- what the core asks --
+    # -- queries of the engine core --
 
     @property
     def counters(self) -> Counters:
@@ -77,36 +81,38 @@ class Scheduler:
 
     @property
     def block_pool(self) -> BlockPool:
-        """For connectors that look at it; only the scheduler changes it."""
+        """The block pool, for connectors that inspect the pool; only the scheduler changes it."""
         return self._pool
 
     @property
     def wants_step(self) -> bool:
-        """Whether a step now could compute something or has finished requests to tell of. False:
-        wait for a message or a wake-up.
+        """True if a step could compute tokens, or if workers must learn of finished requests.
+
+        When False, the core sleeps until a message or a wake-up arrives.
         """
         has_candidates = self._queues.running or self._queues.ready or self._queues.waiting
         return bool((self._has_changed and has_candidates) or self._finished_ids)
 
     @property
     def wants_push(self) -> bool:
-        """Whether the connector asks for a step, even an empty one."""
+        """True if the connector asks for a step, even an empty step."""
         return self._connector is not None and self._connector.has_pending_push_work()
 
     @property
     def is_lookup_pending(self) -> bool:
-        """Whether the connector was unsure in the last step, so that a request waits for nothing
-        but to be asked about again.
+        """True if the connector could not answer a lookup in the last step.
+
+        The request then waits only until the scheduler asks the connector again.
         """
         return self._batch.is_lookup_pending
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the connector still has to report the end of something."""
+        """True if the connector still has to report the end of a load or of a delayed free."""
         return self._queues.has_blocks_in_transfer
 
     def take_warnings(self) -> list[str]:
-        """Oddities for the log since the last call."""
+        """Return and clear the warnings collected since the last call."""
         notes, self._warnings = self._warnings, []
         return notes
 
@@ -128,20 +134,18 @@ class Scheduler:
         )
 
     def evict_retained(self) -> None:
-        """Have the connector let go of all it keeps for nobody in particular."""
+        """Make the connector free all blocks that it retains for no particular request."""
         if self._connector is not None:
             self._connector.reclaim_blocks(self._limits.num_blocks)
 
     def check(self) -> None:
-        """LocalProtocolError unless every held block belongs to exactly the sequences that list
-        it.
-        """
+        """Raise LocalProtocolError unless the sequences list exactly the held blocks."""
         self._pool.check(self._queues.held_blocks())
 
-    # -- requests come and go --
+    # -- adding and ending requests --
 
     def add(self, request: AddRequest) -> RequestOutput | None:
-        """Take a request in. An output at once means that it is refused."""
+        """Queue a request; a returned output means that the request is refused."""
         invalid = find_validation_error(request, self._limits)
         if request.request_id in self._queues.known:
             invalid = f"request id {request.request_id} is still in use"
@@ -161,12 +165,15 @@ class Scheduler:
         if self._connector is not None:
             self._connector.on_new_request(seq)
         too_long = find_length_error(request, self._limits)
-        # The connector knows the request by now, so that it lets go of what a peer may hold for it.
+        # Fail only after `on_new_request`: the connector then also releases the blocks that a peer
+        # may hold for the request.
         return self._fail(seq, too_long, _BAD_REQUEST) if too_long else None
 
     def abort(self, request_id: str) -> None:
-        """End a request without an output. A finished one whose blocks wait for a peer is waited
-        for no more; unknown ones are ignored.
+        """End a request without an output; unknown ids are ignored.
+
+        If the request has finished and its blocks wait for a peer, the connector stops waiting for
+        the peer.
         """
         seq = self._queues.known.get(request_id)
         if seq is None:
@@ -188,8 +195,9 @@ class Scheduler:
         )
 
     def _finish(self, seq: Sequence, status: RequestStatus) -> dict[str, Any] | None:
-        """The one way for a request to end. What the connector wants the client to know is
-        returned.
+        """End a request and return the connector's params for the client.
+
+        Every ending of a request uses this method.
         """
         self._queues.leave(seq)
         seq.status = status
@@ -199,8 +207,8 @@ class Scheduler:
         if self._connector is not None:
             self._finished_ids.add(seq.request_id)
             if seq.tables and not seq.hold:
-                # A peer computes the last token again, so what that one looks at is all that is
-                # worth keeping for it.
+                # The peer computes the last token again, so the peer needs only the blocks which
+                # that last token attends to.
                 self._allocator.free_unseen_blocks(seq, max(0, seq.num_computed_tokens - 1))
             is_delayed, params = self._notify_connector(self._connector, seq)
             if is_delayed:
@@ -220,7 +228,7 @@ class Scheduler:
         return connector.request_finished(seq, block_ids[0])
 
     def _release_or_hold(self, seq: Sequence) -> None:
-        """Forget a finished request, or keep its blocks while somebody touches them."""
+        """Forget a finished request, or hold its blocks while a load or a peer uses the blocks."""
         if seq.hold:
             self._queues.held[seq.request_id] = seq
             return
@@ -231,7 +239,7 @@ class Scheduler:
     # -- one step --
 
     def schedule(self) -> StepPlan:
-        """What the workers do next. It may be nothing but what the connector has to tell them."""
+        """Plan the next step; the plan may hold nothing but connector metadata."""
         self._has_changed = False
         self._batch = self._batcher.build()
         finished, self._finished_ids = frozenset(self._finished_ids), set()
@@ -242,15 +250,17 @@ class Scheduler:
         return replace(plan, connector_metadata=self._connector.build_connector_meta(plan))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take in what the workers did with the plan of the last `schedule`."""
+        """Apply the result of the plan that the last `schedule` returned."""
         connector_output = result.connector_output
         outputs: list[RequestOutput] = []
         if self._connector is not None and connector_output is not None:
             self._connector.update_connector_output(connector_output)
-            # What the connector was unsure of it may know by now.
+            # The worker metadata may contain the answer to a pending lookup, so the next step asks
+            # again.
             self._has_changed = (
                 self._has_changed or connector_output.kv_connector_worker_meta is not None
             )
+            # Invalid blocks first: a sequence that used an invalid block must not advance below.
             outputs += self._drop_invalid(connector_output.invalid_block_ids)
         for part in plan.slices:
             output = self._advance(part, result.tokens.get(part.request_id))
@@ -268,8 +278,8 @@ class Scheduler:
             or seq.status is not RequestStatus.RUNNING
             or seq.num_computed_tokens != part.start
         ):
-            # Its blocks turned out to be invalid in this step: what was computed from them does not
-            # count.
+            # The blocks of this sequence turned out to be invalid in this step, so the tokens
+            # computed from the blocks do not count.
             return None
         seq.num_computed_tokens += len(part.token_ids)
         self._allocator.publish(seq)
@@ -296,9 +306,10 @@ class Scheduler:
             num_cached_tokens=seq.num_saved_tokens,
         )
 
-    # -- what the connector reports --
+    # -- connector reports --
 
     def _take_transfers(self, connector_output: KVConnectorOutput) -> list[RequestOutput]:
+        # Failures before ends: `_end_load` looks the failure reason up.
         outputs = self._give_up_loads(connector_output.given_up_recving)
         for request_id in sorted(connector_output.failed_recving):
             if request_id in self._queues.loading:
@@ -313,8 +324,10 @@ class Scheduler:
         return outputs
 
     def _give_up_loads(self, given_up: Mapping[str, str]) -> list[RequestOutput]:
-        """A client need not wait until the last byte of a load that has failed is sure not to come;
-        its blocks do.
+        """Fail requests whose load has failed, without waiting until the load has stopped writing.
+
+        Only the client gets the error early. The blocks stay held until `finished_recving` names
+        the request, because the transport may still write into the blocks.
         """
         if self._limits.load_failure_policy is not FailurePolicy.FAIL:
             return []
@@ -351,15 +364,18 @@ class Scheduler:
     def _accept_load(self, seq: Sequence) -> None:
         seq.source = KVSource.LOADED
         loaded = seq.num_computed_tokens + seq.matched.external_tokens
-        # The last token is computed again for its logits; its block is published after that, never
-        # written while shared.
+        # The last token is computed again for its logits. The block of the last token is published
+        # only after that step: a published block may be shared, and a shared block must not be
+        # written.
         seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
         self._allocator.publish(seq)
         self._queues.make_ready(seq)
 
     def _fail_or_recompute(self, seq: Sequence, failure: str) -> list[RequestOutput]:
-        """By the failure policy: an error for the client, or everything computed here from now on.
-        That, too, if it was only to save computing.
+        """Return an error for the client or queue the request for local computation.
+
+        The failure policy decides. A load that was only meant to save computation never fails the
+        request.
         """
         if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
             return [self._fail(seq, _fetch_error(failure), _BAD_GATEWAY)]
@@ -383,9 +399,7 @@ class Scheduler:
         self._release_or_hold(seq)
 
     def _drop_invalid(self, block_ids: set[int]) -> list[RequestOutput]:
-        """Blocks that a load should have filled and did not: nothing that was computed from them
-        counts.
-        """
+        """Drop blocks that a load did not fill, and all tokens computed from these blocks."""
         block_ids = {block for block in block_ids if 0 <= block < self._limits.num_blocks}
         if not block_ids:
             return []

@@ -1,8 +1,7 @@
-"""One request inside the engine: its tokens, how far they are computed, and the blocks that hold
-their KV.
+"""Sequences: the state of each request in the engine, the scheduler's queues and the counters.
 
-Pure. The scheduler owns and changes every sequence; connectors read it through the `Request`
-protocol.
+Pure. The scheduler owns and changes every sequence; connectors read a sequence through the
+`Request` protocol.
 """
 
 from bisect import insort
@@ -21,29 +20,30 @@ __all__ = ["Counters", "Hold", "KVSource", "Match", "Sequence", "SequenceQueues"
 
 
 class Hold(Flag):
-    """Who besides the sequence itself still touches its blocks."""
+    """The transfers that still use the blocks of a sequence."""
 
     NONE = 0
     RECEIVING = auto()
-    """A load writes into them; over when `finished_recving` names the request."""
+    """A load writes into the blocks until `finished_recving` names the request."""
     SENDING = auto()
-    """A peer reads them; over when `finished_sending` names the request."""
+    """A peer reads the blocks until `finished_sending` names the request."""
 
 
 class KVSource(Enum):
-    """Whether the connector is asked for this sequence's KV."""
+    """Whether the scheduler asks the connector for the KV of a sequence."""
 
     MAY_ASK = auto()
     LOADED = auto()
-    """A load has ended well; the connector is to be told when the sequence runs."""
+    """A load has succeeded; the connector must be notified when the sequence runs."""
     LOCAL_ONLY = auto()
-    """A load has failed; never asked again."""
+    """A load has failed; the connector is never asked again for this sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading tokens that need no computing: so many from the local prefix cache, so many after
-    them from the connector.
+    """Number of leading tokens that need no computation, from the prefix cache and the connector.
+
+    The external tokens follow the local tokens.
     """
 
     local_tokens: int = 0
@@ -56,23 +56,26 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """One request in the engine: its tokens, the number of computed tokens, and its blocks."""
+
     request: AddRequest
-    """With a `draw_seed`."""
+    """The request of the API process, with `draw_seed` set."""
     arrival: int
-    """Position in the order of arrival; who came first is served first."""
+    """Position in the order of arrival; the earliest arrival is served first."""
     token_ids: list[int] = field(init=False)
-    """Prompt and output."""
+    """The prompt tokens and the output tokens."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     num_computed_tokens: int = field(default=0, init=False)
-    """Leading tokens whose KV is in `tables`, complete and usable as far as any later token looks
-    at it.
+    """Number of leading tokens with usable KV in `tables`.
+
+    The KV is complete as far as any later token attends to it.
     """
     tables: tuple[GroupTable, ...] = field(default=(), init=False)
-    """Per KV-cache group; all of one length. None at all while it holds nothing."""
+    """One table per KV-cache group, all of equal length; empty while no block is held."""
     matched: Match = field(default=Match(), init=False)
-    """Of the last admission."""
+    """The match found at the last admission."""
     num_cached_tokens: int = field(default=0, init=False)
-    """Prompt tokens that were not computed here, up to the first output token."""
+    """Number of prompt tokens that were not computed here, up to the first output token."""
     hold: Hold = field(default=Hold.NONE, init=False)
     source: KVSource = field(default=KVSource.MAY_ASK, init=False)
     _hashes: list[bytes] = field(default_factory=list, init=False)
@@ -94,8 +97,9 @@ class Sequence:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Cached tokens that saved computing: the last one of a prompt is always computed, for its
-        logits.
+        """Number of cached tokens that saved computation.
+
+        The last prompt token is always computed, because its logits are needed.
         """
         return min(self.num_cached_tokens, self.num_prompt_tokens - 1)
 
@@ -117,7 +121,7 @@ class Sequence:
 
     @property
     def table_length(self) -> int:
-        """Blocks of tokens that the tables have room for."""
+        """Number of blocks per table."""
         return len(self.tables[0].block_ids) if self.tables else 0
 
     @property
@@ -141,8 +145,9 @@ class Sequence:
         return self.request.family
 
     def block_hashes(self, block_size: int) -> list[bytes]:
-        """The hash chain over all full blocks of the tokens known so far. Always call with the same
-        block size.
+        """Return the hash chain over all full blocks of the known tokens.
+
+        Every call must pass the same block size.
         """
         while (len(self._hashes) + 1) * block_size <= len(self.token_ids):
             start = len(self._hashes) * block_size
@@ -151,11 +156,10 @@ class Sequence:
         return self._hashes
 
 
-# -------------------- queues -------------------- Where every sequence of a scheduler is: waiting,
-# loading remote KV, ready, running, or finished with blocks still held.
-#
-# Pure. Queues are ordered by arrival, so whatever happens to a sequence in between, who came first
-# is served first.
+# -- queues --
+# Where each sequence of a scheduler is: waiting, loading remote KV, ready, running, or finished
+# with blocks still held. Queues are ordered by arrival, so a preempted sequence keeps its queue
+# position.
 
 
 _ARRIVAL = attrgetter("arrival")
@@ -163,21 +167,23 @@ _ARRIVAL = attrgetter("arrival")
 
 @dataclass(slots=True)
 class SequenceQueues:
-    """Each known sequence is in exactly one place, except that an aborted one may be both `loading`
-    and `held`.
+    """The queues of the scheduler.
+
+    Each known sequence is in exactly one queue, except that an aborted sequence may be in both
+    `loading` and `held`.
     """
 
     known: dict[str, Sequence] = field(default_factory=dict)
-    """Everything below, by request id."""
+    """All sequences of the queues below, by request id."""
     waiting: list[Sequence] = field(default_factory=list)
-    """Not admitted, or preempted: hold no blocks."""
+    """Sequences not yet admitted, or preempted; they hold no blocks."""
     ready: list[Sequence] = field(default_factory=list)
-    """Their remote KV is there; they hold blocks but do not compute yet."""
+    """Sequences whose remote KV has arrived; they hold blocks but do not compute yet."""
     running: list[Sequence] = field(default_factory=list)
     loading: dict[str, Sequence] = field(default_factory=dict)
-    """A load writes into their blocks. Aborted ones stay until it has ended."""
+    """Sequences with a load in progress; an aborted sequence stays until its load has ended."""
     held: dict[str, Sequence] = field(default_factory=dict)
-    """Finished, but a load or a peer still touches their blocks."""
+    """Finished sequences whose blocks a load or a peer still uses."""
 
     def wait(self, seq: Sequence, status: RequestStatus = RequestStatus.WAITING) -> None:
         seq.status = status
@@ -197,14 +203,14 @@ class SequenceQueues:
         self.loading[seq.request_id] = seq
 
     def leave(self, seq: Sequence) -> None:
-        """Take a sequence out of the queue it stands in."""
+        """Remove a sequence from its queue."""
         for queue in (self.running, self.ready, self.waiting):
             if seq in queue:
                 queue.remove(seq)
                 return
 
     def youngest_holder(self) -> Sequence:
-        """Who gives up blocks first: the last to arrive of those that run or are ready."""
+        """Return the sequence to preempt first: the last arrival that is running or ready."""
         return max((*self.running[-1:], *self.ready[-1:]), key=_ARRIVAL)
 
     @property
@@ -213,12 +219,12 @@ class SequenceQueues:
 
     @property
     def num_loading(self) -> int:
-        """Requests, not yet aborted, that wait for remote KV."""
+        """Number of requests that wait for remote KV and are not aborted."""
         return sum(not seq.status.is_finished for seq in self.loading.values())
 
     @property
     def has_blocks_in_transfer(self) -> bool:
-        """Whether blocks will come back when a transfer ends."""
+        """True if the end of a transfer will free blocks."""
         return bool(self.loading or self.held)
 
     def held_blocks(self) -> Iterator[list[int]]:
@@ -226,18 +232,20 @@ class SequenceQueues:
         return (table.held for seq in self.known.values() for table in seq.tables)
 
 
-# -------------------- counters --------------------
-# What has happened in an engine since it started, as numbers for /metrics. Pure.
+# -- counters --
+# Totals since the engine started, for /metrics.
 
 
 @dataclass(slots=True)
 class Counters:
+    """Totals since the engine started."""
+
     arrivals: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
     unknown_transfers: int = 0
-    """Ids in connector output that name no transfer of ours: duplicates and strangers."""
+    """Number of ids in connector output that match no transfer (duplicates or unknown requests)."""
     prompt_tokens_by_source: dict[str, int] = field(
         default_factory=lambda: {
             "local_compute": 0,
@@ -250,7 +258,7 @@ class Counters:
     )
 
     def count_prompt(self, seq: Sequence) -> None:
-        """To be called once per sequence, when its prompt is computed."""
+        """Count the prompt of a sequence; call once per sequence, when the prompt is computed."""
         local = min(seq.matched.local_tokens, seq.num_prompt_tokens)
         external = seq.num_cached_tokens - local
         self.prompt_tokens += seq.num_prompt_tokens

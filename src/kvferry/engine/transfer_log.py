@@ -1,8 +1,9 @@
-"""The last requests whose KV came, or was to come, from a peer, and where their time went. For
-people who look; decides nothing.
+"""Transfer log and totals: how long each phase of recent transfers took, and sums of all transfers.
 
-Pure: the core passes `now` (local monotonic seconds, the clock of its ranks too). Bounded by count.
-A step pays for the requests that wait for their first token, nothing for all others.
+Only for observation; no decision depends on this module.
+
+Pure: the core passes `now` (local monotonic seconds, the same clock as in its ranks). The log is
+bounded by count. A step pays only for the requests that wait for their first token.
 """
 
 import re
@@ -24,11 +25,13 @@ MAX_RECORDS = 256
 MAX_REPORTED = 64
 _MAX_FAILURE_CHARS = 400
 _NAME = re.compile(r"(?:[a-z]+-)?(?P<stem>.*?)(?:-(?P<index>[0-9]+))?-[0-9a-f]{8}", re.DOTALL)
-"""What the front-end makes of a client's X-Request-Id: `cmpl-ID-0-1a2b3c4d`."""
+"""Pattern of the ids that the front-end makes of a client's X-Request-Id: `cmpl-ID-0-1a2b3c4d`."""
 
 
 @dataclass(slots=True)
 class _TransferEntry:
+    """The timestamps of one request whose KV comes from a peer."""
+
     request_id: str
     arrived: float
     pulls: Sequence[TransferTimes] = ()
@@ -39,17 +42,19 @@ class _TransferEntry:
 
 @dataclass(slots=True)
 class TransferLog:
+    """The last requests whose KV came, or was to come, from a peer."""
+
     max_records: int = MAX_RECORDS
     _entries: OrderedDict[str, _TransferEntry] = field(default_factory=OrderedDict, init=False)
     _watched: dict[str, _TransferEntry] = field(default_factory=dict, init=False)
-    """Those that have no first token yet."""
+    """Entries of requests that have no first token yet."""
 
     @property
     def is_watching(self) -> bool:
         return bool(self._watched)
 
     def note_arrival(self, request: AddRequest, now: float) -> None:
-        """Only requests whose KV is to come from elsewhere are of interest."""
+        """Add an entry if the KV of the request is to come from a peer."""
         if not request.kv_transfer_params or not request.kv_transfer_params.get(
             "do_remote_prefill"
         ):
@@ -61,14 +66,14 @@ class TransferLog:
             self._watched.pop(oldest, None)
 
     def note_receives(self, times: Mapping[str, Sequence[TransferTimes]]) -> None:
-        """How receives went that have ended on some or all ranks."""
+        """Add the times of receives that have ended on some or all ranks."""
         for request_id, pulls in times.items():
             entry = self._entries.get(request_id)
             if entry is not None:
                 entry.pulls = [*entry.pulls, *pulls]
 
     def note_plan(self, slices: Iterable[SequenceSlice], now: float) -> None:
-        """A step begins."""
+        """Record when each watched request is first scheduled."""
         for part in slices:
             entry = self._watched.get(part.request_id)
             if entry is not None and entry.scheduled is None:
@@ -85,12 +90,13 @@ class TransferLog:
                 entry.failure = output.error[:_MAX_FAILURE_CHARS]
 
     def forget(self, request_id: str) -> None:
-        """It was aborted: it will have no first token. What was seen of it stays."""
+        """Stop watching an aborted request, which gets no first token; the entry stays."""
         self._watched.pop(request_id, None)
 
     def records(self, name: str, now: float) -> list[TransferRecord]:
-        """Newest first: those of one client's request id, or of an engine's own; for an empty name
-        all, up to a bound.
+        """Return the records of a client's or an engine's request id, newest first.
+
+        An empty name selects all requests. At most `MAX_REPORTED` records are returned.
         """
         newest = reversed(self._entries.values())
         return [
@@ -105,7 +111,7 @@ def _is_named(request_id: str, name: str) -> bool:
     if found is None:
         return False
     stem, index = found["stem"], found["index"]
-    # A client's id may itself end like our index.
+    # A client's own id may end like our index.
     return name in (stem, f"{stem}-{index}", request_id.rpartition("-")[0])
 
 
@@ -133,12 +139,14 @@ def _record(entry: _TransferEntry, now: float) -> TransferRecord:
     )
 
 
-# -------------------- totals -------------------- What the connectors of an engine have carried
-# since it started, summed over steps and ranks, and for whom last. Pure.
+# -- totals --
+# Sums over all steps and ranks since the engine started.
 
 
 class ConnectorTotals:
-    """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets":
+    """Sums of the connectors' statistics, and the transfer log.
+
+    Numbers are added at any depth. Samples become histograms: {name: {"sum": float, "buckets":
     {index of the upper bound: count}}}.
     """
 
@@ -153,7 +161,8 @@ class ConnectorTotals:
             merge_stats(self._data, data)
             for name, values in samples.items():
                 for value in values:
-                    # Keys are text because the whole crosses to the API process as a message.
+                    # The keys are text because the histogram crosses to the API process in a
+                    # message.
                     bucket = str(bisect_left(HISTOGRAMS[name], value))
                     add_up(
                         self._data, {"histograms": {name: {"sum": value, "buckets": {bucket: 1}}}}
@@ -163,7 +172,7 @@ class ConnectorTotals:
         return dict(self._data)
 
     def summaries(self) -> list[TransferSummary]:
-        """One line per transport, as far as the connector tells transports apart."""
+        """Return one summary per transport, if the connector distinguishes transports."""
         transports = self._data.get("transports", {})
         return [
             TransferSummary(

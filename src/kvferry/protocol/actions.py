@@ -1,5 +1,8 @@
-"""What the pure side of a transfer worker wants done: imperative, plain data. The shell performs
-them in order.
+"""Actions that the pure protocol code asks the transfer worker to perform.
+
+Consumer, producer and push writer return actions as plain data; the transfer worker's thread
+performs the actions in order. An action that takes time ends with a call back into the protocol
+code, named in the docstring of the action. Pure.
 """
 
 from dataclasses import dataclass
@@ -39,6 +42,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send a message to an address, over a new connection if there is none."""
+
     address: str
     message: (
         HandshakeRequest
@@ -54,15 +59,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class CloseConnection:
-    """Nothing more is expected from this address."""
+    """Close the connection to an address from which no more messages are expected."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Connect the first candidate transport that can, then tell `peer_opened` or
-    `peer_unreachable`.
+    """Connect to a peer with the first candidate transport that succeeds.
+
+    The worker then calls `peer_opened` or `peer_unreachable`.
     """
 
     peer: PeerId
@@ -73,13 +79,15 @@ class OpenPeer:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
+    """Disconnect every transport from a peer and close the peer's control connection."""
+
     peer: PeerId
     control_address: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Begin one read, then tell `read_ended` when it has ended."""
+    """Start one read; the worker calls `read_ended` when the read has ended."""
 
     request: RequestId
     peer: PeerId
@@ -89,13 +97,15 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class StopRead:
+    """Cancel a read; `read_ended` still follows."""
+
     request: RequestId
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class GrantWrites:
-    """Let a peer write into these blocks (by group) under this number."""
+    """Let the transport admit a peer's writes into these blocks (by group) under this grant id."""
 
     transport: str
     grant_id: int
@@ -104,7 +114,10 @@ class GrantWrites:
 
 @dataclass(frozen=True, slots=True)
 class RevokeWrites:
-    """End what was lent, then tell `writes_revoked` when nothing of it lands any more."""
+    """Revoke a write grant at the transport.
+
+    The worker calls `writes_revoked` when no write under the grant can land any more.
+    """
 
     request: RequestId
     transport: str
@@ -113,11 +126,13 @@ class RevokeWrites:
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
-    """Begin one write into what the peer has lent under this number, then tell `write_ended` when
-    it has ended.
+    """Start one write into a peer's blocks under the peer's write grant.
+
+    The worker calls `write_ended` when the write has ended.
     """
 
     write: int
+    """Number of the write, unique within this worker."""
     peer: PeerId
     transport: str
     segments: tuple[Segments, ...]
@@ -126,31 +141,39 @@ class StartWrite:
 
 @dataclass(frozen=True, slots=True)
 class StopWrite:
+    """Cancel a write; `write_ended` still follows."""
+
     write: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceBlocks:
-    """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then
-    tell `placed`. It is never stopped halfway.
+    """Rearrange confirmed blocks into our own order and copy the blocks to the engine's memory.
+
+    The worker calls `placed` at the end. Placing is never stopped halfway.
     """
 
     request: RequestId
     permutations: tuple[BlockPermutation, ...]
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By group: those to be copied to the engine's memory, where transports see another."""
+    """By group: blocks to copy from the host buffer to the engine's memory; empty without a host
+    buffer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CopyToHostBuffer:
-    """Copy blocks of the engine's memory to where transports see them, then tell
-    `copied_to_host_buffer`. It is never stopped halfway.
+    """Copy blocks from the engine's memory to the host buffer.
+
+    The worker calls `copied_to_host_buffer` at the end. The copy is never stopped halfway.
     """
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]
     copy: int
-    """Its number: of one request there are several, and not all of them count."""
+    """Number of the copy. A request may have several copies, and the copies of a withdrawn lease
+    do not count.
+    """
 
 
 Action = (

@@ -1,12 +1,19 @@
-"""The side that wants the blocks: tracks requests from their arrival, reads when there are blocks
-to fill, asks for confirmation, reports. Pure.
+"""The consumer fetches the KV blocks of a request from a producer and reports the result.
 
-A request may be used only after every rank it was read from has answered `Confirmed`: the lease was
-alive when the last byte had arrived, so the bytes are those the ticket was issued for. Blocks that
-came in the producer's order are then put into ours. In push the ticket comes later: the request is
-registered with the producer, which offers one when there is something to read; or the producer is
-lent the blocks and writes (`lending.py`). Feed it commands, messages and completions; take actions
-and events.
+The consumer tracks a request from its arrival in the engine, reads when the engine has allocated
+blocks, asks the producer for confirmation, and reports the transfer. The engine may use the blocks
+only after every producer rank that was read from has answered `Confirmed`. The answer means that
+the lease was alive when the last byte arrived, so the bytes belong to the ticket
+(docs/decisions/002-confirm-after-read.md). Blocks that arrived in the producer's order are then
+rearranged into our order.
+
+In push the ticket arrives later. The consumer registers the request with the producer. Then
+either the producer offers a ticket when KV is ready to read, or the consumer grants the producer
+write access to the blocks and the producer writes (`protocol/receiving.py`,
+docs/decisions/030-push.md).
+
+Pure: the caller feeds commands, messages and completions, passes `now` (local monotonic seconds),
+and takes actions and events.
 """
 
 from collections.abc import Sequence
@@ -55,6 +62,8 @@ _BEFORE_READING = (TransferState.TRACKED, TransferState.WAITING)
 
 
 class Consumer:
+    """State machine of every transfer into this rank, and of the peers the transfers come from."""
+
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._actions: list[Action] = []
@@ -89,7 +98,7 @@ class Consumer:
         return len(self._transfers)
 
     def may_be_written(self, transport: str) -> bool:
-        """Whether a producer may be writing into our blocks by this transport."""
+        """Return whether a producer may be writing into our blocks with this transport."""
         return len(self._transfers) > 0 and transport in self._settings.writable_transports
 
     @property
@@ -101,24 +110,24 @@ class Consumer:
         return self._peers
 
     def add_peer_user(self, user: PeerUser) -> None:
-        """It is told of peers that are ready or lost, and keeps those it uses from being
-        forgotten.
-        """
+        """Notify `user` of ready and lost peers, and never evict a peer that `user` still uses."""
         self._peer_users.append(user)
 
-    # -- commands of the engine --
+    # -- commands from the engine --
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """A request with a good ticket has entered the engine: keep the lease alive from now on.
-        Known requests are ignored.
+        """Attach a request that arrived with a valid ticket and keep its lease alive from now on.
+
+        A request that is tracked already is ignored.
         """
         self._begin(request, Origin.of(ticket, ticket_text), now)
 
     def track_optional(
         self, request: RequestId, ticket: Ticket, ticket_text: str, now: float
     ) -> None:
-        """The same, for a request that can do without. `ReservationGranted` or `ReservationRefused`
-        follows, before it is given blocks.
+        """Track a request that can also be computed locally if the KV is not available.
+
+        `ReservationGranted` or `ReservationRefused` follows before the engine allocates blocks.
         """
         self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
 
@@ -131,8 +140,9 @@ class Consumer:
         push_info: PushInfo,
         now: float,
     ) -> None:
-        """A request has entered the engine whose KV that producer is about to compute. Known
-        requests are ignored.
+        """Register a push request whose KV the producer at `address` is about to compute.
+
+        A request that is tracked already is ignored.
         """
         self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
 
@@ -161,9 +171,11 @@ class Consumer:
         now: float,
         needed_from: Sequence[int] = (),
     ) -> None:
-        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds
-        each group's table from token 0; `needed_from` each group's first token that is ever looked
-        at, or nothing, for token 0.
+        """Fill the engine's newly allocated blocks with the KV of the token positions `tokens`.
+
+        `blocks` holds the block table of each group, starting at token 0. `needed_from` holds the
+        first token of each group that attention will read; an empty sequence means token 0 for
+        every group.
         """
         transfer = self._transfers.get(request)
         if transfer is None:
@@ -185,12 +197,16 @@ class Consumer:
             self._write_grants.grant_writes(transfer, peer, now)
 
     def settle(self, request: RequestId, now: float) -> None:
-        """The engine needs nothing from the producer: let it free its blocks."""
+        """Tell the producer to free its blocks, because the engine needs no KV from the producer.
+
+        A request that has blocks already is ignored.
+        """
         self._leave(request, _E.SETTLED, now)
 
     def abort(self, request: RequestId, now: float) -> None:
-        """The request is over. If it has blocks, `TransferFailed` follows once nothing can write
-        into them any more.
+        """End a request that the engine has aborted.
+
+        If the request has blocks, `TransferFailed` follows once nothing can write into the blocks.
         """
         self._leave(request, _E.ABORTED, now)
 
@@ -199,7 +215,7 @@ class Consumer:
         if transfer is not None and (event is _E.ABORTED or not transfer.has_blocks):
             self._handle_event(transfer, event, now, "the request was aborted")
 
-    # -- news from the world --
+    # -- messages and completions --
 
     def receive(self, address: str, message: ToConsumer, now: float) -> None:
         match message:
@@ -229,8 +245,10 @@ class Consumer:
         ready_tokens: int,
         now: float,
     ) -> None:
-        """A rank of the producer has so much of what a request was registered for. Each says so for
-        itself, again and again while it computes; the first to do so has us attach.
+        """Handle a `PushOffer`: one producer rank has `ready_tokens` tokens ready to read.
+
+        Every producer rank sends its own offers, and repeats them while the prefill computes. The
+        first offer from any rank makes the consumer attach.
         """
         transfer, peer_id = self._transfers.of_reader(reader), self._peers.at(address)
         if (
@@ -267,7 +285,8 @@ class Consumer:
                 self._attach_or_register(transfer, peer, now)
             elif transfer.to.write_grant is not None and not transfer.to.write_grant.is_fenced:
                 self._write_grants.revoke(transfer, now)
-        # After the others have attached: a detach message settles the lease they may share.
+        # Detach only after the waiting transfers have attached: a detach message settles the lease,
+        # and the waiting transfers may share that lease.
         self._client.send_deferred_detaches(peer)
         for user in self._peer_users:
             user.peer_ready(peer, now)
@@ -278,7 +297,10 @@ class Consumer:
     def read_ended(
         self, request: RequestId, peer_id: PeerId, error: str | None, now: float
     ) -> None:
-        """A read started for this request has ended; its memory is no longer touched."""
+        """Handle the end of one read; the transport no longer writes into the blocks of the read.
+
+        With several producer ranks, the transfer advances when the last read has ended.
+        """
         transfer = self._transfers.get(request)
         if transfer is None or peer_id.tp_rank not in transfer.outstanding.reads:
             return
@@ -302,14 +324,12 @@ class Consumer:
                 transfer, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason
             )
         if transfer.read_error and not transfer.outstanding.reads:
-            # The transport may have given up the connection for good; the next request shakes hands
-            # anew.
+            # The transport may have closed the connection for good. Drop the peer, so that the next
+            # request starts a new handshake.
             self._lost(self._peers.lose(transfer.incarnation, transfer.read_error, now), now)
 
     def writes_revoked(self, request: RequestId, grant_id: int, now: float) -> None:
-        """What `RevokeWrites` asked for has ended: nothing that was written under this number lands
-        any more.
-        """
+        """Handle the end of a `RevokeWrites` action: no write under this grant id can land now."""
         transfer = self._transfers.get(request)
         if (
             transfer is not None
@@ -319,7 +339,7 @@ class Consumer:
             self._write_grants.finish_revoke(transfer, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
-        """What `PlaceBlocks` asked for has ended; the request's blocks are no longer touched."""
+        """Handle the end of a `PlaceBlocks` action; nothing writes into the blocks any more."""
         transfer = self._transfers.get(request)
         if transfer is not None:
             event = _E.PLACED if error is None else _E.PLACING_FAILED
@@ -362,7 +382,7 @@ class Consumer:
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
-        """In the order they are to be performed. The peers' own are among them."""
+        """Return the pending actions, including the peer table's, in the order to perform them."""
         actions = list(self._actions)
         self._actions.clear()
         return actions
@@ -372,14 +392,16 @@ class Consumer:
         self._events.clear()
         return events
 
-    # -- inside --
+    # -- internals --
 
     def _handle_event(
         self, transfer: Transfer, event: TransferEvent, now: float, reason: str
     ) -> None:
-        """Move a pull on and do what its new state asks for."""
+        """Advance the state machine of a transfer and perform the entry action of the new state."""
         before, transfer.state = transfer.state, next_state(transfer.state, event)
         self._timings.note(transfer.request, event, transfer.state, now)
+        # In PLACING and RECLAIMING every byte has arrived, so a lost peer or a refusal is harmless
+        # there and must not become the reason of a later failure.
         if event in FAILURE_EVENTS and transfer.state not in (
             TransferState.PLACING,
             TransferState.RECLAIMING,
@@ -398,7 +420,8 @@ class Consumer:
             case TransferState.PLACING if before is not TransferState.PLACING:
                 self._place(transfer, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
-                # It may wait long for its blocks, to fail then: no rank need keep its own for it.
+                # A doomed transfer may wait a long time for its blocks, only to fail then. Detach
+                # now, so that no producer rank holds blocks for the transfer meanwhile.
                 self._client.send_detach(transfer)
             case TransferState.RETURNING if not transfer.outstanding.reads:
                 self._handle_event(transfer, _E.BYTES_MOVED, now, "")
@@ -412,8 +435,9 @@ class Consumer:
                 self._end(transfer)
 
     def _apply_renames(self, now: float) -> None:
-        """Producers that were known by their address only have said which life they are; perhaps
-        one that we know well.
+        """Move transfers from a peer known only by address to the incarnation the handshake named.
+
+        The incarnation may belong to a peer that is connected already; then attach at once.
         """
         for old, new in self._peers.take_renamed():
             self._client.rename(old, new)
@@ -445,7 +469,7 @@ class Consumer:
             self._handle_event(transfer, _E.PEER_READY, now, "")
 
     def _restart(self, transfer: Transfer, now: float) -> None:
-        """What was offered is withdrawn: wait for the next offer, as if there had been none."""
+        """Reset a transfer whose offer was withdrawn and register it again for the next offer."""
         peer = self._peers.get(transfer.incarnation)
         assert peer is not None
         self._client.stop_heartbeats(transfer)
@@ -454,14 +478,14 @@ class Consumer:
         )
         transfer.outstanding.ready_replies.clear()
         transfer.origin.ticket, transfer.origin.ticket_text = None, ""
-        # That the reads were cancelled is not why it may fail later.
+        # The reads were cancelled because of the withdrawal; a later failure has another reason.
         transfer.reason = ""
         self._reading.extend_deadline(transfer, now)
         self._attach_or_register(transfer, peer, now)
 
     def _place(self, transfer: Transfer, now: float) -> None:
-        # The bytes are ours and the producer is through with us. What is left is our own work, so
-        # no deadline ends it: blocks are handed back when nothing writes into them.
+        # The bytes are confirmed and the producer is no longer involved. The rest is local work
+        # without a deadline: the blocks go back to the engine when nothing writes into them.
         transfer.is_confirmed = True
         self._transfers.set_deadline(transfer, None)
         self._client.stop_heartbeats(transfer)
@@ -504,8 +528,8 @@ class Consumer:
                 and not transfer.to.write_grant.is_fenced
                 and transfer.state in REVOKING
             ):
-                # Whoever could have written is gone for good. What it had sent may be on its way,
-                # so a fence is waited for.
+                # The process that could have written has ended. A fenced grant still waits for its
+                # transport, because bytes that the process had sent may be in flight.
                 self._write_grants.finish_revoke(transfer, now)
         for user in self._peer_users:
             user.peer_lost(lost)
@@ -516,18 +540,19 @@ class Consumer:
             return
         self._client.note_answer(peer_id, message.beat)
         for transfer in self._transfers.of_leases(peer_id.incarnation, set(message.gone)):
-            # What a rank has not offered yet it may still have to grant.
+            # A rank that has not sent its own offer yet may not have opened the lease yet either.
             is_ahead = (
                 transfer.is_offered
                 and transfer.origin.push_info is not None
                 and peer_id.tp_rank not in transfer.arrival.ready
             )
-            # While confirming, Confirmed or Refused is on its way and is the better answer. What
-            # was withdrawn is gone, and we know it.
+            # A rank that has sent its last `Written` has dropped the registration by design.
             is_through = (
                 transfer.to.write_grant is not None
                 and peer_id.tp_rank not in transfer.to.write_grant.writers
             )
+            # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer.
+            # In RETURNING, the lease was withdrawn, so a missing lease is expected.
             if (
                 transfer.state not in (TransferState.CONFIRMING, TransferState.RETURNING)
                 and not is_ahead

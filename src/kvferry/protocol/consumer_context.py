@@ -1,5 +1,8 @@
-"""What a consumer is told at the start, and what it says when one of its deadlines has passed.
-Plain data; pure.
+"""Shared objects of a consumer's parts: the settings, the client for producers, and the context.
+
+`Consumer` (`protocol/consumer.py`) builds the objects; `Reading`, `Reservations` and `WriteGrants`
+(`protocol/receiving.py`) use them. Pure: messages to producers are appended to the consumer's list
+of actions, and the caller passes `now`.
 """
 
 from dataclasses import dataclass
@@ -35,25 +38,34 @@ __all__ = ["ConsumerContext", "ConsumerSettings", "ProducerClient"]
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSettings:
+    """Settings of a consumer: timeouts, and the transports that producers may write with."""
+
     engine: EngineId
     peers: PeerSettings
     read_timeout_s: float
+    """Maximum duration of one read."""
     confirm_timeout_s: float
+    """How long the consumer waits for `Confirmed`, for a reservation, or for reserved transfers to
+    get blocks.
+    """
     receive_timeout_s: float
+    """Maximum time until confirmation, counted from when all KV is ready (in pull: from `start`).
+    """
     uses_host_buffer: bool = False
-    """Transports bring blocks to a copy of the engine's memory, and they are copied from there."""
+    """Whether transports write into a host buffer, from which blocks are copied to the engine."""
     offer_timeout_s: float = 480.0
-    """How long a request with blocks waits for the producer to offer what it was registered for."""
+    """How long a push request with blocks waits for the producer's offer, or for more tokens."""
     registration_s: float = 30.0
-    """How long a producer remembers a registration without a heartbeat."""
+    """How long a producer keeps a registration without a heartbeat."""
     epoch: Epoch | None = None
-    """Of this engine's life."""
+    """Epoch of this incarnation of our engine."""
     writable_transports: frozenset[str] = frozenset()
-    """Transports by which a producer that pushes may write into our blocks."""
+    """Transports with which a producer may write into our blocks in push."""
     fenced: frozenset[str] = frozenset()
-    """Of our transports, those that can end that by themselves."""
+    """Transports whose local side can reject writes after their grant is revoked."""
 
     def overdue_reason(self, transfer: Transfer, now: float) -> str:
+        """Return the failure reason for a transfer whose deadline has passed."""
         is_coming = (
             bool(transfer.arrival.ready) and transfer.arrival.read_until < transfer.to.tokens.stop
         )
@@ -78,19 +90,26 @@ class ConsumerSettings:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"
 
 
-# -------------------- reader talk -------------------- What a consumer says to its producers'
-# ranks: greetings, heartbeats, questions and detach messages. Pure.
-#
-# Messages are appended to the consumer's actions. Which of them to send, and when, is the
-# consumer's to decide.
+# -- producer client --
+# Composes the messages to producer ranks: registrations, attaches, heartbeats, confirms, detaches.
+# `Consumer` and its parts decide which message to send, and when.
 
 
 MAX_DEFERRED_DETACHES = 10_000
+"""Maximum number of detach messages that wait for a handshake. Further ones are dropped, and their
+leases expire.
+"""
 ANNOUNCE_AFTER_S = 0.5
-"""A read that begins so long after its reader was last heard of is announced."""
+"""A read that starts later than this after the last attach or announcement is announced.
+
+The value is below the producer's `READ_WATCH_S`: within that time the producer still polls its
+transports often (docs/decisions/019-many-leases.md).
+"""
 
 
 class ProducerClient:
+    """Sends messages to the ranks of producers and schedules the heartbeats of leases."""
+
     def __init__(
         self,
         incarnation: EngineIncarnation,
@@ -98,8 +117,8 @@ class ProducerClient:
         registration_s: float,
         actions: list[Action],
     ) -> None:
-        """`incarnation`: ours; `registration_s`: how long a producer remembers a registration
-        without a heartbeat.
+        """Create a client; `incarnation` is our own, and `registration_s` says how long a producer
+        keeps a registration without a heartbeat.
         """
         self._engine, self._epoch = incarnation.engine, incarnation.epoch
         self._peers = peers
@@ -108,7 +127,7 @@ class ProducerClient:
         self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
 
-    # -- one pull's way --
+    # -- messages of one transfer --
 
     def register(
         self,
@@ -118,7 +137,10 @@ class ProducerClient:
         now: float,
         write: WriteGrantInfo | None = None,
     ) -> None:
-        """Ask to be told when there is something to read, or to have it written."""
+        """Register the request with every rank, so that the producer sends an offer or writes.
+
+        With `write`, the registration carries a write grant and replaces an earlier registration.
+        """
         push_info = transfer.origin.push_info
         assert push_info is not None
         message = PushRegistration(
@@ -145,9 +167,10 @@ class ProducerClient:
         self._start_heartbeats(transfer, peer, transfer.ticket.lease_s, now)
 
     def announce_read(self, transfer: Transfer, peer: Peer, ranks: list[int], now: float) -> None:
+        """Announce a read to the producer, unless the last announcement is recent."""
         if now < transfer.announced_at + ANNOUNCE_AFTER_S:
             return
-        # The producer may look at its transports rarely by now.
+        # By now the producer may poll its transports rarely, and some transports need its help.
         transfer.announced_at = now
         beat = Heartbeat(transfer.incarnation.epoch, READ_BEGINS, [transfer.lease])
         self._actions += [Send(peer.control_address(rank), beat) for rank in ranks]
@@ -161,8 +184,9 @@ class ProducerClient:
         )
 
     def send_detach(self, transfer: Transfer) -> None:
-        """It needs nothing any more. A producer that is still being shaken hands with is told when
-        it can be.
+        """Detach a transfer that needs nothing more from the producer.
+
+        While the handshake with the producer is still running, the message is deferred.
         """
         peer = self._peers.get(transfer.incarnation)
         if peer is None:
@@ -177,13 +201,15 @@ class ProducerClient:
             self._deferred_detaches.setdefault(transfer.incarnation, []).append(transfer)
 
     def send_deferred_detaches(self, peer: Peer) -> None:
+        """Send the detach messages that were waiting for the handshake with this peer."""
         for transfer in self._deferred_detaches.pop(peer.incarnation, []):
+            # Only an attached reader can settle the lease by detaching.
             if transfer.is_offered:
                 self._send_attach(transfer, peer)
             self._to_all_ranks(peer, self._detach_message(transfer))
 
     def rename(self, old: EngineIncarnation, new: EngineIncarnation) -> None:
-        """A producer that was known by its address only has said which life it is."""
+        """File deferred detaches under the incarnation of a producer known only by address."""
         for transfer in self._deferred_detaches.pop(old, []):
             transfer.origin.incarnation = new
             self._deferred_detaches.setdefault(new, []).append(transfer)
@@ -222,7 +248,7 @@ class ProducerClient:
     def next_deadline(self) -> float | None:
         return self._heartbeats.next_deadline()
 
-    # -- inside --
+    # -- internals --
 
     def _send_attach(self, transfer: Transfer, peer: Peer) -> None:
         for rank, rank_mapping in peer.rank_mappings.items():
@@ -268,23 +294,28 @@ class ProducerClient:
 
 
 def _sent_name(transfer: Transfer) -> str:
-    """Its request id; where that is too long for a message, none, and the handover alone
-    decides.
+    """Return the request id to send, or "" if the id is too long for a message.
+
+    Without a request id, the producer matches by match id alone.
     """
     return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""
 
 
-# -------------------- consumer parts -------------------- What the consumer's ways to fill blocks
-# work with: the pulls, the peers, and how to move a pull on. Plain data; pure.
+# -- context --
+# What `Reading`, `Reservations` and `WriteGrants` share with the consumer.
 
 
 class EventHandler(Protocol):
+    """The consumer's function that applies an event to a transfer."""
+
     def __call__(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
-        """Move a pull on and do what its new state asks for."""
+        """Advance the state machine of a transfer and perform the entry action of the new state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerContext:
+    """Tables, client and output lists of one consumer; `actions` and `events` are appended to."""
+
     settings: ConsumerSettings
     peers: PeerTable
     transfers: TransferTable
@@ -295,5 +326,5 @@ class ConsumerContext:
 
     @property
     def geometry(self) -> Geometry:
-        """Our own."""
+        """Geometry of our own rank."""
         return self.settings.peers.geometry

@@ -1,8 +1,8 @@
-"""Fingerprints of token sequences, and how long a prefix two of them are known to share.
+"""Fingerprints of token sequences, and a lower bound on the prefix that two sequences share.
 
-A fingerprint holds a hash of the first k tokens for a bounded number of k, so the longest common
-prefix with another sequence can be bounded from below without the tokens: equal hash at k means
-equal tokens up to k. Pure.
+A fingerprint holds hashes of the first k tokens for a bounded number of values of k (points). Equal
+hashes at k mean equal tokens up to k, so a fingerprint gives a lower bound on the longest common
+prefix with another sequence without carrying the tokens. Pure.
 
     tokens   0        step      2*step          num_tokens
              |---------|---------|--- - - ---|-----|
@@ -27,11 +27,14 @@ __all__ = [
     "shared_prefix",
 ]
 
+# Equal hashes stand for equal tokens and untrusted clients write the texts, so 8 bytes would be too
+# few (docs/decisions/033-reuse.md).
 DIGEST_BYTES = 16
 MAX_POINTS = 128
 MAX_CHAIN_POINTS = 4096
-"""Of sequences that others go on from at any point: at every block of a long conversation, coarser
-beyond.
+"""Maximum points of a retained turn, because the next prompt may differ from the turn at any token:
+one point per block up to 65,536 tokens at 16 per block, coarser beyond
+(docs/decisions/033-reuse.md).
 """
 
 
@@ -58,8 +61,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
 def fingerprint(
     token_ids: Sequence[int], granularity: int, salt: str, max_points: int = MAX_POINTS
 ) -> Fingerprint:
-    """Fingerprint of a sequence whose KV was made under `salt` (LoRA, multimodal hashes, tenant);
-    points at multiples of `granularity`.
+    """Return the fingerprint of a token sequence, with points at multiples of `granularity`.
+
+    `salt` stands for everything else that the KV depends on (LoRA, multimodal hashes, tenant);
+    fingerprints with different salts share no prefix.
     """
     chunks = -(-len(token_ids) // granularity)
     step = granularity * max(1, -(-chunks // max_points))
@@ -71,12 +76,10 @@ def fingerprint(
 
 
 def common_prefix(theirs: Fingerprint, token_ids: Sequence[int], salt: str) -> int:
-    """Tokens that both sequences surely share from the start; 0 when nothing is known to be
-    shared.
-    """
+    """Return how many leading tokens both sequences certainly share; 0 if no prefix is certain."""
     shared = 0
-    # Our own end is no point of theirs unless the lengths agree, so hash only up to what they
-    # hashed.
+    # Hash no further than the other sequence was hashed. If our sequence is shorter, its end is
+    # usually not a point of the other fingerprint and cannot be compared.
     ours = _prefix_digests(token_ids[: theirs.num_tokens], theirs.step, salt)
     for index, (tokens, digest) in enumerate(ours):
         is_their_point = tokens % theirs.step == 0 or tokens == theirs.num_tokens
@@ -90,8 +93,9 @@ def common_prefix(theirs: Fingerprint, token_ids: Sequence[int], salt: str) -> i
 
 
 def shared_prefix(one: Fingerprint, other: Fingerprint) -> int:
-    """Tokens that the sequences behind two fingerprints surely share from the start, as far as both
-    have a hash there.
+    """Return how many leading tokens the sequences of two fingerprints certainly share.
+
+    Only points that both fingerprints have can be compared.
     """
     theirs = dict(_points(other))
     shared = 0
@@ -102,6 +106,7 @@ def shared_prefix(one: Fingerprint, other: Fingerprint) -> int:
 
 
 def _points(whole: Fingerprint) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of tokens, digest) for each point of a fingerprint."""
     ends = (
         [*range(whole.step, whole.num_tokens, whole.step), whole.num_tokens]
         if whole.num_tokens
@@ -114,7 +119,9 @@ def _points(whole: Fingerprint) -> Iterator[tuple[int, bytes]]:
 
 
 def _prefix_digests(token_ids: Sequence[int], step: int, salt: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of tokens, digest) at every multiple of `step` and at the end."""
     state = blake2b(digest_size=DIGEST_BYTES, person=b"kvferry tokens")
+    # The length of the salt comes first, so that no salt can be confused with leading tokens.
     state.update(len(salt).to_bytes(8, "little") + salt.encode("utf-8", "surrogatepass"))
     for start in range(0, len(token_ids), step):
         segment = token_ids[start : start + step]

@@ -1,8 +1,9 @@
-"""The handshake: compatibility factors first, layout second; the error names the field and both
-values. Pure.
+"""The handshake: how a consumer learns a producer's layout and chooses transports.
 
-The producer's side channel answers with what its workers have told it; the consumer checks the
-answer and picks the transports to try.
+The producer's side channel answers from the layouts reported by the producer's workers. The
+consumer compares the compatibility factors first and decodes the layout second; IncompatiblePeer
+names each differing field with both values. Then the consumer lists the transports to try.
+Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,8 @@ MAX_OFFERS = 16
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """What a side channel serves: one engine incarnation, its factors and its ranks' encoded
-    layouts.
+    """The engine incarnation that a side channel serves: factors, and one encoded layout per
+    rank.
     """
 
     engine: EngineId
@@ -42,12 +43,14 @@ class ServedEngine:
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
+    """A transport to try, and the reason for the choice (for logs)."""
+
     transport: str
     reason: str
 
 
 def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | HandshakeRefused:
-    """What to send back; never raises, whatever was asked."""
+    """Return the reply to a handshake request; never raises, whatever the request contains."""
     if request.wire_version != WIRE_VERSION:
         return HandshakeRefused(
             request.nonce,
@@ -75,8 +78,10 @@ def check_reply(
     epoch: Epoch,
     tp_rank: int,
 ) -> RankLayout:
-    """The layout of the rank we asked for, from the engine incarnation we expect;
-    RemoteProtocolError or IncompatiblePeer otherwise.
+    """Return the layout of the requested rank if the expected engine incarnation has answered.
+
+    Raises IncompatiblePeer if a factor differs, RemoteProtocolError for anything else. `factors`
+    None accepts any factors.
     """
     if reply.wire_version != WIRE_VERSION:
         raise RemoteProtocolError(
@@ -104,8 +109,10 @@ def check_reply(
 def candidate_transports(
     ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]
 ) -> list[TransportChoice]:
-    """Transports both sides have and that can reach across, best first. Our order is the
-    preference, except that what is near comes before what is not; `pinned` replaces it.
+    """Return the transports available on both sides with equal `reach`, best first.
+
+    The order is our own order of preference, except that transports with equal `near` precede
+    transports with different `near`. A non-empty `pinned` replaces our order.
     """
     remote = {offer.transport: offer for offer in theirs}
     local = {offer.transport: offer for offer in ours}
@@ -116,6 +123,7 @@ def candidate_transports(
     ]
     if pinned:
         return [TransportChoice(name, "pinned by `transports`") for name in common]
+    # The sort is stable, so our order of preference holds within each half.
     common.sort(key=lambda name: local[name].near != remote[name].near)
     return [
         TransportChoice(name, "first in preference that both sides have and that reaches across")
@@ -126,6 +134,7 @@ def candidate_transports(
 def _differences(
     ours: Mapping[str, Factor], theirs: Mapping[str, Factor]
 ) -> dict[str, tuple[object, object]]:
+    # A factor that only one side has counts as a difference.
     names = sorted(set(ours) | set(theirs))
     return {
         name: (ours.get(name), theirs.get(name))

@@ -1,7 +1,8 @@
-"""When something is due for each of many things, without looking at all of them. Pure.
+"""Deadlines of many keys, and the heartbeats that a consumer sends to its producers.
 
-A heap with lazy removal: what was moved or dropped stays in it until it surfaces, or until there is
-more of that than of the rest.
+`Deadlines` returns the keys that are due without examining the other keys. `HeartbeatSchedule`
+decides which peer is due a heartbeat, for which leases, and which peers have stopped answering.
+Pure: the caller passes `now` (local monotonic seconds).
 """
 
 from collections.abc import Hashable
@@ -16,11 +17,17 @@ __all__ = ["READ_BEGINS", "Deadlines", "DueHeartbeat", "HeartbeatSchedule", "hea
 
 K = TypeVar("K", bound=str | int)
 _MAX_STALE = 64
-"""So many stale entries are always let be."""
+"""The heap may hold this many stale entries before a rebuild is considered."""
 
 
 @dataclass(slots=True)
 class Deadlines(Generic[K]):
+    """One deadline per key, in a heap with lazy removal.
+
+    An entry whose deadline was moved or dropped stays in the heap until the entry reaches the top,
+    or until stale entries outnumber the live entries.
+    """
+
     _at: dict[K, float] = field(default_factory=dict, init=False)
     _heap: list[tuple[float, K]] = field(default_factory=list, init=False)
 
@@ -29,13 +36,11 @@ class Deadlines(Generic[K]):
 
     @property
     def num_entries(self) -> int:
-        """What is remembered, stale entries included: never much more than twice the deadlines
-        there are.
-        """
+        """Size of the heap, stale entries included: at most about twice the deadlines."""
         return len(self._heap)
 
     def set(self, key: K, at: float) -> None:
-        """The only deadline of this key, in place of an earlier one."""
+        """Set the deadline of a key; replaces an earlier deadline of the same key."""
         self._at[key] = at
         heappush(self._heap, (at, key))
         if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
@@ -43,11 +48,11 @@ class Deadlines(Generic[K]):
             heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Unknown keys are ignored."""
+        """Remove the deadline of a key. Unknown keys are ignored."""
         self._at.pop(key, None)
 
     def take_due(self, now: float) -> list[K]:
-        """Remove and return every key whose time has come, earliest first."""
+        """Remove and return every key whose deadline has passed, earliest first."""
         due = []
         while (at := self.next()) is not None and at <= now:
             _, key = heappop(self._heap)
@@ -56,33 +61,32 @@ class Deadlines(Generic[K]):
         return due
 
     def next(self) -> float | None:
+        """Return the earliest deadline; None if there is none."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
 
-# -------------------- heartbeats -------------------- Heartbeats of a consumer: which peers are due
-# one, for which leases, and which have stopped answering. Pure.
-#
-# One message renews all leases held from a peer. The interval follows the producer's own lease
-# time, which its ticket carries, so two sides with different settings still fit.
+# -- heartbeats --
+# One heartbeat renews all leases that a consumer holds from a peer. The interval is derived from
+# the producer's lease time, which the ticket carries, so both sides may have different settings.
 
 
 READ_BEGINS = 0
-"""The number of a beat outside the rhythm: its sender is about to read. Those of the rhythm count
-from 1.
-"""
+"""Beat number of a heartbeat that announces a read. Regular heartbeats count from 1."""
 
 P = TypeVar("P", bound=Hashable)
 
 
 def heartbeat_interval_s(lease_s: float) -> float:
-    """A sixth of the lease, in whole seconds once that is at least one."""
+    """Return a sixth of the lease time, rounded down to whole seconds if at least one second."""
     return float(lease_s // 6) if lease_s >= 6 else lease_s / 6
 
 
 @dataclass(frozen=True, slots=True)
 class DueHeartbeat(Generic[P]):
+    """A heartbeat to send now: the peer, the beat number and the leases to renew."""
+
     peer: P
     number: int
     leases: list[RequestId]
@@ -90,24 +94,30 @@ class DueHeartbeat(Generic[P]):
 
 @dataclass(slots=True)
 class _PeerState:
+    """Heartbeats to one peer: the interval, the leases and the oldest unanswered beat."""
+
     interval_s: float
     next_at: float
     leases: dict[RequestId, int] = field(default_factory=dict)
-    """Lease -> how many of our requests read it."""
+    """Lease -> how many of our requests read under the lease."""
     number: int = 0
+    """Number of the last regular beat."""
     unanswered_since: float | None = None
+    """When the oldest unanswered beat was sent; None if the peer has answered the last beat."""
 
 
 @dataclass(slots=True)
 class HeartbeatSchedule(Generic[P]):
-    """The pulse of every peer we hold leases from. A peer that leaves `max_unanswered` beats in a
-    row unanswered is lost.
+    """Heartbeats to every peer from which we hold leases.
+
+    A peer is lost when the peer has not answered for `max_unanswered` intervals.
     """
 
     max_unanswered: int = 3
     _peer_states: dict[P, _PeerState] = field(default_factory=dict, init=False)
 
     def track(self, peer: P, lease: RequestId, interval_s: float, now: float) -> None:
+        """Renew a lease from now on, on behalf of one more of our requests."""
         peer_state = self._peer_states.get(peer)
         if peer_state is None:
             peer_state = self._peer_states[peer] = _PeerState(interval_s, now + interval_s)
@@ -116,7 +126,10 @@ class HeartbeatSchedule(Generic[P]):
         peer_state.leases[lease] = peer_state.leases.get(lease, 0) + 1
 
     def untrack(self, peer: P, lease: RequestId) -> None:
-        """One of our requests reads this lease no more. Unknown pairs are ignored."""
+        """Note that one of our requests no longer reads under a lease. Unknown pairs are ignored.
+
+        The lease is renewed until no request reads under the lease.
+        """
         peer_state = self._peer_states.get(peer)
         if peer_state is None or lease not in peer_state.leases:
             return
@@ -127,15 +140,17 @@ class HeartbeatSchedule(Generic[P]):
             del self._peer_states[peer]
 
     def forget(self, peer: P) -> None:
+        """Send no more heartbeats to a peer that is lost."""
         self._peer_states.pop(peer, None)
 
     def answered(self, peer: P, number: int) -> None:
+        """Note a heartbeat reply. Only the reply to the latest beat counts."""
         peer_state = self._peer_states.get(peer)
         if peer_state is not None and number == peer_state.number:
             peer_state.unanswered_since = None
 
     def due(self, now: float) -> list[DueHeartbeat[P]]:
-        """The beats to send now; each is due again one interval later."""
+        """Return the heartbeats to send now; each is due again one interval later."""
         beats = []
         for peer, peer_state in self._peer_states.items():
             if peer_state.next_at > now:
@@ -149,7 +164,7 @@ class HeartbeatSchedule(Generic[P]):
         return beats
 
     def lost(self, now: float) -> list[P]:
-        """Peers that have been silent for `max_unanswered` intervals since a beat."""
+        """Return the peers that have left beats unanswered for `max_unanswered` intervals."""
         return [
             peer
             for peer, peer_state in self._peer_states.items()
@@ -157,6 +172,7 @@ class HeartbeatSchedule(Generic[P]):
         ]
 
     def next_deadline(self) -> float | None:
+        """Return when to call `due` and `lost` next; None if no peer is tracked."""
         deadlines = [peer_state.next_at for peer_state in self._peer_states.values()]
         deadlines += [
             at

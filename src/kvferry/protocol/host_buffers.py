@@ -1,9 +1,20 @@
-"""Copies to where peers see blocks, in turn: of two that have a block in common the later waits
-until the earlier has ended. Pure.
+"""Host buffer of a producer: the order of copies, and what waits for each copy.
 
-An engine that preempts a request uses its blocks again at once, while a copy of them may be under
-way; the copy that the next owner asks for must not be overtaken by it. Blocks are known by their
-number alone, whatever their group: groups may share memory.
+Readers of a producer with a host buffer read a copy of the blocks. The blocks of a granted lease
+are copied once. The blocks of an open lease (on a prefill that still computes) are copied segment
+by segment, and a segment is offered when this segment and all earlier segments have been copied. A
+reader with an offer reads the offered tokens. A reader without an offer reads all blocks, and gets
+`Ready` when all copies have ended.
+
+    copy       queued ──> running ──> ended. A running copy is never stopped; only a queued copy can
+               be dropped.
+    lease      Blocks are copied while the lease is held. When the lease ends, running copies still
+               read the blocks, so the end of the lease is reported after the last copy.
+    withdrawn  The engine has reused the blocks already, so no end is reported. A running copy then
+               belongs to no lease, and the result of the copy is ignored.
+
+See docs/decisions/020-host-buffers-and-order-on-arrival.md and docs/decisions/030-push.md.
+Pure: the caller performs the copies and reports their end.
 """
 
 from collections import deque
@@ -18,24 +29,34 @@ from kvferry.types import RequestId, Route
 __all__ = ["BlockTables", "CopyResult", "HostBufferCopies", "HostCopyQueue", "Publication"]
 
 
+# -- copy queue --
+# If two copies share a block, the later copy waits until the earlier copy has ended. After a
+# preemption the engine reuses blocks at once, while a copy for their previous owner may still run.
+# The old copy must not overwrite the copy for the next owner in the host buffer.
+
+
 @dataclass(slots=True)
 class HostCopyQueue:
-    """Copies stand in line at each of their blocks; one that is first in all its lines is under
-    way.
+    """One queue of copies for each block; a copy runs when the copy is first in all its queues.
+
+    Blocks are identified by number alone, whatever their group: groups may share memory.
     """
 
     _blocks: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
-    """By copy."""
+    """Blocks of each copy."""
     _queues: dict[int, list[int]] = field(default_factory=dict, init=False)
-    """By block, none of them empty."""
+    """Copies that want each block, in order; no queue is empty."""
     _num_ahead: dict[int, int] = field(default_factory=dict, init=False)
-    """By copy, in how many lines it is not the first."""
+    """Number of queues in which each copy is not the first."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def join(self, copy: int, blocks: Collection[int]) -> bool:
-        """Whether it may begin at once; if not, `leave` of another says when."""
+        """Enqueue a copy; returns whether the copy may begin at once.
+
+        If not, a later `leave` of another copy returns this copy as ready to begin.
+        """
         self._blocks[copy] = frozenset(blocks)
         self._num_ahead[copy] = 0
         for block in self._blocks[copy]:
@@ -45,7 +66,7 @@ class HostCopyQueue:
         return self.is_running(copy)
 
     def leave(self, copy: int) -> list[int]:
-        """It has ended, or is not wanted before it has begun. Returns those that may begin now."""
+        """Remove a copy that has ended or is dropped; returns the copies that may begin now."""
         begun = []
         for block in self._blocks.pop(copy):
             queue = self._queues[block]
@@ -64,32 +85,21 @@ class HostCopyQueue:
         return not self._num_ahead[copy]
 
     def has_any(self, blocks: Collection[int]) -> bool:
-        """Whether one of these blocks is being copied, or will be."""
+        """Return whether a copy of one of these blocks is running or queued."""
         return not self._queues.keys().isdisjoint(blocks)
 
 
-# -------------------- exposures --------------------
-# What a producer with a host buffer has copied of its leases, and what waits for that. Pure.
-#
-# Readers of a producer with a host buffer read a copy of the blocks. A granted lease is copied
-# once; an open one (a prefill that is handed over while it is computed) segment by segment, and
-# each segment is offered when it, and all before it, has been copied.
-#
-#     copy      waiting for its turn ──> under way ──> ended            never stopped halfway; dropped only before it has begun
-#     lease     copied while it is held; when it ends, the copies that are under way still read its blocks, so its end is reported after them
-#     withdrawn by the engine: the blocks are gone already, so nothing is reported; what is under way ends as nobody's, and counts for nobody
-#
-# A reader that was offered a segment reads what it was offered; any other reads all, and is told
-# when all is there.
+# -- copies of leases --
+# Tracks, for each lease, its copies and the offers, readers and lease end that wait for the copies.
 
 
 BlockTables = tuple[tuple[int, ...], ...]
-"""By group."""
+"""Block table of each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What may be offered of a lease."""
+    """What an offer of a leased prefill contains."""
 
     match_id: str
     ticket: str
@@ -98,62 +108,66 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What the end of a copy brings about."""
+    """What the caller must do after a copy has ended."""
 
     request: RequestId
     publication: Publication | None = None
-    """May be offered now."""
+    """The publication that may be offered now."""
     readers: Mapping[str, Route] = field(default_factory=dict)
-    """They are to be told: that all is there or, if it failed, why it will not be."""
+    """Readers to answer: with `Ready` or, after a failure, with `Refused`."""
     end: EndedLease | None = None
-    """To be reported."""
+    """The end of the lease, to be reported now."""
     failure: str = ""
+    """Why the copy failed; empty after a success."""
     is_open: bool = False
-    """Of what has failed: the engine goes on with it."""
+    """After a failure: whether the engine still computes the request."""
     match_id: str = ""
-    """Likewise, as far as it was published."""
+    """After a failure: the match id of a published request."""
 
 
 @dataclass(slots=True)
 class _LeaseCopy:
-    """One lease, until all of it is copied."""
+    """The copies of one lease, until all its blocks are copied."""
 
     request: RequestId
     is_streamed: bool
+    """Whether the lease was opened while the prefill computed, and is copied by segments."""
     is_open: bool
-    """There is more to come."""
+    """Whether the engine still computes the request, so that more blocks will follow."""
     copies: dict[int, BlockTables] = field(default_factory=dict)
-    """Under way or waiting for their turn."""
+    """Running and queued copies, by copy number."""
     publications: deque[tuple[int, Publication]] = field(default_factory=deque)
-    """Behind the last copy that each waits for."""
+    """Publications in order, each with the number of the last copy to wait for."""
     waiting: dict[str, Route] = field(default_factory=dict)
-    """Readers to be told when all is there."""
+    """Readers that wait for `Ready`, which is sent when all blocks are copied."""
     match_id: str = ""
     failure: str = ""
-    """Why it is no good."""
+    """Why a copy of the lease failed; empty if none did."""
     end: EndedLease | None = None
-    """How the lease has ended meanwhile."""
+    """The end of the lease, if the lease has ended while copies were running."""
 
 
 class HostBufferCopies:
+    """Copies of leased blocks to the host buffer, and the readers and offers behind the copies."""
+
     def __init__(self) -> None:
         self._lease_copies: dict[RequestId, _LeaseCopy] = {}
         self._owners: dict[int, _LeaseCopy] = {}
-        """By copy. One that is under way for what was withdrawn has none."""
+        """The lease of each copy. A copy that runs for a withdrawn lease has no entry."""
         self._queue = HostCopyQueue()
         self._last_copy = 0
         self._actions: list[CopyToHostBuffer] = []
 
     @property
     def num_unreported(self) -> int:
-        """Leases that have ended, whose blocks are still copied."""
+        """Number of leases that have ended while copies of their blocks still run."""
         return sum(lease_copy.end is not None for lease_copy in self._lease_copies.values())
 
     def is_copying(self, blocks: Collection[int]) -> bool:
-        """Whether one of these blocks is being copied, or will be."""
+        """Return whether a copy of one of these blocks is running or queued."""
         return self._queue.has_any(blocks)
 
-    # -- what the engine does with a lease --
+    # -- calls from the engine --
 
     def grant(self, request: RequestId, blocks: BlockTables) -> None:
         self._lease_copies[request] = lease_copy = _LeaseCopy(
@@ -165,7 +179,7 @@ class HostBufferCopies:
         self._lease_copies[request] = _LeaseCopy(request, is_streamed=True, is_open=True)
 
     def close(self, request: RequestId, blocks: BlockTables) -> None:
-        """These are the last."""
+        """Enqueue the copy of the last blocks of an open lease."""
         lease_copy = self._lease_copies.get(request)
         if lease_copy is not None:
             lease_copy.is_open = False
@@ -174,8 +188,9 @@ class HostBufferCopies:
     def publish(
         self, request: RequestId, publication: Publication, blocks: BlockTables
     ) -> Publication | None:
-        """So much may be offered once these blocks, and those before, are copied. Returns it if
-        that is now.
+        """Copy the new blocks of an open lease, and publish when all copies so far have ended.
+
+        Returns the publication if the caller may offer the tokens now, otherwise None.
         """
         lease_copy = self._lease_copies.get(request)
         if lease_copy is None or not lease_copy.is_streamed:
@@ -191,7 +206,7 @@ class HostBufferCopies:
         return None
 
     def withdraw(self, request: RequestId) -> None:
-        """The engine has taken the blocks back. Nobody hears of what is copied of them."""
+        """Forget a lease whose blocks the engine has reused; running copies count for no reader."""
         lease_copy = self._lease_copies.pop(request, None)
         if lease_copy is not None:
             self._drop_waiting(lease_copy)
@@ -199,7 +214,10 @@ class HostBufferCopies:
                 del self._owners[copy]
 
     def end(self, ended: EndedLease) -> bool:
-        """A lease has ended. Whether that may be reported now; if not, `copied` says when."""
+        """Handle the end of a lease; returns whether the end may be reported now.
+
+        If not, `copied` returns the end when the last running copy has ended.
+        """
         lease_copy = self._lease_copies.get(ended.request)
         if lease_copy is None:
             return True
@@ -211,14 +229,14 @@ class HostBufferCopies:
         return True
 
     def failure_of(self, request: RequestId) -> str:
-        """Why a lease is no good; empty: it is."""
+        """Return why a copy of a lease failed; empty if none did."""
         lease_copy = self._lease_copies.get(request)
         return "" if lease_copy is None else lease_copy.failure
 
     # -- readers --
 
     def attach(self, request: RequestId, reader: str, route: Route, *, is_offered: bool) -> bool:
-        """Whether it may read; if not, it is told later."""
+        """Return whether a reader may read now; if not, the reader gets `Ready` later."""
         lease_copy = self._lease_copies.get(request)
         if lease_copy is None or (lease_copy.is_streamed and is_offered):
             return True
@@ -226,7 +244,7 @@ class HostBufferCopies:
         return False
 
     def offer(self, request: RequestId, reader: str) -> bool:
-        """It is offered what is published. Whether it waits to be told that it may read."""
+        """Note that a reader gets an offer; returns whether the reader was waiting for `Ready`."""
         lease_copy = self._lease_copies.get(request)
         return (
             lease_copy is not None
@@ -244,7 +262,10 @@ class HostBufferCopies:
     # -- copies --
 
     def copied(self, copy: int, error: str | None) -> CopyResult | None:
-        """A copy has ended; it no longer reads the engine's blocks. None: nothing comes of it."""
+        """Handle the end of a copy, which no longer reads the engine's blocks.
+
+        Returns None if the caller has nothing to do.
+        """
         self._begin(self._queue.leave(copy))
         lease_copy = self._owners.pop(copy, None)
         if lease_copy is None:
@@ -281,6 +302,8 @@ class HostBufferCopies:
 
     def _progress(self, lease_copy: _LeaseCopy) -> CopyResult:
         publication, readers = None, {}
+        # Copies may end out of order: only copies below the oldest unfinished copy count, so that
+        # a publication is complete up to its last token.
         oldest = min(lease_copy.copies, default=self._last_copy + 1)
         while lease_copy.publications and lease_copy.publications[0][0] < oldest:
             _, publication = lease_copy.publications.popleft()
@@ -306,10 +329,11 @@ class HostBufferCopies:
             )
 
     def _drop_waiting(self, lease_copy: _LeaseCopy) -> None:
-        """Everybody and everything that waits for this lease's blocks to be copied."""
+        """Drop the queued copies, the waiting readers and the publications of a lease."""
         lease_copy.publications.clear()
         lease_copy.waiting = {}
-        # The latest first, so that none of ours begins instead.
+        # Drop the latest copy first: otherwise leaving a queue could start another copy of the same
+        # lease.
         for copy in [
             copy for copy in reversed(lease_copy.copies) if not self._queue.is_running(copy)
         ]:

@@ -1,11 +1,17 @@
-"""Which KV heads a tensor-parallel rank holds, and which of a producer's ranks each of a consumer's
-goes to. Pure.
+"""How KV caches are divided over ranks and laid out in blocks, and which pairs are compatible.
 
-Rank r of T holds heads r*H/T to (r+1)*H/T of H; with more ranks than heads, T/H neighbours hold the
-same one.
+Three parts: which KV heads a TP rank holds and which producer ranks a consumer rank attaches to;
+the order of layers, tokens and heads within a block, as axes; and the geometry of a worker's cache,
+which the handshake checks. Integer arithmetic; pure.
 
-    P, TP 4, 2 heads    |0 |0'|1 |1'|    D's only rank reads head 0 of P's rank 0 and head 1 of rank 2. Ranks 1 and 3 have nothing for
-    D, TP 1             |  0  1     |    it, but hold a lease that must end: it goes there too, and reads nothing.
+Heads: rank r of T holds heads r*H/T to (r+1)*H/T of H. With more ranks than heads, T/H neighbouring
+ranks hold the same head (docs/decisions/012-unequal-tensor-parallelism.md).
+
+    P, TP 4, 2 heads    |0 |0'|1 |1'|    D's only rank reads head 0 from P's rank 0
+    D, TP 1             |  0  1     |    and head 1 from P's rank 2.
+
+P's ranks 1 and 3 hold no head that D still needs, but each holds a lease that must end. So D's rank
+attaches to P's ranks 1 and 3 too, without reading.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,21 +47,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """One of a consumer's ranks goes to one of a producer's."""
+    """A producer rank that one consumer rank attaches to."""
 
     rank: int
-    """The producer's."""
+    """The producer rank."""
     heads: range
-    """What is read there. Empty: the visit only lets the lease end."""
+    """Heads to read from the producer rank. Empty: the reader attaches only to end the lease."""
     consumer_ranks: tuple[int, ...]
-    """All of the consumer's ranks that go there."""
+    """All consumer ranks that attach to this producer rank: the sibling ranks of a reader."""
 
 
 def can_divide(total_heads: int, size: int) -> bool:
+    """Return whether `total_heads` heads can be divided over `size` ranks."""
     return total_heads % size == 0 or size % total_heads == 0
 
 
 def heads_of(rank: int, size: int, total_heads: int) -> range:
+    """Return the heads that rank `rank` of `size` holds."""
     return _share(rank, size, total_heads)
 
 
@@ -63,10 +71,13 @@ def heads_of(rank: int, size: int, total_heads: int) -> range:
 def rank_mappings(
     rank: int, size: int, remote_size: int, total_heads: int
 ) -> tuple[RankMapping, ...]:
-    """Where rank `rank` of a consumer of TP `size` goes. Together its ranks go to each of the
-    producer's, and each reads its heads once.
+    """Return the producer ranks that consumer rank `rank` of TP `size` attaches to.
+
+    Together the consumer's ranks attach to every rank of the producer, and each consumer rank reads
+    each of its heads once.
     """
     reads = [_reads(each, size, remote_size, total_heads) for each in range(size)]
+    # Producer ranks from which no head is read: one consumer rank attaches without reading.
     for remote in set(range(remote_size)).difference(*reads):
         reads[remote * size // remote_size][remote] = []
     return tuple(
@@ -78,8 +89,10 @@ def rank_mappings(
 
 
 def _reads(rank: int, size: int, remote_size: int, total_heads: int) -> dict[int, list[int]]:
-    """Heads by the producer's rank they are read from. Of several that hold a head, the one that
-    lies where we lie: equal sizes pair up.
+    """Return the heads to read from each producer rank.
+
+    If several producer ranks hold a head, choose the rank nearest to our relative position; with
+    equal TP sizes every rank reads from the rank of the same number.
     """
     reads: dict[int, list[int]] = {}
     for head in heads_of(rank, size, total_heads):
@@ -90,8 +103,9 @@ def _reads(rank: int, size: int, remote_size: int, total_heads: int) -> dict[int
 
 
 def _share(part: int, parts: int, things: int) -> range:
-    """What part number `part` of `parts` gets of so many things. More parts than things: neighbours
-    share one.
+    """Return the share of part `part` when `things` things are divided among `parts` parts.
+
+    With more parts than things, neighbouring parts share one thing.
     """
     first = part * things // parts
     return range(first, max(first + 1, (part + 1) * things // parts))
@@ -101,18 +115,19 @@ def _as_range(heads: Sequence[int]) -> range:
     return range(heads[0], heads[-1] + 1) if heads else range(0)
 
 
-# -------------------- arrangement -------------------- How layers, tokens and heads lie in a block,
-# as axes; and in which order a producer's blocks are best read. Integer arithmetic; pure.
+# -- axes --
+# The order of layers, tokens and heads within a block, outermost axis first, and the order in which
+# a producer's blocks are best read:
 #
-# HND       head x token                      all tokens of a head, then the next head
-# NHD       token x head
-# one region for all layers                   layer x (either)
-# a kernel that cuts blocks into parts        token x head x token
+#     HND                                     head x token: all tokens of a head, then the next head
+#     NHD                                     token x head
+#     one region for all layers               layer x (HND or NHD)
+#     a kernel that cuts blocks into parts    token x head x token
 
 
 SMALL_SEGMENT_BYTES = 4096
-"""Shorter runs are not read one by one: a descriptor costs as much as copying about so many bytes
-once more.
+"""Segments shorter than this are avoided: one more descriptor costs about as much as copying this
+many bytes once more (docs/decisions/021-blocks-of-unequal-form.md).
 """
 
 Offsets = npt.NDArray[np.int64]
@@ -120,9 +135,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CommonAxis:
-    """One index of two arrangements of the same things, and how far each goes for one step of
-    it.
-    """
+    """One index that two arrangements have in common, with the stride of each arrangement."""
 
     count: int
     first_bytes: int
@@ -130,8 +143,9 @@ class CommonAxis:
 
 
 def dense_axes(counts: Iterable[tuple[AxisKind, int]], item_bytes: int) -> tuple[Axis, ...]:
-    """Axes, outermost first, of items without gaps. What has one element is left out, and
-    neighbours of one kind are one axis.
+    """Return the axes of densely packed items, outermost first.
+
+    Axes with one element are left out, and adjacent axes of one kind are merged.
     """
     axes: list[Axis] = []
     stride = item_bytes
@@ -146,7 +160,7 @@ def dense_axes(counts: Iterable[tuple[AxisKind, int]], item_bytes: int) -> tuple
 
 
 def is_dense(axes: Sequence[Axis], block_bytes: int) -> bool:
-    """Whether these axes name each byte of a block exactly once."""
+    """Return whether the axes cover each byte of a block exactly once."""
     total = prod(axis.count for axis in axes)
     if total == 0 or block_bytes % total or any(axis.count < 2 for axis in axes):
         return False
@@ -159,8 +173,9 @@ def is_dense(axes: Sequence[Axis], block_bytes: int) -> bool:
 
 
 def offsets_along(axes: Sequence[Axis], kind: AxisKind) -> Offsets:
-    """Where each of a kind lies, from the first. With several axes of a kind the outer one counts
-    slower.
+    """Return the offset of each element of one kind, relative to the first element.
+
+    If several axes have the kind, the outer axis varies slowest.
     """
     offsets = np.zeros(1, dtype=np.int64)
     for axis in axes:
@@ -175,9 +190,7 @@ def offsets_along(axes: Sequence[Axis], kind: AxisKind) -> Offsets:
 def arrival_axes(
     local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int
 ) -> tuple[Axis, ...]:
-    """Our block's contents in the producer's order: as many layers, tokens and heads as we have,
-    arranged as they are there.
-    """
+    """Return axes for our block's layers, tokens and heads, arranged in the producer's order."""
     wanted = {kind: prod(axis.count for axis in local if axis.kind is kind) for kind in AxisKind}
     inner: list[tuple[AxisKind, int]] = []
     for axis in reversed(remote):
@@ -187,8 +200,8 @@ def arrival_axes(
             wanted[AxisKind.TOKEN] //= part
         elif axis.kind is AxisKind.HEAD:
             inner.append((axis.kind, wanted.pop(axis.kind, 1)))
-    # What the producer has only one of, or in smaller blocks, goes outside; our layers outermost,
-    # for each is read by itself.
+    # The outer axes hold the rest: kinds of which the producer has a single element, and tokens
+    # beyond the producer's smaller block. Our layers are outermost, since each is read separately.
     outer = [
         (kind, wanted.get(kind, 1)) for kind in (AxisKind.LAYER, AxisKind.TOKEN, AxisKind.HEAD)
     ]
@@ -199,8 +212,10 @@ def arrival_axes(
 def reads_in_producers_order(
     local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int
 ) -> bool:
-    """Whether a read brings blocks in the producer's order, to be put into ours afterwards, because
-    ours would take many small runs.
+    """Return whether to read blocks in the producer's order and rearrange the blocks afterwards.
+
+    True if reading in our own order would need segments under `SMALL_SEGMENT_BYTES`, and the two
+    orders can be converted into each other.
     """
     arrived = arrival_axes(local, remote, item_bytes)
     if arrived == local or _common_segment_bytes(local, arrived, item_bytes) >= SMALL_SEGMENT_BYTES:
@@ -209,12 +224,14 @@ def reads_in_producers_order(
 
 
 def common_axes(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[CommonAxis, ...] | None:
-    """One set of indices for two arrangements of the same counts; None where their cuts do not fit
-    into each other.
+    """Return one set of indices for two arrangements of the same elements.
+
+    None if the axes of one arrangement do not subdivide the axes of the other.
     """
     steps: list[CommonAxis] = []
     for kind in AxisKind:
         ours, theirs = ([axis for axis in axes if axis.kind is kind] for axes in (first, second))
+        # Match axes of one kind from the innermost outwards; split the longer axis at the shorter.
         while ours and theirs:
             a, b = ours.pop(), theirs.pop()
             count = min(a.count, b.count)
@@ -230,7 +247,7 @@ def common_axes(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[CommonAx
 
 
 def _common_segment_bytes(first: Sequence[Axis], second: Sequence[Axis], item_bytes: int) -> int:
-    """How many bytes follow each other in the same order in both, at least."""
+    """Return how many bytes, at least, are contiguous in the same order in both arrangements."""
     run = item_bytes
     for a, b in zip(reversed(first), reversed(second), strict=False):
         if a.kind is not b.kind:
@@ -241,22 +258,21 @@ def _common_segment_bytes(first: Sequence[Axis], second: Sequence[Axis], item_by
     return run
 
 
-# -------------------- geometry --------------------
-# How one worker's cache is cut, and whether blocks of a peer's can be placed into ours. Pure.
-#
-# What cannot be planned is refused at the handshake, by `check_geometry`, with the reason.
+# -- geometry --
+# The shape of one worker's cache. At the handshake, `check_geometry` refuses every pair of caches
+# for which no read can be planned, and names the reason.
 
 
 _MAX_ADDRESS = 1 << 63
 _MAX_DEVICE = 1 << 20
 _MAX_COUNT = 1 << 16
-"""Of a block's tokens and heads: what is planned from a peer's numbers stays small."""
+"""Maximum tokens per block, heads and TP size: bounds the arrays planned from a peer's numbers."""
 _Pairs = dict[str, tuple[object, object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How one worker's cache is cut: what planning needs of it."""
+    """The shape of one worker's cache, as far as planning needs it."""
 
     tp_rank: int
     tp_size: int
@@ -264,14 +280,14 @@ class Geometry:
     num_blocks: int
     layout: KVLayout
     num_kv_heads: int
-    """Heads in this worker's cache."""
+    """Number of heads in this worker's cache."""
     head_dim: int
     regions: tuple[Region, ...]
     total_kv_heads: int
-    """Heads of all ranks together, each counted once."""
+    """Number of heads over all ranks; replicated heads count once."""
     needs_whole_blocks: bool = False
-    """A window may begin within a block, and this engine would show others the block as if all of
-    it had been loaded.
+    """The attention window may start within a block, and this engine would share a partly loaded
+    block with other requests as a complete block.
     """
 
     @property
@@ -280,12 +296,13 @@ class Geometry:
 
     @property
     def can_cut_blocks(self) -> bool:
-        """Whether it is known where in a block each token of each head lies."""
+        """Return whether the position of each token and head within a block is known."""
         return all(region.axes is not None for region in self.regions)
 
     def tokens_per_item_of_layers(self) -> dict[str, int]:
-        """How many tokens lie together at one index of a region's axes: one, unless a kernel packs
-        them in its own way.
+        """Return, for each layer, how many tokens share one index of the region's axes.
+
+        The number is one, unless the attention kernel packs several tokens together.
         """
         return {
             layer: self.block_size // r.count(AxisKind.TOKEN)
@@ -297,7 +314,10 @@ class Geometry:
         return {layer: region.group for region in self.regions for layer in region.layer_names}
 
     def token_bytes_of_layers(self) -> dict[str, float]:
-        """What one token of one head takes. Whole numbers, where the cache is what it says."""
+        """Return, for each layer, the bytes per token and head.
+
+        The numbers are whole if the cache has the declared shape.
+        """
         share = self.block_size * self.num_kv_heads
         return {
             layer: r.block_bytes / (len(r.layer_names) * share)
@@ -307,7 +327,7 @@ class Geometry:
 
 
 def geometry_from_layout(layout: RankLayout) -> Geometry:
-    """A peer's geometry, checked for sense; RemoteProtocolError otherwise."""
+    """Return a peer's geometry; RemoteProtocolError if the layout is not consistent."""
     try:
         geometry = Geometry(
             layout.tp_rank,
@@ -345,9 +365,7 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
 
 
 def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
-    """IncompatiblePeer, naming each field, when blocks of `remote` cannot be placed into
-    `local`.
-    """
+    """Raise IncompatiblePeer, naming each field, if `remote` blocks cannot be read into `local`."""
     total = local.total_kv_heads
     pairs: _Pairs = {
         "total_kv_heads": (total, remote.total_kv_heads),
@@ -368,14 +386,18 @@ def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
 
 
 def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
-    """Of two caches of the same layers."""
+    """Return the differences in bytes per token, or in block layout, of two caches with the same
+    layers.
+    """
     can_cut = local.can_cut_blocks and remote.can_cut_blocks
     if can_cut and local.tokens_per_item_of_layers() == remote.tokens_per_item_of_layers():
         pairs: _Pairs = {
             "token_bytes": (local.token_bytes_of_layers(), remote.token_bytes_of_layers())
         }
     else:
-        # It is not known what lies where in a block, so all must be alike.
+        # The positions within a block are unknown or packed differently, so only whole blocks can
+        # move and both caches must have the same block layout. TP sizes may differ only if both
+        # ranks hold the same number of heads (replicated heads).
         pairs = {
             "tp_size": (local.tp_size, remote.tp_size)
             if local.num_kv_heads != remote.num_kv_heads
@@ -396,6 +418,7 @@ def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
 
 
 def _described(geometry: Geometry) -> list[str]:
+    """Describe the order within a block for an error message, one text per region."""
     orders = [
         None if r.axes is None else [f"{axis.count} {axis.kind}s" for axis in r.axes]
         for r in geometry.regions
@@ -407,6 +430,11 @@ def _described(geometry: Geometry) -> list[str]:
 
 
 def _can_divide_blocks(local: Geometry, remote: Geometry) -> bool:
+    """Return whether one block size divides the other and our engine accepts partly filled blocks.
+
+    If our blocks are larger and the producer has freed blocks before the attention window, one of
+    our blocks can only be filled in part.
+    """
     larger, smaller = (
         max(local.block_size, remote.block_size),
         min(local.block_size, remote.block_size),
@@ -417,7 +445,7 @@ def _can_divide_blocks(local: Geometry, remote: Geometry) -> bool:
 
 
 def region_info(region: Region) -> RegionInfo:
-    """A region as a peer is told of it."""
+    """Return the description of a region that the handshake sends to a peer."""
     return RegionInfo(
         region.name,
         region.address,
@@ -455,6 +483,7 @@ def _region(info: RegionInfo) -> Region:
 
 
 def _makes_sense(region: Region, geometry: Geometry) -> bool:
+    """Return whether a peer's region is consistent with the rest of the peer's layout."""
     counts = {AxisKind.LAYER: len(region.layer_names), AxisKind.HEAD: geometry.num_kv_heads}
     return (
         region.num_blocks == geometry.num_blocks

@@ -1,13 +1,21 @@
-"""Leases on KV blocks: who may still read them, and until when.
+"""Leases on KV blocks: which readers may still read the blocks, and until when.
 
-A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and
-confirm or detach. It ends when somebody has settled it (confirmed, or given up) and nobody is
-attached or awaited, or when it has run out. Blocks are freed only after that. One that is kept for
-whoever might come has a time of its own, and is let go when its owner needs the blocks. In push a
-lease may be open while prefill still fills the blocks; then it does not end before it is closed,
-only by being revoked. Awaited are the companions of a reader that came: other ranks of its engine,
-with the same request, that have not come yet. Pure: the caller passes `now` (local monotonic
-seconds) and acts on what returns.
+A producer grants a lease when prefill ends. Readers attach to the lease, renew the lease by
+heartbeat, and finally confirm their read or detach. The producer frees the blocks only after the
+lease has ended. A lease ends in one of three ways:
+
+- The lease is settled (a reader has confirmed or detached, or the ticket was given up) and no
+  reader is attached, awaited or offered. Awaited readers are the sibling ranks of a reader that has
+  attached: other ranks of the same consumer, for the same request, that have not attached yet.
+- The deadline passes without a renewal.
+- The producer revokes the lease.
+
+The lease of a retained turn has its own duration, and the owner evicts the turn when the engine
+needs the blocks. In push, a lease is open while prefill still fills the blocks: until `close`, an
+open lease has no deadline and can end only by `revoke`.
+
+The module also holds `EndedTurns`, the retained turns that a router can ask for. Pure: the caller
+passes `now` (local monotonic seconds) and acts on the returned values.
 """
 
 import math
@@ -24,56 +32,65 @@ __all__ = ["MAX_TURN_ID_CHARS", "EndedLease", "EndedTurns", "LeaseTable", "Ticke
 
 
 MAX_READERS = 8192
-"""Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few
-ranks.
+"""Readers of one lease, awaited readers included. Enough for a large number of samples of one
+prompt, each on a few ranks.
 """
 
 MAX_STALE_ENTRIES = 64
-"""So many stale deadlines are dealt with one by one."""
+"""Up to this many stale heap entries are handled one by one; beyond that the heap is rebuilt."""
 
 
 class TicketStatus(StrEnum):
-    """What the table knows of a ticket."""
+    """State of the lease that a ticket refers to."""
 
     HELD = "held"
     PENDING = "ahead"
-    """Its grant has not arrived yet."""
+    """The scheduler has issued the ticket, but the grant has not reached this table yet."""
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
+    """A lease that has ended, and how: the blocks may be freed."""
+
     request: RequestId
     end: LeaseEnd
 
 
 @dataclass(slots=True)
 class _Lease:
+    """State of one granted lease."""
+
     serial: int
     deadline: float
     readers: dict[str, str] = field(default_factory=dict)
-    """Reader -> the transport it reads by."""
+    """Attached readers, each with the transport used for reading."""
     awaited: set[str] = field(default_factory=set)
+    """Sibling ranks of attached readers that have not attached yet."""
     offered: set[str] = field(default_factory=set)
-    """Readers that have been told of it and will attach or detach."""
+    """Push readers that were offered the lease and will attach or detach."""
     is_open: bool = False
     settled: LeaseEnd | None = None
     unsettled: LeaseEnd = LeaseEnd.EXPIRED
-    """What it is when it runs out before anybody has settled it."""
+    """How the lease ends if the deadline passes before the lease is settled."""
 
 
 @dataclass(slots=True)
 class LeaseTable:
-    """Every granted lease. A renewal never shortens one; serials are granted in rising order, so a
-    ticket's standing needs no history.
+    """Every granted lease of one worker.
+
+    A renewal never shortens a lease. Leases are granted in rising order of serials, so the table
+    can tell a pending ticket from an ended lease without remembering ended leases
+    (docs/decisions/003-tickets-and-serials.md).
     """
 
     ttl_s: float
     extension_s: float
     _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
     _last_serial: int = field(default=0, init=False)
-    # One entry per lease, and some of leases that have ended. A renewed lease keeps its old entry,
-    # which is pushed back when it surfaces: renewals cost nothing here.
+    # Heap with at least one entry per closed lease, plus stale entries of ended leases. A renewal
+    # does not touch the heap: when the old entry reaches the top, `expire` pushes the entry back
+    # with the new deadline (docs/decisions/019-many-leases.md).
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
     _readers_by_transport: Counter[str] = field(default_factory=Counter, init=False)
 
@@ -89,33 +106,38 @@ class LeaseTable:
 
     @property
     def num_entries(self) -> int:
-        """What is remembered of deadlines: never much more than twice the leases."""
+        """Size of the deadline heap, stale entries included: at most about twice the leases."""
         return len(self._by_deadline)
 
     def num_readers(self, transport: str) -> int:
-        """Readers attached to any lease that read by this transport."""
+        """Return how many readers, over all leases, read with this transport."""
         return self._readers_by_transport[transport]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
+        """Grant a lease of `ttl_s` seconds on the blocks of a finished prefill."""
         self._run_until(request, self._add(request, serial), now + self.ttl_s)
 
     def retain(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
-        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `evict`
-        does.
+        """Grant a lease of `ttl_s` seconds on a retained turn, which may never be read.
+
+        A renewal does not shorten the lease; `evict` does.
         """
         lease = self._add(request, serial)
         lease.unsettled = LeaseEnd.LAPSED
         self._run_until(request, lease, now + ttl_s)
 
     def evict(self, request: RequestId, now: float) -> None:
-        """The owner needs the blocks: no further reader is waited for, and those attached only
-        while they renew. Ask `take_if_ended`.
+        """Stop retaining a turn because the owner needs the blocks.
+
+        The lease waits for no new reader. Attached readers may finish as long as they renew. Call
+        `take_if_ended` afterwards.
         """
         lease = self._leases.get(request)
         if lease is None:
             return
         lease.settled = lease.settled or LeaseEnd.RELEASED
         if lease.deadline > now + self.ttl_s:
+            # A dead reader must not hold the blocks for the long duration of a retained turn.
             self._run_until(request, lease, now + self.ttl_s)
 
     def _run_until(self, request: RequestId, lease: _Lease, until: float) -> None:
@@ -123,13 +145,14 @@ class LeaseTable:
         self._note_deadline(request, until)
 
     def open(self, request: RequestId, serial: int) -> None:
-        """Grant a lease on blocks that the engine is still filling: it neither ends nor runs out
-        before it is closed.
+        """Grant a lease on blocks that the engine is still filling.
+
+        The lease neither ends nor expires before `close`; only `revoke` ends an open lease.
         """
         self._add(request, serial).is_open = True
 
     def close(self, request: RequestId, now: float) -> None:
-        """Its engine is through with the blocks: from now on it is a lease like any other."""
+        """Turn an open lease into an ordinary one, because the engine has filled the blocks."""
         lease = self._leases.get(request)
         if lease is None or not lease.is_open:
             raise LocalProtocolError(f"no lease of {request} is open")
@@ -148,11 +171,12 @@ class LeaseTable:
     def _note_deadline(self, request: RequestId, at: float) -> None:
         heappush(self._by_deadline, (at, request))
         if len(self._by_deadline) > 2 * len(self._leases) + MAX_STALE_ENTRIES:
-            # Most leases end long before they run out; what is left of them must not outnumber
-            # those that live.
+            # Most leases end long before their deadline and leave a stale entry behind. Without a
+            # rebuild, stale entries would outnumber the live leases.
             self._rebuild_heap()
 
     def ticket_status(self, request: RequestId, serial: int) -> TicketStatus:
+        """Return whether the lease of a ticket is held, still to be granted, or over."""
         lease = self._leases.get(request)
         if lease is not None and lease.serial == serial:
             return TicketStatus.HELD
@@ -166,10 +190,10 @@ class LeaseTable:
         transport: str = "",
         sibling_ranks: Iterable[str] = (),
     ) -> bool:
-        """Register a reader and renew; False when the lease is not held or has too many readers.
+        """Add a reader and renew the lease; False if the lease is not held or has too many readers.
 
-        The first of its companions says who else will come; they are awaited until they have
-        attached.
+        The first of several sibling ranks to attach names the rest; the lease then awaits each
+        named reader until that reader has attached or detached.
         """
         lease = self._leases.get(request)
         if lease is None:
@@ -181,6 +205,7 @@ class LeaseTable:
             lease.awaited = awaited
         lease.awaited.discard(reader)
         lease.offered.discard(reader)
+        # A reader may attach again, with another transport, and must not be counted twice.
         self._drop_reader(lease, reader)
         lease.readers[reader] = transport
         self._readers_by_transport[transport] += 1
@@ -188,8 +213,9 @@ class LeaseTable:
         return True
 
     def note_offer(self, request: RequestId, reader: str) -> None:
-        """It has been told of the lease and will attach or detach. Ignored where the lease is not
-        held or has too many readers.
+        """Record that a reader was offered the lease and will attach or detach.
+
+        Ignored if the lease is not held, or has too many readers.
         """
         lease = self._leases.get(request)
         if (
@@ -200,7 +226,7 @@ class LeaseTable:
             lease.offered.add(reader)
 
     def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
-        """Extend leases; returns those that are not held (a late heartbeat, not an error)."""
+        """Renew leases and return those that are not held (a late heartbeat, not an error)."""
         until, leases, missing = now + self.extension_s, self._leases, []
         for request in requests:
             lease = leases.get(request)
@@ -211,8 +237,11 @@ class LeaseTable:
         return missing
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
-        """Whether this reader has held the lease without a break until now. It is detached; ask
-        `take_ended` afterwards.
+        """Detach a reader and return True if the lease was alive for the reader's whole read.
+
+        A reader that is dropped with its lease cannot attach to that lease again, so "attached now"
+        means "attached during the whole read". Call `take_if_ended` afterwards. If the result is
+        False, nothing has changed.
         """
         lease = self._leases.get(request)
         if lease is None or reader not in lease.readers or lease.deadline <= now:
@@ -222,8 +251,9 @@ class LeaseTable:
         return True
 
     def detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> bool:
-        """A reader leaves without having used the blocks, or will not come. If nobody has settled
-        the lease yet, it ends like that.
+        """Remove a reader that has not used the blocks, or that will not attach.
+
+        If the lease is not settled yet, `end` settles it. False if the reader is unknown.
         """
         lease = self._leases.get(request)
         if lease is None or not (
@@ -237,7 +267,7 @@ class LeaseTable:
         return True
 
     def abandon(self, request: RequestId) -> bool:
-        """No further reader will come; those attached or awaited may finish."""
+        """Wait for no new reader; readers that are attached, awaited or offered may finish."""
         lease = self._leases.get(request)
         if lease is None:
             return False
@@ -245,7 +275,10 @@ class LeaseTable:
         return True
 
     def take_if_ended(self, request: RequestId) -> EndedLease | None:
-        """Remove and return a lease that is settled, has no reader left and awaits none."""
+        """Remove and return a closed, settled lease without attached, awaited or offered readers.
+
+        None if the lease has not ended.
+        """
         lease = self._leases.get(request)
         if (
             lease is None
@@ -260,9 +293,7 @@ class LeaseTable:
         return EndedLease(request, lease.settled)
 
     def revoke(self, request: RequestId) -> EndedLease | None:
-        """Remove and return a lease although readers may be attached: there is nothing for them to
-        read.
-        """
+        """Remove and return a lease even if readers are attached, because the KV is not valid."""
         lease = self._leases.pop(request, None)
         if lease is None:
             return None
@@ -271,19 +302,21 @@ class LeaseTable:
         return EndedLease(request, lease.settled or LeaseEnd.RELEASED)
 
     def expire(self, now: float) -> list[EndedLease]:
-        """Remove and return every lease that has run out, earliest first."""
+        """Remove and return every lease whose deadline has passed, earliest first."""
         ended, renewed = [], 0
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, request = heappop(self._by_deadline)
             lease = self._leases.get(request)
             if lease is None or lease.is_open:
+                # Stale: an open lease has no deadline, so the entry is from an earlier lease of the
+                # same request.
                 continue
             if lease.deadline > now:
                 heappush(self._by_deadline, (lease.deadline, request))
                 renewed += 1
                 if renewed == MAX_STALE_ENTRIES:
-                    # One beat renews many leases, so where some entries are stale most are: all at
-                    # once is cheaper than one by one.
+                    # One heartbeat renews many leases, so if some entries are stale, most are.
+                    # Rebuilding the heap once is cheaper than pushing entries back one by one.
                     self._rebuild_heap()
                 continue
             del self._leases[request]
@@ -293,7 +326,10 @@ class LeaseTable:
         return ended
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` next, at the latest; None while no lease is held."""
+        """Return the latest time for the next call of `expire`; None if no deadline is set.
+
+        The time may be too early after a renewal; `expire` then finds nothing to end.
+        """
         while self._by_deadline and self._by_deadline[0][1] not in self._leases:
             heappop(self._by_deadline)
         return self._by_deadline[0][0] if self._by_deadline else None
@@ -310,16 +346,14 @@ class LeaseTable:
         transport = lease.readers.pop(reader, None)
         if transport is not None:
             self._readers_by_transport[transport] -= 1
-            # Names come from peers: a transport nobody uses any more is not remembered.
+            # Peers choose the transport names, so zero counts are deleted to bound the memory.
             if not self._readers_by_transport[transport]:
                 del self._readers_by_transport[transport]
 
 
-# -------------------- turns -------------------- Turns of conversations that have ended here: what
-# was kept of each, by the word that its router gave it. Pure.
-#
-# For routers that cannot see in an answer what was kept of it. Bounded in number and in bytes, the
-# oldest forgotten first.
+# -- retained turns --
+# The `kv_transfer_params` of retained turns by turn id, for routers that cannot see the parameters
+# in the engine's answer (a stream).
 
 
 MAX_TURN_ID_CHARS = 64
@@ -327,17 +361,22 @@ MAX_TURN_ID_CHARS = 64
 
 @dataclass(slots=True)
 class EndedTurns:
+    """Parameters of retained turns, by the turn id that the router chose.
+
+    The number of turns and the total length are bounded; the oldest turn is forgotten first.
+    """
+
     max_turns: int = 10_000
     max_chars: int = 64 * 1024 * 1024
     _turns: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict, init=False)
-    """By word: until when it is kept, and its parameters."""
+    """Turn id -> (time until which the turn is retained, parameters as JSON)."""
     _num_chars: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def add(self, turn_id: str, params: str, until: float) -> None:
-        """A word that was given twice means the later turn."""
+        """Remember the parameters of a turn; a repeated turn id replaces the earlier turn."""
         self.forget(turn_id)
         self._turns[turn_id] = (until, params)
         self._num_chars += len(params)
@@ -345,10 +384,11 @@ class EndedTurns:
             self.forget(next(iter(self._turns)))
 
     def forget(self, turn_id: str) -> None:
+        """Forget a turn that is no longer retained. Unknown ids are ignored."""
         _, params = self._turns.pop(turn_id, (0.0, ""))
         self._num_chars -= len(params)
 
     def find(self, turn_id: str, now: float) -> str:
-        """Empty: nothing is kept."""
+        """Return the parameters of a turn; empty if no blocks are retained for the turn."""
         until, params = self._turns.get(turn_id, (0.0, ""))
         return params if now < until else ""

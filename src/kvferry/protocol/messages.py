@@ -1,15 +1,24 @@
-"""Every message that crosses the wire, as one tagged union.
+"""Every message that crosses the wire, as one tagged union, and the codec for messages.
 
-Durations cross the wire, deadlines never do. A field added later has a default; each change bumps
-`WIRE_VERSION` and adds a line here:
+P is the producer (prefill side), D the consumer (decode side). A producer's transfer worker
+receives `ToProducer`, a consumer's transfer worker receives `ToConsumer` and `PushOffer`. A side
+channel, which runs in the process of an engine's scheduler, answers `HandshakeRequest`, `Release`
+and `RetainedTurnRequest`. Pure.
+
+Durations cross the wire, deadlines never do. A new field has a default. Each change bumps
+`WIRE_VERSION` and adds an entry to this history:
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
-    2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
-    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `uses_host_buffer` in RankLayout
-    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
-    5  push by writing: WriteGrantInfo and `decode_epoch` in PushRegistration; Written, WriteFailed, Revoke, Revoked
+    2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in
+       RegionInfo
+    3  unequal blocks: `axes` and `layers` in RegionInfo replace `head_runs`; host buffers: Ready,
+       `uses_host_buffer` in RankLayout
+    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and
+       Refused
+    5  push by writing: WriteGrantInfo and `decode_epoch` in PushRegistration; Written,
+       WriteFailed, Revoke, Revoked
     6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
-    7  messages and fields have the names they have here; until 6 several had others
+    7  messages and fields renamed; entries 1 to 6 use the new names
 """
 
 from typing import Annotated, TypeVar
@@ -64,13 +73,14 @@ __all__ = [
 WIRE_VERSION = 7
 
 Factor = str | int | bool
-"""One compatibility factor: compared for equality, shown in errors."""
+"""The value of one compatibility factor: compared for equality, shown in errors."""
 
 
 MAX_NAME_CHARS = 1024
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
-"""An id that a peer chose. Bounded, because answers echo it."""
+"""An id chosen by a peer. The length is bounded because replies echo the id."""
 
+# Bounds on lists and numbers that a peer chooses.
 MAX_LEASES_PER_HEARTBEAT = 1000
 MAX_SIBLING_RANKS = 1000
 MAX_AXES = 8
@@ -79,11 +89,11 @@ MAX_GROUPS = 1000
 MAX_TOKENS = 1 << 40
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
-"""-1: there is no block for these tokens."""
+"""A block id; -1 (`tickets.HOLE`) means that there is no block for these tokens."""
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
-    """Consumer to the producer's side channel: how do I reach your rank?"""
+    """A consumer asks a producer's side channel how to reach rank `tp_rank`."""
 
     nonce: int
     wire_version: int
@@ -91,7 +101,9 @@ class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
-    """Factors first; `layout` is an encoded `RankLayout`, looked at only when the factors agree."""
+    """The side channel describes the engine and the requested rank. `layout` is an encoded
+    `RankLayout`; the consumer decodes it only if the compatibility factors agree.
+    """
 
     nonce: int
     wire_version: int
@@ -102,28 +114,37 @@ class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, tag=True):
+    """The side channel rejects the handshake: another wire version, or an unknown rank."""
+
     nonce: int
     reason: str
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """A reader's first heartbeat: presents the ticket and registers the reader with the lease."""
+    """A reader presents its ticket. The producer adds the reader to the lease and renews the lease,
+    as a heartbeat would.
+    """
 
     ticket: str
     reader: Name
     transport: Name = ""
-    """The data transport the reader will use; some need our help while they are read."""
+    """The data transport that the reader will use. Some transports need the producer to poll while
+    a read is in progress.
+    """
     sibling_ranks: Annotated[list[Name], msgspec.Meta(max_length=MAX_SIBLING_RANKS)] = []
-    """Readers of the other ranks that come here for the same request: the lease is theirs too,
-    though they may come later.
+    """Readers of the consumer's other ranks that attach to this producer rank for the same request.
+    Until its deadline, the lease waits for every sibling rank to attach and to finish.
     """
     wants_ready: bool = False
-    """The reader asks for nothing before it has heard `Ready`."""
+    """The reader does not read before `Ready` has arrived, whether or not the producer has a host
+    buffer. Set for retained turns: the engine counts on the blocks only after `Ready`.
+    """
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The lease is granted and its blocks, or those that were offered of it, are where readers read
-    them. Said by producers whose layout `uses_host_buffer`, and to readers that want to know.
+    """The lease is granted and its blocks can be read; in push, the blocks offered so far. A
+    producer whose layout has `uses_host_buffer` sends `Ready` to every reader, any other producer
+    only to a reader with `wants_ready`.
     """
 
     lease: Name
@@ -131,8 +152,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Renews every lease named. `beat` is echoed in the reply; 0 is outside the rhythm and says
-    that a read begins.
+    """The consumer renews the named leases and push registrations. The reply echoes `beat`. Beat 0
+    is sent outside the regular interval and announces that a read begins.
     """
 
     epoch: Name
@@ -141,7 +162,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
-    """The producer lives; these of the renewed leases it no longer holds."""
+    """The producer is alive. `gone` lists the leases in the heartbeat that the producer no longer
+    holds.
+    """
 
     epoch: Name
     beat: int
@@ -149,36 +172,40 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
-    """The bytes are here: was the lease alive all the time?"""
+    """The read has ended: the reader asks whether the lease was alive during the whole read."""
 
     epoch: Name
     lease: Name
     reader: Name
     serial: int = 0
-    """Of the ticket they were read with. A request has several leases, one after the other, where
-    its prefill is preempted.
+    """Serial of the ticket that was read under. A request whose prefill is preempted has several
+    leases with the same name, one after the other.
     """
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """It was. The reader is detached and the bytes may be used."""
+    """The lease was alive during the whole read. The producer has detached the reader, and the
+    consumer may use the bytes.
+    """
 
     lease: Name
     reader: Name
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It was not, or the ticket is not good here. Nothing read under it may be used."""
+    """The producer rejects a ticket, a registration, or a `Confirm` whose lease has ended. The
+    consumer must not use bytes that were read under the lease.
+    """
 
     lease: Name
     reader: Name
     reason: str
     serial: int = 0
-    """Of the ticket that it is about; 0: whatever was presented."""
+    """Serial of the refused ticket; 0: the refusal applies to any ticket of this reader."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
-    """The reader needs the blocks no more and has not used them."""
+    """The reader leaves the lease without a confirmed read."""
 
     epoch: Name
     lease: Name
@@ -186,14 +213,16 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """To a side channel, from whoever holds the ticket (a router): no reader will come for it."""
+    """The holder of a ticket (a router) informs the side channel that no reader will present this
+    ticket.
+    """
 
     ticket: str
 
 
 class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
-    """To a side channel, from a router that cannot see it in the answer: what has been kept of the
-    turn that was given this word?
+    """A router asks a side channel for the retained blocks of a turn, when the engine's answer (a
+    stream) does not carry `kv_transfer_params`. The router chose `turn_id`.
     """
 
     nonce: int
@@ -201,87 +230,87 @@ class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer: `kv_transfer_params` for the next turn's prefill."""
+    """The side channel returns the `kv_transfer_params` for the next turn's prefill."""
 
     nonce: int
     turn_id: Name
     params: str = ""
-    """JSON; empty: nothing is kept, or the turn is not over."""
+    """The parameters as JSON; empty if no blocks are retained or the turn has not finished."""
 
 
 class WriteGrantInfo(msgspec.Struct, frozen=True):
-    """Part of a registration: the producer may write this request's KV into these blocks of the
-    consumer's, for as long as the registration is renewed, until it is revoked.
+    """A write grant, part of `PushRegistration`: the producer may write the request's KV into these
+    blocks of the consumer while the consumer renews the registration, until `Revoke`.
     """
 
     grant_id: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """The consumer's own, one for each lease it gives: its transport lets in what is written under
-    it.
+    """Chosen by the consumer and used for one grant only. The consumer's transport admits writes
+    that carry this id.
     """
     transport: Name
     tp_rank: Count
-    """Of the consumer's worker whose blocks they are."""
+    """TP rank of the consumer's worker that owns the blocks."""
     local_block_ids: Annotated[list[list[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
-    """The consumer's: each group's table from token 0."""
+    """Block ids of the consumer: the block table of each KV-cache group, from token 0."""
     first_token: Count
     end_token: Count
     needed_from: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUPS)]
-    """By group: no token before this one is ever looked at; empty: all are."""
+    """First token of each group that attention will ever read; empty: every token is needed."""
     tokens: Fingerprint
-    """Of the consumer's prompt: no other prompt's KV is written."""
+    """Fingerprint of the consumer's prompt. The producer writes no KV of a different prompt."""
 
 
 class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
-    """Consumer to producer, before there is anything to hand over: tell me when this request's KV
-    is there, or write it.
+    """A consumer registers for a request whose KV the producer has not computed yet. The producer
+    will send `PushOffer`, or write the KV if the registration has a write grant.
     """
 
     epoch: Name
     reader: Name
-    """This rank's request, as in Attach; renewed under this name by heartbeats."""
+    """The reader's name, as in Attach. Heartbeats renew the registration under this name."""
     request_id: Name
-    """The consumer's own."""
+    """The consumer's request id."""
     decode_engine_id: Name
     decode_host: Name
     decode_port: int
     decode_tp_size: int
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
-    """How long it is remembered without a heartbeat."""
+    """How long the producer keeps the registration without a heartbeat, in seconds."""
     match_id: Name = ""
-    """Of the push ticket that both legs carry."""
+    """Match id from the push ticket that both legs carry; empty if the legs carry none."""
     push_ticket: str = ""
-    """Shows that whoever registers was sent here for this handover."""
+    """The signed push ticket: proves that a router sent this consumer here for this match id."""
     decode_epoch: Name = ""
     write: WriteGrantInfo | None = None
-    """None: the consumer has no blocks yet, or will read them itself."""
+    """The write grant; None if the consumer has no blocks yet or will read the KV itself."""
 
 
 class PushOffer(msgspec.Struct, frozen=True, tag=True):
-    """What was registered for is there, and may be read under this ticket. Said again whenever
-    there is more of it.
+    """The producer offers the KV that a reader registered for, under this ticket. The producer
+    sends `PushOffer` again whenever more tokens have been computed.
     """
 
     reader: Name
     ticket: str
     ready_tokens: int
-    """Of the ticket's tokens, so many may be read. The ticket has holes where the others are to
-    come.
+    """How many of the ticket's tokens may be read now. The ticket has holes in place of the blocks
+    that have not been computed.
     """
 
 
 class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
-    """The producer has taken back what it offered (it preempted the prefill) and will compute it
-    again. What was read of it is worthless.
+    """The producer preempted the prefill, withdraws the offer, and will compute the prefill again.
+    The reader must discard everything read under the withdrawn ticket.
     """
 
     reader: Name
     serial: int
-    """Of the ticket that was offered."""
+    """Serial of the withdrawn ticket."""
 
 
 class PushCancel(msgspec.Struct, frozen=True, tag=True):
-    """This reader needs nothing any more, or never did: if nobody else does, free the blocks, or do
-    not keep them once computed.
+    """The reader does not need the KV. If no other reader needs the KV either, the producer frees
+    the blocks at once, or as soon as the prefill has ended.
     """
 
     epoch: Name
@@ -290,12 +319,12 @@ class PushCancel(msgspec.Struct, frozen=True, tag=True):
     decode_engine_id: Name
     match_id: Name = ""
     push_ticket: str = ""
-    """As in PushRegistration."""
+    """The signed push ticket, as in PushRegistration."""
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """Producer to consumer: the KV of so many tokens is in your blocks. When it is the last, all of
-    it is, and it was right: the blocks it was copied from were held all the time.
+    """The producer has written the KV of the first `tokens` tokens into the consumer's blocks.
+    `is_last` also states that the KV is valid: the producer's blocks were leased all the time.
     """
 
     reader: Name
@@ -303,13 +332,15 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     tokens: Count
     is_last: bool
     left_tokens: Count = 0
-    """Of the last: so many had not been written when the prefill was over."""
+    """In the last message: tokens that had not been written when the prefill ended."""
     early_bytes: Count = 0
-    """Of the last: so many bytes had been."""
+    """In the last message: bytes that had been written when the prefill ended."""
 
 
 class WriteFailed(msgspec.Struct, frozen=True, tag=True):
-    """The producer writes no more under this lease. What it has may still be read."""
+    """The producer stops writing under this write grant. The consumer can still read the KV; writes
+    already sent may still land.
+    """
 
     reader: Name
     grant_id: int
@@ -317,8 +348,8 @@ class WriteFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """Consumer to producer: write no more under this lease, and say so when nothing of it is on its
-    way.
+    """The consumer revokes a write grant. The producer stops writing and replies `Revoked` when no
+    write under the grant is in flight.
     """
 
     epoch: Name
@@ -327,13 +358,15 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag=True):
-    """Nothing that was written under this lease lands any more."""
+    """The producer has no write in flight under this write grant: no more bytes will land."""
 
     reader: Name
     grant_id: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
+    """One registered range of KV memory, as in `types.Region`."""
+
     name: str
     address: int
     block_bytes: int
@@ -343,15 +376,17 @@ class RegionInfo(msgspec.Struct, frozen=True):
     device: int
     group: int = 0
     axes: Annotated[list[tuple[str, int, int]], msgspec.Meta(max_length=MAX_AXES)] | None = None
-    """Of a block, outermost first: what it counts (`layer`, `token`, `head`), how many, how many
-    bytes apart. None: not known.
+    """Axes of a block, outermost first: (kind, count, stride in bytes), where kind is `layer`,
+    `token` or `head`. None: the order within a block is unknown.
     """
     layers: list[str] = []
-    """That share its blocks, in the order of the layer axis; none: the one it is named after."""
+    """Layers that share the region's blocks, in the order of the layer axis; empty: the region
+    holds only the layer `name`.
+    """
 
 
 class OfferInfo(msgspec.Struct, frozen=True):
-    """One transport of a worker. Fields as in `ports.data.TransportOffer`."""
+    """One transport of a worker. Fields as in `transports.base.TransportOffer`."""
 
     transport: str
     reach: str
@@ -360,7 +395,7 @@ class OfferInfo(msgspec.Struct, frozen=True):
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """How one worker's cache lies in memory and how to reach it."""
+    """The memory layout of one worker's cache, and how to reach the worker."""
 
     tp_rank: int
     tp_size: int
@@ -374,7 +409,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     offers: list[OfferInfo]
     total_kv_heads: int = 0
     uses_host_buffer: bool = False
-    """Readers read a copy that is made for each lease: they wait for `Ready`."""
+    """Readers read a copy in host memory, made for each lease, and must wait for `Ready`."""
 
 
 Message = (
@@ -414,13 +449,16 @@ ToConsumer = (
     | WriteFailed
     | Revoked
 )
-"""What a consumer understands as it is; an offer's ticket is looked at first."""
+"""Messages passed to the consumer unchanged. `PushOffer` is not among them: the transfer worker
+verifies the ticket first and passes on the opened ticket.
+"""
 
 ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
 
 
-# -------------------- codec -------------------- Bytes to messages and back. Anything malformed
-# becomes RemoteProtocolError; nothing from a peer is ever unpickled. Pure.
+# -- codec --
+# Messages to msgpack bytes and back. A malformed frame raises RemoteProtocolError. Data from a peer
+# is never unpickled.
 
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -463,6 +501,7 @@ def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T], what
     except (
         msgspec.DecodeError,
         msgspec.ValidationError,
+        # A peer can nest values deeply enough to exhaust the stack, or send invalid UTF-8.
         RecursionError,
         UnicodeDecodeError,
     ) as error:

@@ -1,11 +1,13 @@
-"""Producers a consumer knows: being shaken hands with, ready, or known to be out of reach for a
-while. Pure.
+"""Peers of a transfer worker: in the handshake, ready, or unreachable for a while.
 
-Handshakes run side by side, each with its own deadline, so a dead peer delays no other. A failed
-one is remembered for a growing time (0.5 s to 10 s), in which requests to that engine incarnation
-fail at once; a restarted engine is another incarnation and is tried at once. What is asked of the
-book once per turn looks only at those it concerns: with 200 ready peers a turn would cost as much
-as a read.
+A peer is one engine incarnation: a producer that we read from, or, in a push by writing, a consumer
+that we write to. Handshakes run concurrently, each with its own deadline, so a dead peer delays no
+other peer. After a failed handshake, requests to that incarnation fail at once during a growing
+backoff (0.5 s to 10 s). A restarted engine is a new incarnation and is tried at once.
+
+Methods that run once per tick examine only the peers concerned: with 200 ready peers, examining
+every peer would make a tick as expensive as a read. Pure: the caller passes `now` (local monotonic
+seconds).
 """
 
 import math
@@ -40,17 +42,17 @@ FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 10.0
 MAX_REJECTIONS = 1000
 UNKNOWN_EPOCH = Epoch("")
-"""Of an engine that is known by its address only. Its first answer to the handshake tells the true
-one.
+"""Epoch of an engine of which only the address is known. The first handshake reply carries the real
+epoch.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """What we are and what we accept in a peer."""
+    """Our own cache and transports, and the requirements for a peer."""
 
     factors: Mapping[str, Factor] | None
-    """None: any model's factors are accepted (`enforce_handshake_compat: false`)."""
+    """Our compatibility factors; None accepts any factors (`enforce_handshake_compat: false`)."""
     geometry: Geometry
     offers: tuple[OfferInfo, ...]
     pinned_transports: tuple[str, ...]
@@ -60,24 +62,29 @@ class PeerSettings:
 
 @dataclass(slots=True)
 class Peer:
-    """One engine incarnation, reached on the ranks we visit. Ready once every rank has a
-    transport.
+    """One engine incarnation and its ranks that we attach to.
+
+    The peer is ready when a transport is connected to each of these ranks.
     """
 
     incarnation: EngineIncarnation
     address: str
+    """Address of the peer's side channel."""
     tp_size: int
     rank_mappings: dict[int, RankMapping]
-    """By rank."""
+    """Peer rank -> the heads to read from that rank."""
     deadline: float
+    """Time at which the handshake fails."""
     waiting: dict[int, int]
-    """Nonce of each open question -> rank."""
+    """Nonce of each unanswered HandshakeRequest -> rank."""
     layouts: dict[int, RankLayout] = field(default_factory=dict)
     geometries: dict[int, Geometry] = field(default_factory=dict)
     transports: dict[int, str] = field(default_factory=dict)
     used_at: float = 0.0
     dialled_as: EngineIncarnation | None = None
-    """What it was known as before it said which life it is."""
+    """The incarnation with UNKNOWN_EPOCH under which the handshake began; None if the epoch was
+    known.
+    """
 
     @property
     def is_ready(self) -> bool:
@@ -85,6 +92,7 @@ class Peer:
 
     @property
     def names(self) -> tuple[EngineIncarnation, ...]:
+        """Every incarnation under which requests may refer to this peer."""
         return (
             (self.incarnation,) if self.dialled_as is None else (self.incarnation, self.dialled_as)
         )
@@ -98,23 +106,30 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class LostPeer:
+    """A peer that is unreachable or was dropped, and the reason."""
+
     incarnation: EngineIncarnation
     reason: str
     ranks: tuple[int, ...] = ()
-    """Those we knew it by."""
+    """Ranks of the peer that we attached to, or wanted to attach to."""
     is_over: bool = False
-    """Another incarnation of the engine answers in its place: this one has ended."""
+    """Another incarnation of the engine answers at the address, so this incarnation has ended."""
 
 
 @dataclass(slots=True)
 class _Rejection:
+    """A failed handshake: requests to the incarnation fail at once until `until`."""
+
     reason: str
     until: float
     backoff_s: float
 
 
 class PeerUser(Protocol):
-    """One who uses peers of a book that somebody else keeps."""
+    """A component that uses peers of a `PeerTable` owned by another component.
+
+    The owner calls `peer_ready` and `peer_lost`, and evicts no peer in `incarnations`.
+    """
 
     def peer_ready(self, peer: Peer, now: float) -> None: ...
 
@@ -124,12 +139,16 @@ class PeerUser(Protocol):
 
 
 class PeerTable:
+    """All peers of one transfer worker, with handshakes and backoff."""
+
     def __init__(self, settings: PeerSettings, actions: list[Action]) -> None:
-        """What is to be done is appended to `actions`, among what others append there, so that the
-        order is the true one.
+        """Append all actions to `actions`, which the owner shares, so that the order of actions
+        from several components is kept.
         """
         self._settings = settings
         self._peers: dict[EngineIncarnation, Peer] = {}
+        # The peers still in the handshake, apart from the ready ones, so that a tick does not
+        # examine the ready peers.
         self._unready: dict[EngineIncarnation, Peer] = {}
         self._by_control: dict[str, PeerId] = {}
         self._next_idle_check = math.inf
@@ -143,20 +162,27 @@ class PeerTable:
 
     @property
     def geometry(self) -> Geometry:
-        """Our own."""
+        """Geometry of our own cache."""
         return self._settings.geometry
 
     def get(self, incarnation: EngineIncarnation) -> Peer | None:
         return self._peers.get(incarnation)
 
     def at(self, control_address: str) -> PeerId | None:
-        """Whose control channel that is; of several lives at one address, the last to come."""
+        """Return the peer that uses a control address.
+
+        If several incarnations have used the address, return the latest.
+        """
         return self._by_control.get(control_address)
 
     def resolve_incarnation(
         self, incarnation: EngineIncarnation, address: Address
     ) -> EngineIncarnation:
-        """The same life; for one known by its address only, the one that we have met there."""
+        """Return the incarnation with its epoch, if the epoch can be found out.
+
+        For an engine known only by address, return the incarnation of the peer at that address, if
+        there is one. Any other incarnation is returned unchanged.
+        """
         if incarnation.epoch != UNKNOWN_EPOCH:
             return incarnation
         met = (
@@ -167,16 +193,14 @@ class PeerTable:
         return next(met, incarnation)
 
     def take_renamed(self) -> list[tuple[EngineIncarnation, EngineIncarnation]]:
-        """Peers that were known by their address only, and the lives they turned out to be, since
-        the last call.
-        """
+        """Return (old, new) for each peer whose epoch has become known since the last call."""
         renamed, self._renamed = self._renamed, []
         return renamed
 
     def rank_at(
         self, incarnation: EngineIncarnation, control_address: str, ranks: Iterable[int]
     ) -> int | None:
-        """Which of these ranks of that peer that control channel is, if any."""
+        """Return the rank among `ranks` whose control address this is; None if there is none."""
         peer = self._peers.get(incarnation)
         return next(
             (
@@ -190,8 +214,9 @@ class PeerTable:
     def ensure(
         self, incarnation: EngineIncarnation, address: Address, tp_size: int, now: float
     ) -> Peer | LostPeer:
-        """The peer, a producer of that TP, whose handshake starts now if it is new; or why it is
-        out of reach for the moment.
+        """Return the peer, and start the handshake if the peer is new.
+
+        Returns LostPeer with the reason while the backoff of a failed handshake lasts.
         """
         peer = self._peers.get(incarnation)
         if peer is not None:
@@ -227,8 +252,10 @@ class PeerTable:
         return peer
 
     def receive(self, reply: HandshakeReply | HandshakeRefused, now: float) -> LostPeer | None:
-        """Take an answer; unknown nonces (late, or not ours) are ignored. A lost peer has been
-        forgotten.
+        """Handle a handshake reply. Unknown nonces (late replies, or not ours) are ignored.
+
+        Returns LostPeer if the reply is a refusal or not acceptable; the table has then dropped the
+        peer.
         """
         peer = next((p for p in self._unready.values() if reply.nonce in p.waiting), None)
         if peer is None:
@@ -242,6 +269,7 @@ class PeerTable:
             if peer.incarnation.epoch == UNKNOWN_EPOCH:
                 known = self._rename(peer, reply)
                 if known is not peer:
+                    # A peer with this epoch exists already: this handshake is not needed.
                     known.used_at = now
                     return None
             self._accept(peer, rank, reply)
@@ -257,7 +285,7 @@ class PeerTable:
         return None
 
     def opened(self, peer_id: PeerId, transport: str) -> Peer | None:
-        """A transport reaches this rank now. Returns the peer once all its ranks are there."""
+        """Note that a transport is connected to a rank; return the peer once the peer is ready."""
         peer = self._peers.get(peer_id.incarnation)
         if peer is None:
             return None
@@ -270,8 +298,9 @@ class PeerTable:
         return peer
 
     def disconnected(self, address: str, now: float) -> list[LostPeer]:
-        """A connection we had dialled is gone: side channel of a handshake, or a peer's control
-        channel.
+        """Drop the peers that depend on a lost outgoing connection and return the dropped peers.
+
+        The connection may be to a side channel, during a handshake, or to a control address.
         """
         incarnations = [
             peer.incarnation for peer in self._peers.values() if self._depends_on(peer, address)
@@ -284,6 +313,7 @@ class PeerTable:
         ]
 
     def advance(self, now: float) -> list[LostPeer]:
+        """Drop and return the peers whose handshake has timed out."""
         overdue = [peer.incarnation for peer in self._unready.values() if peer.deadline <= now]
         reason = f"no answer to the handshake within {self._settings.handshake_timeout_s:g} s"
         return [
@@ -298,7 +328,7 @@ class PeerTable:
         ]
 
     def evict_idle(self, now: float, busy: Container[EngineIncarnation]) -> None:
-        """Forget ready peers that nothing has used for `idle_ttl_s`."""
+        """Drop ready peers that no request has used for `idle_ttl_s`."""
         ttl = self._settings.idle_ttl_s
         if ttl <= 0 or now < self._next_idle_check:
             return
@@ -307,15 +337,17 @@ class PeerTable:
                 peer.used_at = now
             elif peer.used_at + ttl <= now:
                 self._forget(peer)
-        # Use only makes a peer younger, so nobody is due before the oldest of now.
+        # `used_at` only grows, so no peer becomes idle before the least recently used one does.
         self._next_idle_check = min(
             (peer.used_at + ttl for peer in self._peers.values()), default=math.inf
         )
 
     def lose(self, incarnation: EngineIncarnation, reason: str, now: float) -> LostPeer | None:
-        """Forget a peer. One that never became ready is remembered, so that the next requests fail
-        at once instead of waiting again; one that was ready is tried anew by the next request, for
-        it may only have lost a connection.
+        """Drop a peer. None if the peer is unknown.
+
+        If the peer never became ready, requests fail at once during the backoff instead of waiting
+        for another handshake. If the peer was ready, the next request starts a new handshake at
+        once, because the peer may only have lost a connection.
         """
         peer = self._peers.get(incarnation)
         if peer is None:
@@ -328,16 +360,21 @@ class PeerTable:
             earlier = self._rejections.pop(name, None)
             backoff = min(LAST_BACKOFF_S, earlier.backoff_s * 2) if earlier else FIRST_BACKOFF_S
             self._rejections[name] = _Rejection(reason, now + backoff, backoff)
+        # Each failure moves its entry to the end (pop, then insert), so the oldest failure is
+        # forgotten first.
         while len(self._rejections) > MAX_REJECTIONS:
             del self._rejections[next(iter(self._rejections))]
         return lost
 
     def next_deadline(self) -> float | None:
+        """Return when to call `advance` next; None if no handshake is in progress."""
         return min((peer.deadline for peer in self._unready.values()), default=None)
 
     def _rename(self, peer: Peer, reply: HandshakeReply) -> Peer:
-        """The peer under its true name, or the one that we know by that name already.
-        RemoteProtocolError if it is another engine.
+        """Give a peer the epoch from its handshake reply, and return the peer.
+
+        If the table has a peer with that epoch already, drop `peer` and return the existing one.
+        Raises RemoteProtocolError if another engine answers at the address.
         """
         if reply.engine != peer.incarnation.engine or not reply.epoch:
             raise RemoteProtocolError(
@@ -356,6 +393,10 @@ class PeerTable:
         return peer
 
     def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
+        """Check the reply of one rank and request the connection to that rank.
+
+        Raises KVFerryError, with the peer unchanged, if the reply is not acceptable.
+        """
         settings = self._settings
         layout = check_reply(
             reply, settings.factors, peer.incarnation.engine, peer.incarnation.epoch, rank
@@ -381,6 +422,7 @@ class PeerTable:
         self._unready.pop(peer.incarnation, None)
         for rank in peer.layouts:
             peer_id, address = peer.peer_id(rank), peer.control_address(rank)
+            # A newer incarnation may have taken over the address; its entry must stay.
             if self._by_control.get(address) == peer_id:
                 del self._by_control[address]
             self._actions.append(ClosePeer(peer_id, address))
@@ -388,6 +430,7 @@ class PeerTable:
             self._close_unless_shared(peer)
 
     def _close_unless_shared(self, peer: Peer) -> None:
+        """Close the side-channel connection, unless another handshake uses the same address."""
         if not any(
             p.waiting and p.address == peer.address for p in self._unready.values() if p is not peer
         ):

@@ -1,8 +1,12 @@
-"""Blocks that arrived in another order than ours, and how they are put into ours. Plain data; pure.
+"""Plans a read: from two caches' geometry and two block lists to the segments that move.
 
-A read brings blocks as the producer arranges them, because that takes the fewest segments. Where
-the consumer's attention wants another order (heads before tokens, say), every block is put in order
-once all of it is here, in place.
+`plan_read` returns the segments of a read. If the consumer's order within a block would need many
+small segments, the plan reads blocks in the producer's order, and `plan_permutations` returns how
+to rearrange each block in place after the read
+(docs/decisions/020-host-buffers-and-order-on-arrival.md, 021-blocks-of-unequal-form.md).
+
+Block ids come from a ticket, so the plan checks each block id against the handshake's layout before
+computing any offset. Integer arithmetic only; pure.
 """
 
 from collections.abc import Sequence
@@ -29,36 +33,31 @@ __all__ = ["BlockPermutation", "Segments", "plan_permutations", "plan_read"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPermutation:
-    """Some blocks of one of our regions; all are to be rearranged alike.
+    """Blocks of one of our regions that all need the same rearrangement.
 
-    A block holds `prod(shape)` items of `item_bytes`. The item with index (i, j, …) lies at i *
-    arrived[0] + j * arrived[1] + … bytes from the block's start, and belongs at i * wanted[0] + j *
-    wanted[1] + …
+    A block holds `prod(shape)` items of `item_bytes`. The item with index (i, j, …) has arrived at
+    byte i * arrived[0] + j * arrived[1] + … of the block, and belongs at byte
+    i * wanted[0] + j * wanted[1] + …
     """
 
     region: int
     block_bytes: int
     offsets: npt.NDArray[np.int64]
-    """Where each block starts, in bytes from the region's start."""
+    """Start of each block, in bytes from the region's start."""
     item_bytes: int
     shape: tuple[int, ...]
     arrived: tuple[int, ...]
     wanted: tuple[int, ...]
 
 
-# -------------------- planning -------------------- From two caches' geometry and two block lists
-# to the segments that move. Integer arithmetic only; pure.
-#
-# Both sides' blocks are cut into grains: as many tokens as the smaller block holds. A grain lies in
-# one block on each side, so one template of runs, made once for two arrangements, is laid over all
-# of them:
+# -- planning --
+# The plan cuts the blocks of both sides into chunks of as many tokens as the smaller block holds. A
+# chunk lies within one block on each side, so one template of segments, computed once for a pair of
+# arrangements, applies to every chunk:
 #
 #     ours, 8 tokens      |  a:  0 .. 7                    |  b:  8 .. 15                   |
-#     theirs, 4           |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
-#     grains                     0               1                2               3
-#
-# Block ids come from a ticket, so they are checked here against what the handshake said before any
-# offset is computed.
+#     theirs, 4 tokens    |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
+#     chunks                     0               1                2               3
 
 
 Offsets = npt.NDArray[np.int64]
@@ -66,12 +65,11 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Equal-sized segments between one local and one remote region; offsets are bytes from each
-    region's start.
+    """Equal-sized segments between one local and one remote region.
 
-    Segment `i` is `local[local_offsets[i]:][:segment_bytes] <->
-    remote[remote_offsets[i]:][:segment_bytes]`. Regions may share these arrays: nobody writes to
-    them.
+    Offsets are bytes from each region's start. Segment `i` is
+    `local[local_offsets[i]:][:segment_bytes] <-> remote[remote_offsets[i]:][:segment_bytes]`.
+    Several `Segments` may share the offset arrays, which are therefore read-only.
     """
 
     local_region: int
@@ -85,7 +83,7 @@ class Segments:
         return self.segment_bytes * len(self.local_offsets)
 
     def swapped(self) -> "Segments":
-        """The same, as the other side sees it."""
+        """Return the same segments from the other side's point of view (for a write)."""
         return Segments(
             self.remote_region,
             self.local_region,
@@ -97,9 +95,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What of one grain moves, and where in its block: these layers, tokens and heads of an
-    arrangement.
-    """
+    """The part of one chunk that moves: layers, tokens and heads within a block with these axes."""
 
     axes: tuple[Axis, ...]
     layers: tuple[int, ...]
@@ -107,6 +103,7 @@ class _Cut:
     heads: range
 
     def offsets(self) -> Offsets:
+        """Return the offset of each item in the block, by layer, then head, then token."""
         layers = offsets_along(self.axes, AxisKind.LAYER)[list(self.layers)]
         tokens = offsets_along(self.axes, AxisKind.TOKEN)[self.tokens.start : self.tokens.stop]
         heads = offsets_along(self.axes, AxisKind.HEAD)[self.heads.start : self.heads.stop]
@@ -115,7 +112,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Template:
-    """Runs of equal size within a block on each side."""
+    """Segments of equal size that move one chunk; offsets are bytes within each side's block."""
 
     segment_bytes: int
     local: Offsets
@@ -124,8 +121,10 @@ class _Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """Grains that are read, in these blocks, and lie in the same place of each: which within ours
-    and which within theirs.
+    """Chunks to read that all have the same position within their blocks.
+
+    `here` is the position within our block, `there` the position within the producer's block. Chunk
+    `i` lies in `local_blocks[i]` and `remote_blocks[i]`.
     """
 
     here: int
@@ -143,12 +142,11 @@ def plan_read(
     tokens: range,
     needed_from: Sequence[int] = (),
 ) -> list[Segments]:
-    """Segments that fill our blocks with the KV of `tokens` (positions) and `heads`, which both
-    sides hold.
+    """Return the segments that fill our blocks with the KV of `tokens` (positions) and `heads`.
 
-    Both lists hold each group's blocks from token 0 on. Where ours has a hole, nothing is needed;
-    where only theirs has one, there is no plan, but for tokens before the group's `needed_from`,
-    which nobody will look at.
+    Both sides must hold `heads`. Both block lists hold each group's blocks from token 0. A hole in
+    our list needs no KV. A hole only in the producer's list raises RemoteProtocolError, except for
+    tokens before the group's `needed_from`, to which no token will attend.
     """
     if not tokens or not heads:
         return []
@@ -183,8 +181,9 @@ def plan_permutations(
     local_blocks: Sequence[Sequence[int]],
     tokens: range,
 ) -> list[BlockPermutation]:
-    """What `plan_read` brings in a producer's order, once it is here from all of that producer's
-    ranks in `remotes`.
+    """Return the permutations of the blocks that `plan_read` reads in the producer's order.
+
+    `remotes` are the ranks of the producer; the permutations apply after the reads from all ranks.
     """
     if not tokens or not remotes:
         return []
@@ -200,6 +199,8 @@ def plan_permutations(
         for blocks in [_block_slice(local_blocks, group, first, end, "our")]
     }
     for index, region in enumerate(local.regions):
+        # One block of ours may be filled by several ranks and from several regions. In-place
+        # rearrangement needs a single order for the whole block.
         if len(orders[index]) > 1:
             raise RemoteProtocolError(
                 "the producer's ranks or layers arrange their blocks differently"
@@ -223,7 +224,7 @@ def plan_permutations(
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """A region of ours and one of theirs that hold some of the same layers."""
+    """A region of ours and a region of the producer that have layers in common."""
 
     local_index: int
     remote_index: int
@@ -234,10 +235,11 @@ class _Overlap:
 
     @property
     def axes_here(self) -> tuple[Axis, ...] | None:
-        """In which order our blocks are filled; None: not known, as a whole."""
+        """Axes in which a read fills our blocks; None if unknown, so only whole blocks move."""
         ours, theirs, item_bytes = self.local.axes, self.remote.axes, self.local.item_bytes
         if ours is None or theirs is None:
             return None
+        # The plan never asks for blocks in device memory to be rearranged.
         can_place = self.local.memory is MemoryKind.DRAM
         return (
             arrival_axes(ours, theirs, item_bytes)
@@ -247,6 +249,7 @@ class _Overlap:
 
 
 def _overlaps(ours: Sequence[Region], theirs: Sequence[Region]) -> list[_Overlap]:
+    """Return every pair of regions with common layers; `check_geometry` has compared the layers."""
     place = {
         layer: (index, number)
         for index, region in enumerate(theirs)
@@ -273,7 +276,9 @@ def _chunks(
     tokens: range,
     needed_from: int,
 ) -> list[_Chunks]:
+    """Return the chunks of one group that hold `tokens`, by position within their blocks."""
     size = min(local.block_size, remote.block_size)
+    # Start at the boundary of our block, even if `tokens` starts within the block.
     first = tokens.start // local.block_size * local.block_size
     numbers = np.arange(first // size, -(-tokens.stop // size), dtype=np.int64)
     in_ours, in_theirs = local.block_size // size, remote.block_size // size
@@ -282,12 +287,14 @@ def _chunks(
     theirs = _block_slice(remote_blocks, group, 0, last // in_theirs + 1, "the ticket's")[
         numbers // in_theirs
     ]
+    # Skip our holes, and the producer's holes that lie completely before `needed_from`.
     wanted = (ours != HOLE) & ~((theirs == HOLE) & ((numbers + 1) * size <= needed_from))
     ours, theirs = (
         _existing(ours[wanted], local.num_blocks, "our"),
         _existing(theirs[wanted], remote.num_blocks, "the ticket's"),
     )
-    # One side's blocks are grains, so which part of the other's a grain is decides all.
+    # On the side with the smaller blocks, a block is one chunk. So the position of a chunk within
+    # the larger block determines the position on both sides.
     ratio = max(in_ours, in_theirs)
     parts = (
         [(number, numbers[wanted] % ratio == number) for number in range(ratio)]
@@ -303,8 +310,8 @@ def _chunks(
 
 @dataclass(frozen=True, slots=True)
 class _ChunkShare:
-    """What of a grain of so many tokens moves: these heads of a rank's cache, whose blocks have so
-    many tokens.
+    """The part of each chunk that one rank holds: `tokens` per chunk, and head numbers within the
+    rank's cache, whose blocks hold `block_size` tokens.
     """
 
     tokens: int
@@ -314,14 +321,18 @@ class _ChunkShare:
     def cut(
         self, region: Region, axes: tuple[Axis, ...], layers: tuple[int, ...], number: int
     ) -> _Cut:
-        """Of grain `number` of a block of this region, arranged like that."""
+        """Return the cut of chunk `number` of a block in `region`, arranged as `axes` say."""
+        # A kernel may pack several tokens at one index, so a token axis may count fewer items than
+        # the block has tokens.
         items = region.count(AxisKind.TOKEN) * self.tokens // self.block_size
         return _Cut(axes, layers, range(number * items, (number + 1) * items), self.heads)
 
 
 class _OffsetCache:
-    """Templates laid over grains. Layers that move the same runs of the same blocks get the same
-    arrays: transports may go by that.
+    """Offsets of segments for each template and group of chunks, computed once.
+
+    Regions with equal segments in the same blocks get the same array objects. Transports compare
+    the arrays by identity (`transports/copy/segments.py`, `transports/copy/table.py`).
     """
 
     def __init__(self) -> None:
@@ -330,7 +341,7 @@ class _OffsetCache:
     def offsets(
         self, template: _Template, chunks: _Chunks, local_stride: int, remote_stride: int
     ) -> tuple[Offsets, Offsets]:
-        """Where the runs begin, in a local and in a remote region."""
+        """Return where the segments start in the local and in the remote region."""
         key = template, chunks, local_stride, remote_stride
         if key not in self._known:
             local = (chunks.local_blocks[:, None] * local_stride + template.local).ravel()
@@ -367,8 +378,10 @@ def _whole_blocks(block_bytes: int) -> _Template:
 
 @lru_cache(maxsize=1024)
 def _template(local: _Cut, remote: _Cut, item_bytes: int) -> _Template:
-    """The fewest runs of equal size that move one grain."""
+    """Return the fewest segments of equal size that move one chunk."""
     to, source = local.offsets(), remote.offsets()
+    # A segment ends where the next item does not follow directly on both sides. All segments of a
+    # template have one size, so longer ones are cut to the greatest common divisor of the sizes.
     order = np.argsort(to)
     to, source = to[order], source[order]
     starts = np.flatnonzero(
@@ -383,7 +396,7 @@ def _template(local: _Cut, remote: _Cut, item_bytes: int) -> _Template:
 
 
 def _within(heads: range, geometry: Geometry) -> range:
-    """Heads of the model as numbers within a rank's cache."""
+    """Convert head numbers of the model to head numbers within a rank's cache."""
     first = geometry.heads.start
     return range(heads.start - first, heads.stop - first)
 
@@ -391,6 +404,7 @@ def _within(heads: range, geometry: Geometry) -> range:
 def _block_slice(
     blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str
 ) -> Offsets:
+    """Return blocks `first` to `end` of a group; RemoteProtocolError if the list is too short."""
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0
         raise RemoteProtocolError(
@@ -400,6 +414,7 @@ def _block_slice(
 
 
 def _existing(chosen: Offsets, num_blocks: int, whose: str) -> Offsets:
+    """Return `chosen` unchanged; RemoteProtocolError for a hole or a block id out of range."""
     if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks):
         what = (
             "has a hole where a block is needed"

@@ -1,4 +1,24 @@
-"""Readers with a genuine ticket whose lease has yet to be granted here. Plain data; pure."""
+"""The producer holds KV blocks for readers: leases, answers to readers, and the end of each lease.
+
+The scheduler issues tickets and the transfer worker holds the leases, so a reader's message may
+arrive at the worker before the grant. The producer serves a reader with a genuine ticket even
+then: the engine cannot free the blocks of a ticket before the grant has arrived. After
+`grant_wait_s` without a grant the producer refuses the reader
+(docs/decisions/003-tickets-and-serials.md).
+
+In push a consumer registers before a ticket exists. The matcher joins the registration and the
+finished prefill (`protocol/push_matcher.py`). If the consumer has granted write access to its
+blocks, the producer writes instead of sending an offer (`protocol/push_writer.py`); the consumer
+still counts as a reader of the lease.
+
+Readers of a producer with a host buffer read a copy of the blocks (`protocol/host_buffers.py`).
+Such a producer sends `Ready` to each reader when the copy is complete. Before the copy is complete
+the producer neither confirms a reader nor offers that segment of a prefill. The end of a lease is
+reported only when no copy reads its blocks any more.
+
+Pure: the caller feeds commands and messages, passes `now`, and takes actions, replies and ended
+leases.
+"""
 
 import math
 from collections import Counter
@@ -41,46 +61,43 @@ __all__ = ["PendingReaders", "Producer", "ProducerReply", "ProducerSettings"]
 
 @dataclass(slots=True)
 class PendingReaders:
-    """Readers that came before the grant."""
+    """Readers with a genuine ticket that arrived before the grant of the lease."""
 
     serial: int
-    """Of their ticket. A prefill that is preempted has another lease before it, perhaps."""
+    """Serial of the readers' ticket. A preempted prefill may have an earlier lease, with a lower
+    serial.
+    """
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
-    """Reader -> what it said, and where it is answered."""
+    """Maps each reader to the route for replies and to the reader's `Attach`."""
     ends: dict[str, Confirm | Detach] = field(default_factory=dict)
-    """Of readers that are through already."""
+    """Maps each reader that has finished before the grant to the reader's last message."""
     is_abandoned: bool = False
+    """Whether the lease is to be abandoned as soon as it is granted."""
 
 
-# -------------------- producer --------------------
-# The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
-#
-# The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake
-# the grant on its way to the worker. A reader with a genuine ticket whose grant has not arrived is
-# served, for what the ticket names cannot be freed before; after `grant_wait_s` no more of them is
-# believed.
-#
-# In push a consumer registers before there is a ticket; its registration and the finished prefill
-# meet at the matcher (`push_desk.py`). Where the consumer has lent us its blocks, we write instead
-# of offering (`writers.py`); it is a reader of the lease all the same.
-#
-# A producer with a host buffer's readers read a copy of the blocks (`exposures.py`). It tells each
-# of them when the copy is there (`Ready`), confirms nobody before, offers no segment of a prefill
-# before, and does not report the end of a lease whose blocks are still being copied. Pure: feed it,
-# then take what it wants done.
+# -- producer --
+# Turns the engine's commands and the readers' messages into lease changes and replies.
 
 
 MAX_PENDING_TICKETS = 10_000
+"""Maximum number of tickets that wait for a grant. Peers cause these entries, so they are bounded.
+"""
 READ_WATCH_S = 1.0
-"""So long after a reader has stirred, transports that need our help are looked at more often."""
+"""How long after a reader's `Attach` or read announcement the worker polls transports more often.
+
+This applies to transports that need our help to be read (docs/decisions/019-many-leases.md).
+"""
 READ_START_S = 0.02
-"""And so long all but constantly: some reads begin with a question to us, which comes a moment
-after the news of it.
+"""How long after a reader's `Attach` or read announcement the worker polls almost constantly.
+
+Some reads begin with a request to us that arrives a moment after the announcement.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerReply:
+    """A message to a consumer, and the route to send the message to."""
+
     route: Route
     message: (
         Ready
@@ -96,6 +113,8 @@ class ProducerReply:
 
 
 class Producer:
+    """State of every lease on this rank: its readers, registrations, writes and host copies."""
+
     def __init__(
         self,
         settings: ProducerSettings,
@@ -109,7 +128,7 @@ class Producer:
         self._pending: dict[RequestId, PendingReaders] = {}
         self._pending_deadlines: Deadlines[RequestId] = Deadlines()
         self._pending_by_transport: Counter[str] | None = None
-        """Readers in claims that are not through, by transport; None: to be counted anew."""
+        """Number of unfinished pending readers by transport; None means: count again."""
         self._host_buffer_copies = HostBufferCopies()
         self._push = PushCoordinator(settings, (key, push_key), self._leases, writers)
         self._replies: list[ProducerReply] = []
@@ -118,16 +137,16 @@ class Producer:
 
     @property
     def num_leases(self) -> int:
-        """Those included that have ended but are not reported yet."""
+        """Number of leases, including leases that have ended but are not reported yet."""
         return len(self._leases) + self._host_buffer_copies.num_unreported
 
     @property
     def num_registrations(self) -> int:
-        """Of ranks of consumers that wait for a prefill."""
+        """Number of consumer ranks that are registered and wait for a prefill."""
         return self._push.num_registrations
 
     def num_readers(self, transport: str) -> int:
-        """Readers that may be reading our blocks by this transport right now."""
+        """Return how many readers may be reading our blocks with this transport right now."""
         if self._pending_by_transport is None:
             ahead = (
                 (pending, attach)
@@ -140,12 +159,13 @@ class Producer:
         return self._leases.num_readers(transport) + self._pending_by_transport[transport]
 
     def is_copying(self, blocks: Collection[int]) -> bool:
-        """Whether one of these blocks is being copied to where readers read it, or will be."""
+        """Return whether a copy of one of these blocks to the host buffer is running or queued."""
         return self._host_buffer_copies.is_copying(blocks)
 
     def grant(self, request: RequestId, serial: int, now: float, blocks: BlockTables = ()) -> None:
-        """The engine keeps this request's blocks for readers from now on. Which they are is asked
-        only of a producer with a host buffer.
+        """Grant a lease on the blocks of a request, which the engine holds for readers from now on.
+
+        Only a producer with a host buffer needs `blocks`.
         """
         self._leases.grant(request, serial, now)
         if self._settings.uses_host_buffer:
@@ -155,8 +175,9 @@ class Producer:
     def retain(
         self, request: RequestId, serial: int, now: float, ttl_s: float, blocks: BlockTables = ()
     ) -> None:
-        """The engine keeps this request's blocks for so long, or until it needs them, for whoever
-        might come.
+        """Grant a lease on a retained turn, whose blocks the engine keeps for a possible reader.
+
+        The lease lasts `ttl_s`, or until the engine needs the blocks and calls `evict`.
         """
         self._leases.retain(request, serial, now, ttl_s)
         if self._settings.uses_host_buffer:
@@ -164,15 +185,16 @@ class Producer:
         self._serve_pending_readers(request, serial, now)
 
     def evict(self, request: RequestId, now: float) -> bool:
-        """The engine needs those blocks. True: somebody reads them, and they come back when he is
-        through.
+        """Evict a retained turn, because the engine needs its blocks.
+
+        Returns True if a reader is still attached; the blocks are freed when the reader detaches.
         """
         self._leases.evict(request, now)
         self._collect(request)
         return request in self._leases
 
     def _serve_pending_readers(self, request: RequestId, serial: int, now: float) -> None:
-        """Readers that came before the lease."""
+        """Attach the readers that arrived before the grant, then apply their early endings."""
         pending = self._pending.get(request)
         if pending is None or pending.serial > serial:
             return
@@ -191,8 +213,8 @@ class Producer:
             self.abandon(request)
 
     def open(self, request: RequestId, serial: int, now: float) -> None:
-        """The engine computes this request for readers: what is published of it may be read from
-        now on.
+        """Open a lease on a request that the engine still computes; readers may read what is
+        published.
         """
         self._leases.open(request, serial)
         if self._settings.uses_host_buffer:
@@ -200,8 +222,9 @@ class Producer:
         self._serve_pending_readers(request, serial, now)
 
     def close(self, request: RequestId, now: float, blocks: BlockTables = ()) -> None:
-        """The engine is through with an open request and keeps its blocks for readers. A producer
-        with a host buffer has yet to copy these.
+        """Close an open lease: the engine has finished the request and keeps the blocks leased.
+
+        `blocks` are the last blocks that a producer with a host buffer still has to copy.
         """
         self._leases.close(request, now)
         self._collect(request)
@@ -211,8 +234,9 @@ class Producer:
             self._host_buffer_copies.close(request, blocks)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """The engine has taken back the blocks of an open request, to compute it again. Nobody who
-        reads them now is confirmed.
+        """Revoke an open lease, because the engine has preempted the request and reuses its blocks.
+
+        No reader of this lease is confirmed any more. The engine will compute the request again.
         """
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
@@ -228,10 +252,11 @@ class Producer:
         now: float,
         blocks: BlockTables = (),
     ) -> None:
-        """So much of a leased prefill is for whoever has registered, or will register, for it. A
-        producer with a host buffer copies these first.
+        """Offer `ready_tokens` tokens of a leased prefill to present and future registrations.
+
+        A producer with a host buffer copies `blocks` first, and offers when the copy has ended.
         """
-        # A reader that came ahead of the grant may have been served already.
+        # Readers that arrived before the grant may have ended the lease already.
         if request in self._leases:
             due = self._host_buffer_copies.publish(
                 request, Publication(match_id, ticket, ready_tokens), blocks
@@ -244,18 +269,14 @@ class Producer:
         self._take_from_push()
 
     def fail_prefill(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
-        """A prefill has ended without anything to hand over; whoever waits for it, or reads what
-        there was of it, is told why.
-        """
+        """Revoke the lease of a failed prefill and refuse its readers and registrations."""
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
         self._push.fail(request, match_id, reason, now)
         self._take_from_push()
 
     def copied_to_host_buffer(self, copy: int, error: str | None, now: float) -> None:
-        """The copy that `CopyToHostBuffer` asked for has ended; it no longer reads the engine's
-        blocks.
-        """
+        """Handle the end of a `CopyToHostBuffer` action; the copy no longer reads engine blocks."""
         copied = self._host_buffer_copies.copied(copy, error)
         if copied is None:
             return
@@ -269,7 +290,7 @@ class Producer:
         if copied.end is not None:
             self._ended.append(copied.end)
         elif copied.failure and copied.is_open:
-            # The engine goes on with it, so there is nothing to report before it is closed.
+            # The engine still computes this request; the end of the lease is reported by `close`.
             self._push.fail(copied.request, copied.match_id, copied.failure, now)
             self._take_from_push()
         elif copied.failure:
@@ -278,12 +299,14 @@ class Producer:
             self._offer(copied.request, copied.publication, now)
 
     def release_ticket(self, request: RequestId, serial: int) -> None:
-        """Whoever held this ticket gives it up (a router, on behalf of a client that left)."""
+        """Abandon the lease of a ticket whose holder gave it up, such as a router whose client
+        has disconnected.
+        """
         if self._leases.ticket_status(request, serial) is not TicketStatus.GONE:
             self.abandon(request)
 
     def abandon(self, request: RequestId) -> None:
-        """Nobody will come for this request's blocks any more."""
+        """Settle a lease that no further reader will attach to; attached readers may finish."""
         pending = self._pending.get(request)
         if pending is not None:
             pending.is_abandoned = True
@@ -291,12 +314,11 @@ class Producer:
         self._collect(request)
 
     def is_reading_likely(self, now: float) -> bool:
-        """Whether a reader has come, or said that its read begins, so lately that its bytes may be
-        on their way.
-        """
+        """Return whether a reader has attached, or announced a read, within `READ_WATCH_S`."""
         return now < self._read_expected_at + READ_WATCH_S
 
     def is_read_beginning(self, now: float) -> bool:
+        """Return whether a reader has attached, or announced a read, within `READ_START_S`."""
         return now < self._read_expected_at + READ_START_S
 
     def receive(self, route: Route, message: ToProducer, now: float) -> None:
@@ -316,7 +338,7 @@ class Producer:
                 self._take_from_push()
 
     def advance(self, now: float) -> None:
-        """Expire what has run out."""
+        """Expire leases, registrations and write grants, and refuse overdue pending readers."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
         self._push.advance(now)
@@ -331,6 +353,7 @@ class Producer:
                     reader,
                     f"no lease was granted within {self._settings.grant_wait_s:g} s",
                 )
+            # Keep an early `Confirm` until the grant arrives: the `Confirm` then settles the lease.
             if not any(isinstance(end, Confirm) for end in pending.ends.values()):
                 del self._pending[request]
 
@@ -346,14 +369,16 @@ class Producer:
         return self._host_buffer_copies.take_actions()
 
     def take_replies(self) -> list[ProducerReply]:
-        """What was written comes first: whoever hears that a registration is gone shall know by
-        then that all of it was written.
+        """Return the pending replies, with the replies about writes first.
+
+        The last `Written` must arrive before a `HeartbeatReply` that no longer knows the
+        registration: otherwise the consumer would take a finished write for a lost registration.
         """
         replies, self._replies = self._replies, []
         return [*(ProducerReply(*reply) for reply in self._push.take_writer_replies()), *replies]
 
     def take_ended(self) -> list[EndedLease]:
-        """Leases that have ended since the last call: their blocks may be freed."""
+        """Return the leases that have ended since the last call; their blocks may be freed."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -414,7 +439,8 @@ class Producer:
         request = RequestId(message.lease)
         pending = self._pending.get(request)
         if message.epoch == self._settings.epoch and isinstance(message, Detach):
-            # Another rank's offer may have brought it here before ours.
+            # The offer of another producer rank may have made the reader attach here before this
+            # rank has sent its own offer; so the reader may still be registered with the matcher.
             self._push.leave(message.reader)
             self._host_buffer_copies.leave(request, message.reader)
         if message.epoch != self._settings.epoch:
@@ -442,7 +468,8 @@ class Producer:
             pending.ends[message.reader] = message
             self._pending_by_transport = None
             if isinstance(message, Confirm):
-                # Blocks are freed after their lease has ended, and this one has not even begun.
+                # Confirming before the grant is safe: the engine frees blocks only after their
+                # lease has ended, and this lease has not begun.
                 self._replies.append(ProducerReply(route, Confirmed(request, message.reader)))
         elif isinstance(message, Confirm):
             self._confirm(request, message, route, now)
@@ -451,7 +478,11 @@ class Producer:
             self._collect(request)
 
     def confirm_writes(self, now: float) -> None:
-        """What had landed before this turn's commands, and is still leased, was right."""
+        """Confirm the writes that had landed before this tick's commands and are still leased.
+
+        The caller executes the engine's commands of the tick first: a command may have revoked
+        the lease while its blocks were being copied.
+        """
         self._push.confirm_writes(now)
         self._take_from_push()
 
@@ -492,7 +523,7 @@ class Producer:
         )
         if not is_other and self._leases.confirm(request, message.reader, now):
             self._replies.append(ProducerReply(route, Confirmed(request, message.reader)))
-            # It has all it wanted, though there may be more to come.
+            # The reader has all tokens it wanted, even if the prefill will publish more.
             self._push.leave(message.reader)
             self._collect(request)
         else:

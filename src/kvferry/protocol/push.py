@@ -1,4 +1,10 @@
-"""What a producer is told at the start. Plain data; pure."""
+"""The producer's half of push: checks registrations, and offers or writes prefills to readers.
+
+`PushMatcher` (`protocol/push_matcher.py`) joins registrations with prefills. `PushWriter`
+(`protocol/push_writer.py`) writes for readers with a write grant; all remaining readers get an
+offer. Readers with a write grant are attached to the lease as well.
+Pure: `Producer` owns the coordinator, passes `now` and takes the results.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,24 +30,26 @@ __all__ = ["ProducerSettings", "PushCoordinator"]
 
 @dataclass(frozen=True, slots=True)
 class ProducerSettings:
+    """Settings of a producer."""
+
     engine: EngineId
     epoch: Epoch
     lease_ttl_s: float
+    """Duration of a new lease."""
     lease_extension_s: float
+    """How far an attach or a heartbeat extends a lease."""
     grant_wait_s: float
+    """How long a reader with a genuine ticket waits for the grant of the lease."""
     uses_host_buffer: bool = False
+    """Whether readers read a copy of the blocks in host memory."""
     peers: frozenset[str] = frozenset()
-    """In push: side channels (host:port) of consumers that may register without a push ticket, by a
-    prefill's request id.
+    """Side channels (host:port) of push consumers that may register by request id, without a push
+    ticket.
     """
 
 
-# -------------------- handovers -------------------- A producer's half of push: who may register,
-# what those who have are offered, and what is written for them. Pure.
-#
-# The matcher brings registrations and prefills together (`push_desk.py`); whoever has lent us
-# blocks is written to instead of being sent an offer (`writers.py`). A reader that we write for is
-# attached to the lease like one that reads.
+# -- coordinator --
+# Connects the lease table, the matcher and the writer.
 
 
 _END_REASONS = {
@@ -54,16 +62,19 @@ _END_REASONS = {
 
 @dataclass(slots=True)
 class PushCoordinator:
+    """Feeds registrations and prefills to the matcher, and matches to the leases and the writer."""
+
     settings: ProducerSettings
     keys: tuple[TicketKey, PushTicketKey]
     leases: LeaseTable
-    """The producer's."""
+    """The lease table of the producer, shared with `Producer`."""
     writers: PushWriter
     _matcher: PushMatcher = field(init=False)
     _replies: list[MatcherReply] = field(default_factory=list, init=False)
     _possibly_ended: list[RequestId] = field(default_factory=list, init=False)
-    """Leases that may have ended."""
+    """Requests whose lease may have ended, because a reader has left."""
     _unwanted: list[RequestId] = field(default_factory=list, init=False)
+    """Prefills that no reader will need."""
 
     def __post_init__(self) -> None:
         self._matcher = PushMatcher(self.settings.lease_ttl_s)
@@ -72,31 +83,32 @@ class PushCoordinator:
     def num_registrations(self) -> int:
         return self._matcher.num_waiting
 
-    # -- the engine's side --
+    # -- calls from the engine --
 
     def publish(self, request: RequestId, publication: Publication, now: float) -> None:
-        """So much of a leased prefill is for whoever has registered, or will register, for it."""
+        """Offer the ready tokens of a leased prefill to present and future registrations."""
         self._matcher.publish(
             request, publication.match_id, publication.ticket, publication.ready_tokens
         )
         self._drain_matcher(now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """A prefill is computed again."""
+        """Withdraw a prefill that was preempted and will be computed again."""
         self._matcher.withdraw(request, serial, now)
         self._drain_matcher(now)
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
-        """A prefill has ended without anything to hand over."""
+        """Refuse the readers of a prefill that ended without KV to transfer."""
         self._matcher.fail(request, match_id, reason, now)
         self._drain_matcher(now)
 
     def end(self, ended: EndedLease) -> None:
+        """Remove the prefill of an ended lease and fail the writes from its blocks."""
         for reader in self._matcher.end(ended.request, _END_REASONS[ended.end]):
             self.writers.fail(reader, _END_REASONS[ended.end])
 
     def confirm_writes(self, now: float) -> None:
-        """What had landed before this turn's commands, and is still leased, was right."""
+        """Confirm the writes that had landed before this tick's commands and are still leased."""
         for request, reader in self.writers.take_landed():
             if self.leases.confirm(request, reader, now):
                 self.writers.finish(reader)
@@ -105,7 +117,7 @@ class PushCoordinator:
             else:
                 self.writers.fail(reader, "the lease ended before all was written")
 
-    # -- the consumer's side --
+    # -- messages from consumers --
 
     def receive(
         self, route: Route, message: PushRegistration | PushCancel | Revoke, now: float
@@ -126,15 +138,16 @@ class PushCoordinator:
         self._drain_matcher(now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
-        """Extend these registrations, and the leases that are written from for them. Returns those
-        that are known here.
+        """Extend registrations, and the leases from which we write for these readers.
+
+        Returns the readers known to this rank.
         """
         known = self._matcher.renew(readers, now)
         self.leases.renew_all(self.writers.renew(known, now), now)
         return known
 
     def leave(self, reader: str) -> None:
-        """It needs to hear no more."""
+        """Forget a reader that needs no further messages."""
         self._matcher.leave(reader)
 
     def offered_to(self, reader: str) -> RequestId | None:
@@ -168,20 +181,22 @@ class PushCoordinator:
         return self.writers.take_replies()
 
     def take_possibly_ended(self) -> list[RequestId]:
-        """Leases that a reader has left; they may have ended by that."""
+        """Return the leases that may have ended since the last call, because a reader has left."""
         touched, self._possibly_ended = self._possibly_ended, []
         return touched
 
     def take_unwanted(self) -> list[RequestId]:
-        """Prefills that nobody will come for."""
+        """Return the prefills that no reader will need, since the last call."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
-    # -- inside --
+    # -- internals --
 
     def _refusal_reason(self, message: PushRegistration | PushCancel, now: float) -> str | None:
-        """Who names a prefill may have it, or have it freed, so it must have been sent here for
-        it.
+        """Return why a registration or cancel is refused, or None to accept the message.
+
+        A registration gets a prefill and a cancel frees a prefill. So the sender must prove, with a
+        push ticket, that a router chose this engine and this match id for the sender.
         """
         if message.epoch != self.settings.epoch:
             return "the producer has restarted since the router chose it"
@@ -201,7 +216,11 @@ class PushCoordinator:
     def _refusal_reason_without_ticket(
         self, message: PushRegistration | PushCancel, now: float
     ) -> str | None:
-        """Behind a router that signs nothing. Whoever registered was believed then."""
+        """Return why a message without a push ticket is refused, or None.
+
+        Without tickets, behind a router that signs nothing, only the configured `peers` may
+        register. A cancel is accepted from a registered reader.
+        """
         if isinstance(message, PushCancel):
             return (
                 None
@@ -228,7 +247,7 @@ class PushCoordinator:
         self._unwanted += self._matcher.take_unwanted()
 
     def _write(self, reply: MatcherReply, now: float) -> None:
-        """News for a reader that we write for."""
+        """Apply a reply of the matcher to a reader that we write for."""
         message, request = reply.message, reply.lease
         match message:
             case PushOffer(reader, ticket, ready_tokens) if request is not None:

@@ -1,10 +1,25 @@
-"""Which registration and which finished prefill belong to one request, whichever comes first. Pure.
+"""Push matching on each producer rank: joins a consumer's registration with its prefill.
 
-By the match id of their push ticket: it is nobody else's, so what has one matches only what has the
-same. Where neither has one (behind a router that signs nothing) by equal request ids; else by
-request ids without the random tail that each engine appends, because a router hands the same
-X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more
-than one thing is the caller's to refuse: a guess would hand one request's KV to another.
+Either side may arrive first. The two legs match by the match id of the push ticket. The match id
+is unique, so a leg with a match id matches only a leg with the same match id. If neither leg has a
+match id (behind a router that signs nothing), legs match by equal request ids, else by request ids
+without the random tail that each engine appends, because a router sends the same X-Request-Id to
+both legs. But clients choose request ids, and may choose the same id again. If a match is
+ambiguous, `PushMatcher` refuses the registrations: a guess could hand one request's KV to another
+request. See docs/decisions/030-push.md.
+
+A registration waits for a prefill, and a prefill waits for a registration. Both waits are bounded
+in time and in number. When the two meet, every registered consumer rank gets the ticket and from
+then on is an ordinary reader. A running prefill may be published, and published again whenever
+more tokens are ready; the readers get an offer each time. If a leg ends before its counterpart has
+arrived (a failed prefill, a consumer without need for KV), the leg leaves a tombstone, and the
+counterpart does not wait in vain. Each reader is in one state: waiting, offered exactly one
+prefill, or unknown.
+
+    registration  waiting ── prefill published ──> offered ── cancelled, expired, refused ──> gone
+    prefill       waiting ── registration ───────> offered ── lease ended ──────────────────> gone
+
+Pure: the caller passes `now` (local monotonic seconds) and takes replies and results.
 """
 
 import re
@@ -33,27 +48,33 @@ __all__ = [
 ]
 
 
+# -- match index --
+# Finds the counterpart of a leg by match id or by request id.
+
+
 K = TypeVar("K", bound=Hashable)
+# The random tail that an engine appends to a request id.
 _TAIL = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class MatchKey:
-    """What one leg is known by."""
+    """The ids by which one leg is matched."""
 
     request: str
-    """Its engine's own id."""
+    """Request id that the leg's engine uses."""
     match_id: str = ""
-    """Of its push ticket; empty: it has none."""
+    """Match id of the leg's push ticket; empty if the leg has no push ticket."""
 
     @property
     def base(self) -> str:
+        """The request id without the engine's random tail."""
         return _TAIL.sub("", self.request)
 
 
 @dataclass(slots=True)
 class MatchIndex(Generic[K]):
-    """Things that wait for their counterpart, found by its name without looking at all of them."""
+    """Entries that wait for their counterpart, indexed by the ids of their `MatchKey`."""
 
     _names: dict[K, MatchKey] = field(default_factory=dict, init=False)
     _by_match_id: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
@@ -71,14 +92,14 @@ class MatchIndex(Generic[K]):
         return next(iter(self._names))
 
     def add(self, key: K, name: MatchKey) -> None:
-        """In place of what it was known by before."""
+        """Add an entry, or replace the ids of an entry with the same key."""
         self.drop(key)
         self._names[key] = name
         for index, value in self._entries(name):
             index.setdefault(value, {})[key] = None
 
     def drop(self, key: K) -> None:
-        """Unknown keys are ignored."""
+        """Remove an entry; an unknown key is ignored."""
         name = self._names.pop(key, None)
         if name is None:
             return
@@ -88,13 +109,13 @@ class MatchIndex(Generic[K]):
                 del index[value]
 
     def find(self, name: MatchKey) -> list[K]:
-        """All that match at the first step at which any does."""
+        """Return all matches of the first matching rule that finds any."""
         return self.find_exactly(name) or (
             [] if name.match_id else list(self._by_base.get(name.base, ()))
         )
 
     def find_exactly(self, name: MatchKey) -> list[K]:
-        """The same without the step that ignores tails."""
+        """Return all matches by match id or full request id, without the rule that drops tails."""
         return list(
             self._by_match_id.get(name.match_id, ())
             if name.match_id
@@ -107,22 +128,25 @@ class MatchIndex(Generic[K]):
         return [(self._by_request, name.request), (self._by_base, name.base)]
 
 
-# -------------------- push endings -------------------- What of a push ended before its counterpart
-# came: remembered for a while, so that nobody waits for nothing. Pure.
+# -- tombstones --
+# Tombstones for push requests that ended before the other side arrived.
 
 
 MAX_TOMBSTONES = 10_000
-"""Of each kind. Of more, the oldest is forgotten: its counterpart then waits for its own
-deadline.
+"""Maximum number of tombstones of each kind. Beyond the maximum the oldest tombstone is dropped,
+and its counterpart waits until the counterpart's own deadline.
 """
 
 TombstoneKey = tuple[str, str]
+"""Same form as `RegistrationKey`."""
 
 
 @dataclass(slots=True)
 class PushTombstones:
-    """Prefills that are over, with the reason, and consumers that need nothing. Only those with a
-    handover: a client that tries again with its old request id is not the one that was here before.
+    """Tombstones of ended prefills, with the reason, and of consumers that need nothing.
+
+    Only legs with a match id leave a tombstone: by request id, a client's retry with the same id
+    would find the tombstone of the first attempt.
     """
 
     tombstone_ttl_s: float
@@ -131,13 +155,13 @@ class PushTombstones:
     _reasons: dict[str, str] = field(default_factory=dict, init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _undated: dict[str, None] = field(default_factory=dict, init=False)
-    """Their time counts from the next look at the clock."""
+    """Tombstones added without a time; their time to live starts at the next `expire`."""
 
     def __len__(self) -> int:
         return len(self._over) + len(self._declined)
 
     def add_ended(self, name: MatchKey, reason: str, now: float | None = None) -> None:
-        """Without `now`, it counts from the next `expire`."""
+        """Record why a prefill ended; without `now`, the TTL starts at the next `expire`."""
         if not name.match_id:
             return
         key = f"over {name.request}"
@@ -146,6 +170,7 @@ class PushTombstones:
         self._keep(key, self._over, now)
 
     def add_declined(self, registration_key: TombstoneKey, name: MatchKey, now: float) -> None:
+        """Record that no reader of this registration needs the prefill."""
         if not name.match_id:
             return
         key = _declined_key(registration_key)
@@ -153,7 +178,7 @@ class PushTombstones:
         self._keep(key, self._declined, now)
 
     def remove_declined(self, registration_key: TombstoneKey) -> None:
-        """Another of its readers has come after all."""
+        """Remove the tombstone of a registration for which another reader has arrived."""
         self._forget(_declined_key(registration_key))
 
     def end_reason(self, name: MatchKey) -> str | None:
@@ -161,7 +186,7 @@ class PushTombstones:
         return self._reasons[found[0]] if found else None
 
     def is_declined(self, name: MatchKey) -> bool:
-        """Whether all who would have come for it need nothing, however often it is computed."""
+        """Return whether no consumer needs this prefill, even if it is computed again."""
         return bool(self._declined.find_exactly(name))
 
     def expire(self, now: float) -> None:
@@ -194,45 +219,38 @@ def _declined_key(registration_key: TombstoneKey) -> str:
     return f"declined {registration_key[0]} {registration_key[1]}"
 
 
-# -------------------- push desk --------------------
-# Where registrations and finished prefills meet, on each rank of the side that computes. Pure.
-#
-# A prefill may be published while it still computes, and again whenever there is more of it; its
-# readers are told each time.
-#
-# A registration waits for its prefill, a prefill for its registration; each for a bounded time and
-# in bounded number. When they meet, every rank of the consumer that registered is sent the ticket,
-# and from then on it is a reader like any other. What ends before its counterpart has come (a
-# prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody
-# waits for nothing. A reader is in one place: it waits, or it was offered one prefill and hears of
-# what becomes of it, or it is unknown.
-#
-#     registration   waiting ── prefill published ──> offered      ── cancelled, expired, refused ──> gone
-#     prefill        waiting ── registration ───────> offered      ── its lease has ended ──────────> gone
+# -- matcher --
+# Where registrations and prefills meet; the module docstring describes the states.
 
 
 MAX_READERS = 20_000
-"""Ranks of consumers that wait, or hear of what they were offered. More are refused."""
+"""Maximum number of waiting and offered readers; further registrations are refused."""
 MAX_LEASES_WAITED = 4
-"""A registration lives as long as it asks for, but no more than so many leases of ours."""
+"""Upper limit of a registration's lifetime without a heartbeat, in our lease periods."""
 
 RegistrationKey = tuple[str, str]
-"""A handover; or, without one, a consumer's engine and its request. Several readers register for
-it: the ranks, the requests that answer one client's request together, and another consumer that a
-router has turned to when the first refused.
+"""`("", match id)` or, without a match id, `(consumer engine id, request id)`.
+
+Several readers may register under one key: the ranks of a consumer, the requests that together
+answer one client request (its choices), and another consumer that the router tried after the first
+had refused.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherReply:
+    """A message to one reader, and the route to send the message to."""
+
     route: Route
     message: PushOffer | PushWithdrawal | Refused
     lease: RequestId | None = None
-    """What is offered."""
+    """The request whose lease is offered; None if the message is not an offer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """The registration of one reader."""
+
     registration_key: RegistrationKey
     name: MatchKey
     route: Route
@@ -241,28 +259,33 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Prefill:
+    """A published prefill, and the readers with an offer of the prefill."""
+
     name: MatchKey
     ticket: str
     ready_tokens: int
     registration_key: RegistrationKey | None = None
     offered_readers: dict[str, _Waiting] = field(default_factory=dict)
-    """Readers that were offered it."""
+    """Readers with an offer of this prefill, and the registration of each reader."""
 
 
 @dataclass(slots=True)
 class PushMatcher:
+    """Registrations and published prefills of this rank, matched as soon as both are present."""
+
     tombstone_ttl_s: float
-    """How long an ending is remembered."""
+    """How long a tombstone is kept; the caller passes its lease duration."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
-    """By reader."""
+    """Registrations that wait for a prefill, by reader."""
     _readers: dict[RegistrationKey, list[str]] = field(default_factory=dict, init=False)
+    """Waiting readers, by registration key."""
     _waiting_index: MatchIndex[RegistrationKey] = field(default_factory=MatchIndex, init=False)
     _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
     _ready: MatchIndex[RequestId] = field(default_factory=MatchIndex, init=False)
-    """Those that nobody has come for."""
+    """Published prefills that no registration has matched yet."""
     _matched: dict[RegistrationKey, RequestId] = field(default_factory=dict, init=False)
     _offered_to: dict[str, RequestId] = field(default_factory=dict, init=False)
-    """By reader, what it was offered."""
+    """The prefill that each reader was offered."""
     _tombstones: PushTombstones = field(init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _replies: list[MatcherReply] = field(default_factory=list, init=False)
@@ -277,16 +300,17 @@ class PushMatcher:
 
     @property
     def num_entries(self) -> int:
-        """All that is held here, of whatever kind."""
+        """Total number of registrations, offers, prefills and tombstones."""
         return (
             len(self._waiting) + len(self._offered_to) + len(self._prefills) + len(self._tombstones)
         )
 
-    # -- the engine's side --
+    # -- calls from the engine --
 
     def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int) -> None:
-        """So much of this prefill is there and leased; whoever registers for it gets this ticket.
-        Or there is more of it than before.
+        """Publish a leased prefill, or more ready tokens of an already published prefill.
+
+        Present and future registrations get an offer with this ticket.
         """
         known = self._prefills.get(request)
         if known is not None:
@@ -309,7 +333,7 @@ class PushMatcher:
             self._given_up.unwanted.append(request)
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
-        """This prefill ended without anything to hand over."""
+        """Refuse every reader of a prefill that ended without KV to transfer."""
         name = MatchKey(request, match_id)
         prefill = self._prefills.get(request)
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
@@ -320,8 +344,9 @@ class PushMatcher:
         self._tombstones.add_ended(name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """This prefill is computed again; its readers wait as they did before. If all have left,
-        nobody comes for the next one either.
+        """Withdraw a prefill that will be computed again; its readers wait again.
+
+        If all readers have left already, no reader will need the recomputed prefill either.
         """
         prefill = self._forget(request)
         if (
@@ -335,8 +360,9 @@ class PushMatcher:
             self._wait(reader, waiting, now)
 
     def end(self, request: RequestId, reason: str) -> list[str]:
-        """Its lease has ended. Whoever comes for it now is told why there is nothing. Returns the
-        readers that had been offered it.
+        """Remove a prefill whose lease has ended; later registrations are refused with the reason.
+
+        Returns the readers with an offer of the prefill.
         """
         prefill = self._forget(request)
         if prefill is None:
@@ -355,7 +381,7 @@ class PushMatcher:
             del self._matched[prefill.registration_key]
         return prefill
 
-    # -- the consumer's side --
+    # -- messages from consumers --
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
         registration_key = _registration_key(message)
@@ -391,7 +417,7 @@ class PushMatcher:
             self._wait(message.reader, waiting, now)
 
     def leave(self, reader: str) -> None:
-        """It needs to hear no more, whether it waits or was offered something."""
+        """Forget a reader that needs no further messages, whether it waits or was offered KV."""
         self._remove(reader)
 
     def offered_to(self, reader: str) -> RequestId | None:
@@ -409,12 +435,15 @@ class PushMatcher:
         if len(found) == 1:
             self._given_up.unwanted.append(found[0])
         if len(found) <= 1:
-            # Also of one that is there: it may be computed again.
+            # Leave a tombstone even for a published prefill: the engine may preempt the prefill,
+            # compute it again and publish it again.
             self._tombstones.add_declined(registration_key, name, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
-        """Extend these registrations; returns those that are known here. One may have been offered
-        what is withdrawn elsewhere already.
+        """Extend registrations; returns the readers known to this rank.
+
+        A reader with an offer counts as known: another rank may have withdrawn the same prefill
+        already, and then the reader renews its registration again.
         """
         known = {
             reader for reader in readers if reader in self._waiting or reader in self._offered_to
@@ -445,16 +474,16 @@ class PushMatcher:
         return replies
 
     def take_unwanted(self) -> list[RequestId]:
-        """Published prefills that nobody will come for."""
+        """Return the published prefills that no reader will need, since the last call."""
         unwanted, self._given_up.unwanted = self._given_up.unwanted, []
         return unwanted
 
     def take_left(self) -> list[tuple[RequestId, str]]:
-        """Readers that will not come for what they were offered."""
+        """Return the readers that declined a matched prefill since the last call."""
         left, self._given_up.left = self._given_up.left, []
         return left
 
-    # -- inside --
+    # -- internals --
 
     def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
         self._waiting[reader] = waiting
@@ -491,7 +520,7 @@ class PushMatcher:
         return [(reader, self._waiting.pop(reader)) for reader in readers]
 
     def _remove(self, reader: str) -> None:
-        """From wherever it is."""
+        """Remove a reader from the waiting readers and from the readers of a prefill."""
         offered = self._offered_to.pop(reader, None)
         if offered is not None:
             del self._prefills[offered].offered_readers[reader]
@@ -515,7 +544,9 @@ def _registration_key(message: PushRegistration | PushCancel) -> RegistrationKey
 
 @dataclass(slots=True)
 class _Unclaimed:
-    """What is not needed any more, since the last time somebody asked."""
+    """Prefills and readers that have become superfluous since the caller last took them."""
 
     unwanted: list[RequestId] = field(default_factory=list)
+    """Prefills that no reader will need."""
     left: list[tuple[RequestId, str]] = field(default_factory=list)
+    """Matched prefills, each with a reader that has cancelled."""

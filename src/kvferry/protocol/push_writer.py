@@ -1,18 +1,23 @@
-"""The producer's half of a push by writing: what it writes into which consumer's blocks, and how
-far it has come. Pure.
+"""The producer's writes in push: writes prefills into the blocks of readers, and tracks progress.
 
-A registration that brings a write grant makes its reader somebody we write for. We shake hands with
-its engine (it is a peer like any other), and as the matcher matches it with a prefill, and the
-prefill grows, write what is new of it:
+A registration with a write grant makes the producer write for the reader. The producer performs a
+handshake with the reader's engine, as with every peer. When the matcher has joined the registration
+with a prefill, the producer writes the ready tokens, one write at a time:
 
-    invited ── offered ──> writing <──> waiting for more ── all has landed ──> done      ── revoked, renewed no more, failed ──> gone
-                              └─ withdrawn: begin again with the next offer, unless a write was cut off
+    registered ── offered ──> writing <──> waiting for tokens ── all landed ──> done
+                                 └─ withdrawn: start again with the next offer,
+                                    or fail if a write was in flight
+    from any state: revoked, not renewed, failed ──> gone
 
-A write that was cut off may land for a while: nothing is written into the same blocks again before
-the consumer has taken them back. Whatever makes a write impossible is told (`WriteFailed`); the
-consumer takes its blocks back and reads. All that landed is settled only in a later turn, after the
-engine's commands of that turn were obeyed: had it taken the blocks back while they were copied, we
-know by then.
+A write that was cut off may land later, so the producer writes nothing into the same blocks again
+before the consumer has revoked the grant. If a write is impossible, the producer sends
+`WriteFailed`; the consumer then revokes the grant and reads.
+
+Landed writes are confirmed in a later tick, after the engine's commands of the later tick were
+executed: if the engine has reused the blocks during the write, a command has revoked the lease by
+then. See docs/decisions/030-push.md.
+
+Pure: the caller passes `now` and performs the actions.
 """
 
 from collections.abc import Iterable
@@ -41,16 +46,18 @@ from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, R
 __all__ = ["Landed", "PushWriter", "WriterReply", "WriterSettings"]
 
 MAX_WRITERS = 20_000
-"""Readers we write for. What does not fit is not written: its consumer reads."""
+"""Maximum number of readers that we write for; further ones get `WriteFailed` and read instead."""
 
 
 class WriterReply(NamedTuple):
+    """A message to one reader, and the route to send the message to."""
+
     route: Route
     message: Written | WriteFailed | Revoked
 
 
 class Landed(NamedTuple):
-    """All that a reader wanted is in its blocks."""
+    """A reader whose wanted tokens have all landed in its blocks."""
 
     request: RequestId
     reader: str
@@ -58,31 +65,38 @@ class Landed(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one prefill into one reader's blocks, in tokens."""
+    """Progress, in tokens, of writing one prefill into the blocks of one reader."""
 
     request: RequestId
     ticket: Ticket
     ready: int
+    """Number of tokens that the prefill has computed and published."""
     posted_until: int
+    """End of the tokens for which a write was posted."""
     landed_until: int
+    """End of the tokens that are in the reader's blocks."""
     landed_bytes: int = 0
     at_end: tuple[int, int] | None = None
-    """When the prefill was over: tokens that had not landed, and bytes that had; None: it is not
-    over.
+    """Tokens that had not landed, and bytes that had landed, when the prefill ended; None while
+    the prefill computes.
     """
 
 
 @dataclass(slots=True)
 class _Writing:
+    """One reader that we write for, with its write grant."""
+
     reader: str
     route: Route
     incarnation: EngineIncarnation
     lease: WriteGrantInfo
+    """The write grant from the registration."""
     lease_s: float
+    """How long the grant lasts without a heartbeat."""
     sibling_ranks: tuple[str, ...]
     progress: _Progress | None = None
     posted: int = 0
-    """The write under way; 0: none."""
+    """Number of the write in flight; 0 if there is none."""
 
     @property
     def wanted(self) -> range:
@@ -90,7 +104,7 @@ class _Writing:
 
 
 class _Posted(NamedTuple):
-    """A write under way."""
+    """A write in flight."""
 
     writing: _Writing
     progress: _Progress
@@ -100,14 +114,16 @@ class _Posted(NamedTuple):
 
 @dataclass(slots=True)
 class _PostedWrites:
-    """Writes that have been begun and have not ended, also of those that we write for no more."""
+    """Writes in flight, including writes for readers that we no longer write for."""
 
     timeout_s: float
     writes: dict[int, _Posted] = field(default_factory=dict, init=False)
     _last: int = field(default=0, init=False)
     _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
     _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
-    """By reader and number of the lease: given up; who is to be told when it has ended."""
+    """Dropped readers with a write in flight, by reader and grant id. The value is the route for
+    `Revoked`, or None while the consumer has not asked.
+    """
 
     def begin(self, posted: _Posted, now: float) -> int:
         self._last += 1
@@ -126,7 +142,7 @@ class _PostedWrites:
         self._stopping[writing.reader, writing.lease.grant_id] = None
 
     def notify_when_ended(self, reader: str, grant_id: int, route: Route) -> bool:
-        """Have it told when what was given up has ended; False when nothing of it is under way."""
+        """Send `Revoked` to `route` when the write ends; False if no write is in flight."""
         if (reader, grant_id) not in self._stopping:
             return False
         self._stopping[reader, grant_id] = route
@@ -144,18 +160,24 @@ class _PostedWrites:
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
+    """Settings of the push writer."""
+
     engine: EngineId
     write_timeout_s: float
+    """Maximum duration of one write."""
     max_lease_s: float
+    """Upper limit of the time that a write grant lasts without a heartbeat."""
     can_write: bool = True
-    """False: our transports see a copy of the blocks, which is made for readers only."""
+    """False if our transports see a host buffer, which is filled for readers only."""
 
 
 @dataclass(slots=True)
 class PushWriter:
+    """Writes prefills into the blocks of the readers that have granted write access."""
+
     settings: WriterSettings
     peers: PeerTable
-    """Of all this ferry's peers; its owner tells us of those that are ready or lost."""
+    """All peers of this transfer worker. The table's owner calls `peer_ready` and `peer_lost`."""
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
     _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
     _posted_writes: _PostedWrites = field(init=False)
@@ -177,7 +199,9 @@ class PushWriter:
     # -- registrations --
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
-        """A reader registers, with a write grant or without; what it lent before is over."""
+        """Handle a registration, with or without a write grant; an earlier grant of the reader
+        ends.
+        """
         self.drop(message.reader)
         lease = message.write
         if lease is None:
@@ -220,7 +244,10 @@ class PushWriter:
             self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
 
     def _rank_mapping(self, message: PushRegistration) -> RankMapping | None:
-        """What this reader has of us, by the same rule by which it came here."""
+        """Return what this reader needs from our rank; None if we cannot write for this reader.
+
+        The reader applies the same rule to find the producer ranks to register with.
+        """
         lease, tp_size = message.write, message.decode_tp_size
         if (
             lease is None
@@ -254,13 +281,14 @@ class PushWriter:
         return self._writings[reader].sibling_ranks
 
     def renew(self, readers: Iterable[str], now: float) -> list[RequestId]:
-        """They are alive; returns what is being written for them."""
+        """Renew the grants of readers; returns the requests being written for the readers."""
         known = [self._writings[reader] for reader in readers if reader in self._writings]
         for writing in known:
             self._renewals.set(writing.reader, now + writing.lease_s)
         return [writing.progress.request for writing in known if writing.progress is not None]
 
     def revoke(self, route: Route, message: Revoke) -> None:
+        """Stop writing under a grant; answer `Revoked` now, or when the write in flight ends."""
         writing = self._writings.get(message.reader)
         if writing is not None and writing.lease.grant_id == message.grant_id:
             self.drop(message.reader)
@@ -268,7 +296,7 @@ class PushWriter:
             self._replies.append(WriterReply(route, Revoked(message.reader, message.grant_id)))
 
     def drop(self, reader: str) -> None:
-        """Write no more for it. Unknown ones are ignored."""
+        """Stop writing for a reader; an unknown reader is ignored."""
         writing = self._writings.pop(reader, None)
         if writing is None:
             return
@@ -287,7 +315,7 @@ class PushWriter:
     def offer(
         self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float
     ) -> None:
-        """So much of this prefill is there; `is_over`: it is all there will be."""
+        """Write the `ready` tokens of a prefill; `is_over` says that the prefill has ended."""
         writing = self._writings[reader]
         progress = writing.progress
         if progress is None or progress.ticket.serial != ticket.serial:
@@ -299,14 +327,18 @@ class PushWriter:
         self._write_next(writing, now)
 
     def withdraw(self, reader: str) -> None:
-        """What was offered is taken back, and will be computed again."""
+        """Reset the progress of a reader whose prefill was preempted and will be computed again.
+
+        A write in flight reads blocks that the engine reuses, so the reader then gets
+        `WriteFailed`.
+        """
         writing = self._writings[reader]
         writing.progress = None
         self._landed.pop(reader, None)
         if writing.posted:
             self.fail(reader, "the prefill was preempted while it was written")
 
-    # -- news --
+    # -- peers and completions --
 
     def peer_ready(self, peer: Peer, now: float) -> None:
         for reader in sorted(self._by_incarnation.get(peer.incarnation, ())):
@@ -320,7 +352,7 @@ class PushWriter:
         return set(self._by_incarnation)
 
     def write_ended(self, write: int, error: str | None, now: float) -> None:
-        """It no longer touches our memory, nor the peer's."""
+        """Handle the end of a write; the write no longer touches our memory or the peer's."""
         posted = self._posted_writes.end(write)
         writing, progress = posted.writing, posted.progress
         key = writing.reader, writing.lease.grant_id
@@ -340,8 +372,9 @@ class PushWriter:
             self._write_next(writing, now)
 
     def advance(self, now: float) -> list[str]:
-        """Stop what takes too long. Returns the readers that have not renewed their lease; they are
-        dropped.
+        """Stop overdue writes, and drop the readers that have not renewed their grant.
+
+        Returns the dropped readers.
         """
         for write in self._posted_writes.take_overdue(now):
             self._actions.append(StopWrite(write))
@@ -351,8 +384,9 @@ class PushWriter:
         return silent
 
     def take_landed(self) -> list[Landed]:
-        """Readers that have all they wanted, as far as we knew in the last turn. Ask after this
-        turn's commands were obeyed.
+        """Return the readers whose last write had landed by the end of the previous tick.
+
+        The caller must execute the engine's commands of this tick first.
         """
         landed = [self._writings[reader] for reader in self._landed]
         self._landed.clear()
@@ -367,7 +401,7 @@ class PushWriter:
         return bool(self._landed)
 
     def finish(self, reader: str) -> None:
-        """The blocks were held until now, so what landed is right."""
+        """Send the last `Written`: the lease was held until now, so the landed bytes are valid."""
         writing = self._writings[reader]
         progress = writing.progress
         assert progress is not None
@@ -384,7 +418,7 @@ class PushWriter:
         self.drop(reader)
 
     def fail(self, reader: str, reason: str) -> None:
-        """Nothing can be written for it; its consumer is told."""
+        """Send `WriteFailed` to the consumer and stop writing for the reader."""
         writing = self._writings.get(reader)
         if writing is not None:
             self._replies.append(
@@ -410,11 +444,12 @@ class PushWriter:
         replies, self._replies = self._replies, []
         return replies
 
-    # -- inside --
+    # -- internals --
 
     def _write_next(self, writing: _Writing, now: float) -> None:
-        """Write what is there and has not been written, if the peer is ready and nothing is under
-        way.
+        """Write the tokens that are ready and not written yet.
+
+        Does nothing while the peer is not ready or a write for this reader is in flight.
         """
         progress, peer = writing.progress, self.peers.get(writing.incarnation)
         if progress is None or writing.posted or peer is None or not peer.is_ready:
@@ -445,7 +480,10 @@ class PushWriter:
     def _plan(
         self, writing: _Writing, progress: _Progress, peer: Peer
     ) -> tuple[range, list[Segments]]:
-        """What to write now; RemoteProtocolError where it cannot be."""
+        """Return the tokens and segments to write now.
+
+        Raises RemoteProtocolError if the grant does not fit the peer or the prefill.
+        """
         lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
         theirs = peer.geometries.get(lease.tp_rank)
         if theirs is None or peer.transports.get(lease.tp_rank) != lease.transport:
@@ -476,6 +514,7 @@ class PushWriter:
             raise RemoteProtocolError(
                 f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}"
             )
+        # Plan the consumer's read with the consumer's planner, then swap the two sides.
         plan = plan_read(
             theirs,
             ours,

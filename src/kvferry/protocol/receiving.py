@@ -1,5 +1,8 @@
-"""How a consumer fills blocks by reading: what there is to read, as far as it has come, and the
-question whether it was right. Pure.
+"""How a consumer fills its blocks: by reading, after a reservation, or by granting writes.
+
+`Reading` reads from the producer and asks for confirmation. `Reservations` handles transfers that
+the engine can do without. `WriteGrants` lets the producer write and revokes the permission.
+Pure: all three are parts of `Consumer` and share its `ConsumerContext`.
 """
 
 from dataclasses import dataclass, field
@@ -41,11 +44,14 @@ __all__ = ["MAX_GRANTED_BLOCKS", "REVOKING", "Reading", "Reservations", "WriteGr
 
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """Reads KV from the producer, in steps while the prefill computes, and asks to confirm it."""
+
     context: ConsumerContext
 
     def start(self, transfer: Transfer, now: float) -> None:
-        """Read what there is to read. If there is nothing yet, the next offer brings us here
-        again.
+        """Start a read of every token that is ready and not read yet.
+
+        If no token is ready, wait: the next offer calls `start` again.
         """
         context, settings = self.context, self.context.settings
         peer = context.peers.get(transfer.incarnation)
@@ -75,6 +81,7 @@ class Reading:
             )
 
     def stop(self, transfer: Transfer) -> None:
+        """Cancel the reads in flight; the transport still reports the end of each read."""
         for rank in transfer.outstanding.reads:
             self.context.actions.append(
                 StopRead(
@@ -84,8 +91,8 @@ class Reading:
             )
 
     def give_up(self, transfer: Transfer, now: float) -> None:
-        # No deadline while stopping: a transport yields every handle it was given, and handing
-        # blocks back earlier could let bytes land in somebody else's.
+        # STOPPING has no deadline: a transport reports the end of every read. If the blocks went
+        # back to the engine earlier, bytes could land in the blocks of another request.
         self.context.transfers.set_deadline(transfer, None)
         is_placing = not transfer.outstanding.reads and transfer.is_confirmed
         if not transfer.outstanding.reads and not is_placing:
@@ -95,8 +102,9 @@ class Reading:
         self.stop(transfer)
 
     def extend_deadline(self, transfer: Transfer, now: float) -> None:
-        """A producer that computes is waited for while there is more and more; when all is there,
-        the usual deadline begins.
+        """Extend the deadline of a transfer while the prefill makes progress.
+
+        When all wanted tokens are ready, `receive_timeout_s` starts.
         """
         if not transfer.has_blocks:
             return
@@ -146,36 +154,36 @@ class Reading:
             self.context.handle_event(transfer, TransferEvent.CONFIRMED, now, "")
 
 
-# -------------------- promises -------------------- Pulls that a consumer can do without: it hears
-# from the producer whether it can have them before it sets blocks aside. Pure.
-#
-# A request that can be computed shall not fail because something that would only have saved time is
-# gone. So the producer is asked first, for a bounded time, and after that the answer is either a
-# promise (the lease is held for us) or a refusal, and no blocks are involved.
+# -- reservations --
+# Optional transfers: a request that the engine can compute must not fail because KV that would only
+# have saved time is gone. So the consumer asks the producer before the engine allocates blocks. The
+# answer within `confirm_timeout_s` is a reservation (the lease is held for us) or a refusal.
 
 
 @dataclass(frozen=True, slots=True)
 class Reservations:
+    """Asks for and reports the reservations of optional transfers
+    (docs/decisions/033-reuse.md).
+    """
+
     context: ConsumerContext
 
     def await_answers(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        """Every rank of the producer has been asked; where it matters, each shall say that it is
-        ready.
-        """
+        """For an optional transfer, wait until every rank has answered the attach with `Ready`."""
         if not transfer.origin.is_optional:
             return
         transfer.outstanding.ready_replies = set(peer.rank_mappings)
         self.context.transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
 
     def note(self, transfer: Transfer, before: TransferState, now: float) -> None:
-        """A pull has just come to another state, or to the same again."""
+        """Report the reservation, the refusal or the result after a state transition."""
         if not transfer.origin.is_optional:
             return
         transfers, events = self.context.transfers, self.context.events
         match transfer.state:
             case TransferState.READY:
-                # The producer may need those blocks itself, and we may be waiting for each other:
-                # not for ever.
+                # The producer may need the reserved blocks while our engine waits for free blocks,
+                # so each side could wait for the other. The deadline resolves that deadlock.
                 transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
                 events.append(ReservationGranted(transfer.request))
             case TransferState.DOOMED if before is not TransferState.DOOMED:
@@ -189,32 +197,43 @@ class Reservations:
                 )
 
 
-# -------------------- lending -------------------- How a consumer has its blocks filled by a
-# producer that writes: which it has lent, and how it gets them back. Pure.
-#
-# Blocks are lent where all ranks of the producer that a request goes to are reached by one
-# transport that we may lend by. A transport with a fence lets in what is written under the lease's
-# number and nothing else, and ends that for certain when it is told to. Without a fence only the
-# producer itself can say that it writes no more: it is asked (`Revoke`), again and again, until it
-# answers, or another incarnation of it does. One that stays silent has stopped by itself when its
-# lease was not renewed; it is given ten leases, for whatever may have held it up.
+# -- write grants --
+# A consumer grants writes if one writable transport reaches all producer ranks of the request. A
+# fenced transport accepts only writes under a valid grant id, and ends a grant by itself. Without a
+# fence only the producer can end its writes: see `REVOKE_RETRY_S` and `GRACE_LEASES`.
 
 
 MAX_GRANTED_BLOCKS = 400_000
-"""Of a lease: more do not fit into a message."""
+"""Maximum number of blocks in one write grant: more do not fit into a message."""
 REVOKE_RETRY_S = 1.0
+"""Interval between `Revoke` messages of an unfenced grant, sent until the producer, or another
+incarnation of its engine, answers.
+"""
 GRACE_LEASES = 10
+"""Lease periods that a silent producer gets after its last one, before an unfenced grant counts as
+revoked.
+
+A silent producer stops writing by itself when its lease is not renewed. The grace covers whatever
+may have delayed the producer (docs/decisions/030-push.md).
+"""
 REVOKING = (TransferState.RECLAIMING, TransferState.RETURNING, TransferState.STOPPING)
+"""States in which a write grant is being revoked."""
 _E = TransferEvent
 
 
 @dataclass(slots=True)
 class WriteGrants:
+    """Grants a producer write access to the blocks of a transfer, and revokes the access."""
+
     context: ConsumerContext
     _last_grant_id: int = field(default=0, init=False)
+    """A grant id is never used twice, so a late write cannot pass as a write of a newer grant."""
 
     def can_grant(self, transfer: Transfer, peer: Peer) -> bool:
-        """Whether the producer may write what this request wants."""
+        """Return whether the producer may write the KV of this transfer into our blocks.
+
+        A producer with a host buffer cannot: its transports see a copy made for readers only.
+        """
         used = {peer.transports[rank] for rank in peer.rank_mappings}
         return (
             transfer.origin.push_info is not None
@@ -229,7 +248,10 @@ class WriteGrants:
         )
 
     def grant_writes(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        """Register anew, with the blocks."""
+        """Issue a write grant on the blocks of a transfer, and register again with the grant.
+
+        The fence opens first, so that no write can arrive before the transport knows the grant.
+        """
         geometry, to = self.context.geometry, transfer.to
         try:
             permutations = plan_permutations(
@@ -297,8 +319,8 @@ class WriteGrants:
                     transfer.to.give_up_at = now + self.context.settings.offer_timeout_s
                     self.context.transfers.set_deadline(transfer, transfer.to.give_up_at)
             case WriteFailed() | Revoked() if is_filling:
-                # What was written may still be landing, so this is no proof that it has stopped.
-                # One that gives back what nobody has asked for has not written it.
+                # Posted writes may still be landing, so the grant must be revoked before the blocks
+                # are used. A `Revoked` that we did not ask for means the rank will not write.
                 self.context.handle_event(transfer, _E.MOVE_FAILED, now, "")
             case Written():
                 write_grant.writers.discard(rank)
@@ -311,7 +333,7 @@ class WriteGrants:
     def _note_writer_done(
         self, transfer: Transfer, write_grant: WriteGrant, is_filled: bool, now: float
     ) -> None:
-        """One rank will write no more: it has written all, or was asked to stop."""
+        """Continue when the last rank has stopped writing: all is written, or it was revoked."""
         if write_grant.writers:
             return
         if is_filled:
@@ -328,8 +350,10 @@ class WriteGrants:
             self.finish_revoke(transfer, now)
 
     def begin_revoke(self, transfer: Transfer, before: TransferState, now: float) -> None:
-        """The blocks are used, or handed back, only when the producer can certainly write no
-        more.
+        """Revoke the write grant of a transfer that has just entered a state of `REVOKING`.
+
+        The blocks are used, or go back to the engine, only when the producer certainly cannot
+        write any more.
         """
         if transfer.state is before:
             return
@@ -339,8 +363,10 @@ class WriteGrants:
             self.revoke(transfer, now)
 
     def revoke(self, transfer: Transfer, now: float) -> None:
-        """Have the producer write no more. Where there is a fence, its transport says when that is
-        certain.
+        """Ask the producer to stop writing, and close the fence if the transport has one.
+
+        With a fence, the transport reports when no write can land any more (`writes_revoked`).
+        Without a fence, this is called again every `REVOKE_RETRY_S` until `revoke_deadline`.
         """
         write_grant, peer = transfer.to.write_grant, self.context.peers.get(transfer.incarnation)
         assert write_grant is not None
@@ -362,12 +388,13 @@ class WriteGrants:
             self.finish_revoke(transfer, now)
         else:
             self.context.transfers.set_deadline(transfer, now + REVOKE_RETRY_S)
+            # Reconnect if the peer was lost: only the producer, or its successor, can answer.
             self.context.peers.ensure(
                 transfer.incarnation, transfer.origin.address, transfer.origin.tp_size, now
             )
 
     def finish_revoke(self, transfer: Transfer, now: float) -> None:
-        """Nothing that was written under this loan lands any more."""
+        """Continue after a revoke: no write under the grant can land any more."""
         if transfer.state not in REVOKING:
             return
         transfer.to.write_grant = None

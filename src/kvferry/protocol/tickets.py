@@ -1,8 +1,10 @@
-"""Tickets: what a consumer presents to read a producer's blocks.
+"""Tickets and push tickets: signed proof that a consumer may read a producer's blocks.
 
-Issued by the producer's scheduler when a prefill ends, carried by the router in
-`kv_transfer_params`, signed with a key of the cluster secret. A ticket is the only thing that names
-a peer: host, port and block ids typed by a client beside it are never used. Pure.
+The producer's scheduler issues a ticket when a prefill ends, signed with a key derived from the
+cluster secret. The router carries the ticket in `kv_transfer_params`, and the consumer presents the
+ticket to the producer. Only a ticket names a peer: kvferry never uses the host, port and block ids
+next to the ticket, which a client could have changed (docs/decisions/003-tickets-and-serials.md).
+For push, the router signs a push ticket for both legs. Pure.
 """
 
 import base64
@@ -37,41 +39,41 @@ MAX_BLOCKS = 1_000_000
 MAX_BLOCK_ID = 1 << 31
 MAX_TP_SIZE = 4096
 MAX_TICKET_NAME_CHARS = 512
-"""Of engine, epoch and request: a reader's name is made of two of them and must fit into a
-message.
+"""Maximum length of an engine id, an epoch and a request id. Half of `messages.MAX_NAME_CHARS`,
+because a reader's name joins an engine id and a request id.
 """
 HOLE = -1
-"""In a block list: there is no block for these tokens, because no attention of this group looks at
-them any more.
+"""Entry of a block list for tokens without a block, because no later token attends to these tokens
+in this KV-cache group. In push, also for tokens that have not been computed yet.
 """
 TICKET_VERSION = 1
 _MAC_BYTES = 32
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Which engine incarnation holds which blocks, for which tokens, and for how long at first."""
+    """Names an engine incarnation, the leased blocks, their tokens, and the initial lease time."""
 
     engine: str
     epoch: str
     request: str
-    """The producer's own request id: the name of the lease."""
+    """The producer's request id, which is also the name of the lease."""
     serial: int
-    """Tickets of one epoch are numbered from 1 in the order their leases are granted."""
+    """Number of the ticket within its epoch, from 1, in the order in which leases are granted."""
     host: str
     port: int
-    """Side channel of the producer."""
+    """Host and port are the address of the producer's side channel."""
     tp_size: int
     block_size: int
     block_runs: list[list[tuple[int, int]]]
-    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order.
-    First block `HOLE`: so many are not kept.
+    """For each KV-cache group, the ranges of adjacent blocks as (first block, count), in token
+    order. If the first block is `HOLE`, the range stands for `count` missing blocks.
     """
     tokens: Fingerprint
     ttl_s: float
-    """So long the blocks are kept when nobody comes."""
+    """How long the producer holds the blocks if no reader attaches, in seconds."""
     version: int = TICKET_VERSION
     renewal_s: float = 0.0
-    """Whoever reads has to be heard of within so long; 0: within `ttl_s`."""
+    """A reader must renew the lease within this many seconds; 0: within `ttl_s`."""
 
     @property
     def address(self) -> Address:
@@ -91,7 +93,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @property
     def lease_s(self) -> float:
-        """What heartbeats go by."""
+        """The lease time from which the heartbeat interval is derived."""
         return self.renewal_s or self.ttl_s
 
     @property
@@ -99,23 +101,27 @@ class Ticket(msgspec.Struct, frozen=True):
         return self.tokens.num_tokens
 
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Return the block ids of each KV-cache group, from token 0, with `HOLE` for a gap."""
         return tuple(blocks_from_runs(runs) for runs in self.block_runs)
 
 
 class Seal:
-    """Signs and checks what members of one cluster send each other through strangers, for one
-    purpose only.
+    """Signs and verifies data that cluster members exchange through untrusted clients.
+
+    The purpose is part of the key, so text sealed for one purpose is invalid for any other.
     """
 
     def __init__(self, secret: bytes, purpose: bytes) -> None:
         self._key = hmac.digest(secret, purpose, hashlib.sha256)
 
     def close(self, payload: bytes) -> str:
+        """Return the payload with a MAC in front, as base64 text."""
         return base64.urlsafe_b64encode(self._mac(payload) + payload).decode("ascii")
 
     def open(self, text: object) -> bytes:
-        """What `text` was made of; InvalidTicket unless it is whole and genuine. Takes anything a
-        client may have sent.
+        """Return the payload of `text`, or raise InvalidTicket if the signature does not match.
+
+        Accepts any object, because a client may have sent anything.
         """
         if not isinstance(text, str) or not text:
             raise InvalidTicket("kv_transfer_params carry no ticket")
@@ -137,7 +143,7 @@ class Seal:
 
 
 class TicketKey:
-    """Signs and checks tickets with one cluster's secret."""
+    """Signs and verifies tickets with the cluster secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._seal = Seal(secret, b"kvferry ticket v1")
@@ -146,11 +152,12 @@ class TicketKey:
         return self._seal.close(msgspec.msgpack.encode(ticket))
 
     def open(self, text: object) -> Ticket:
-        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise."""
+        """Return the verified ticket in `text`, or raise InvalidTicket with the reason."""
         return _decode(self._seal.open(text))
 
 
 def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
+    """Encode a block list as (first block, count) ranges of adjacent blocks or of holes."""
     runs: list[tuple[int, int]] = []
     for block in block_ids:
         first, count = runs[-1] if runs else (0, 0)
@@ -162,6 +169,7 @@ def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Decode the (first block, count) ranges of `runs_from_blocks`."""
     return tuple(
         block
         for first, count in runs
@@ -170,8 +178,8 @@ def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _decode(payload: bytes) -> Ticket:
-    # Signed, so ours or a sibling's; still checked, because a sibling of another version may mean
-    # something else by it.
+    # The signature proves that a cluster member issued the ticket. The fields are checked all the
+    # same, because a member that runs another version may use them differently.
     try:
         ticket = msgspec.msgpack.decode(payload, type=Ticket)
         if ticket.version != TICKET_VERSION:
@@ -192,6 +200,7 @@ def _decode(payload: bytes) -> Ticket:
 def _check_ranges(ticket: Ticket) -> None:
     counts = [count for runs in ticket.block_runs for _, count in runs]
     firsts = [first for runs in ticket.block_runs for first, _ in runs]
+    # Every group lists all blocks from token 0, holes included, so all groups have this length.
     needed = -(-ticket.num_tokens // ticket.block_size) if ticket.block_size > 0 else -1
     is_good = (
         0 < ticket.port < 65536
@@ -211,25 +220,25 @@ def _check_ranges(ticket: Ticket) -> None:
         raise InvalidTicket("the ticket's fields are out of range")
 
 
-# -------------------- push tickets --------------------
-# Push tickets: what a router gives both legs of a request that start together.
-#
-# P has computed nothing yet that it could sign for, so the router, a member of the cluster, does:
-# it says which P the decode side may dial, and gives the handover a name that is nobody else's, by
-# which the two legs are found to belong together. Pure.
+# -- push tickets --
+# In push both legs start together, so P has computed nothing yet that P could issue a ticket for.
+# The router, a cluster member, signs a push ticket for both legs instead: the push ticket names the
+# P that D may connect to, and carries the match id that joins the two legs.
 
 
 PUSH_TICKET_VERSION = 2
 
 
 class PushTicket(msgspec.Struct, frozen=True):
+    """Names the prefill side of a push and carries the match id of both legs."""
+
     match_id: str
-    """Random; the same in both legs of one request and in no other."""
+    """Random id, equal in both legs of one request and different in every other request."""
     engine: str
     epoch: str
     host: str
     port: int
-    """Side channel of the prefill side."""
+    """Host and port are the address of the prefill side's side channel."""
     tp_size: int
     version: int = PUSH_TICKET_VERSION
 
@@ -243,7 +252,7 @@ class PushTicket(msgspec.Struct, frozen=True):
 
 
 class PushTicketKey:
-    """Signs and checks push tickets with one cluster's secret."""
+    """Signs and verifies push tickets with the cluster secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._seal = Seal(secret, b"kvferry push ticket v1")
@@ -252,7 +261,7 @@ class PushTicketKey:
         return self._seal.close(msgspec.msgpack.encode(ticket))
 
     def open(self, text: object) -> PushTicket:
-        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise."""
+        """Return the verified push ticket in `text`, or raise InvalidTicket with the reason."""
         try:
             ticket = msgspec.msgpack.decode(self._seal.open(text), type=PushTicket)
         except msgspec.MsgspecError as error:

@@ -1,18 +1,32 @@
-"""One pull's life as a table: state and event to next state. A missing entry is our own bug. Pure.
+"""Transfers on the consumer side: the state machine, the data of each transfer, the read plans.
 
-TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> PLACING ── placed ──> DONE
-   └────── blocks ──> WAITING ── peer ready ──^  │                    └─ trouble ─> FAILED        │ aborted
-                                                 └──── trouble ────> STOPPING ─ ended ─> FAILED   └─> STOPPING
-In push the producer may write instead:  WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
+A transfer is one request's KV on its way into our blocks. The state machine is the table
+`TRANSITIONS`, which maps a state and an event to the next state; a missing entry is a bug of ours.
 
-FILLING: the producer may write into our blocks at any time, and says when it has written all.
-RECLAIMING: it has; once it certainly cannot write any more, the bytes may be used. DOOMED: trouble
-came before the engine had blocks for it; it fails as soon as they are there. RETURNING: the
-producer has taken back what it offered (it preempted the prefill), or cannot write; once nothing
-moves, we wait for the next offer. STOPPING: given up, but something may still write into our
-blocks, so they are not handed back yet. PLACING: the bytes are good, whatever becomes of the
-producer now; they are put into our own order. Over at once where there is no need. ENDED: over
-without ever having had blocks, so there is nothing to report.
+    TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING
+       └────── blocks ──> WAITING ── peer ready ───^ │                 │    └─ failure ─> FAILED
+                                                     │ failure         │ confirmed
+                                                     v                 v
+                              FAILED <── ended ── STOPPING <─ aborted ─ PLACING ─ placed ─> DONE
+
+    In push the producer may write instead:
+    WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
+
+FILLING     The producer may write into our blocks at any time, and reports the last write.
+RECLAIMING  The producer has written all bytes. The bytes may be used once the producer certainly
+            cannot write any more.
+DOOMED      A failure happened before the engine had blocks for the transfer. The transfer fails as
+            soon as the engine allocates blocks.
+RETURNING   The producer has withdrawn the offer (it preempted the prefill), or cannot write. Once
+            no bytes move any more, the transfer waits for the next offer.
+STOPPING    The transfer has failed, but a transport may still write into our blocks, so the blocks
+            do not go back to the engine yet.
+PLACING     The bytes are confirmed, so the producer no longer matters. The blocks are rearranged
+            into our order and copied out of the host buffer; if neither is needed, PLACING ends
+            at once.
+ENDED       The transfer is over and never had blocks, so there is nothing to report.
+
+Pure: the caller passes `now` (local monotonic seconds).
 """
 
 from collections.abc import Collection, Sequence
@@ -87,14 +101,14 @@ class TransferEvent(StrEnum):
     DEADLINE_PASSED = "deadline passed"
     ABORTED = "aborted"
     SETTLED = "settled"
-    """The engine has everything already; nothing to load."""
+    """The engine needs no KV from the producer: it has all tokens already."""
 
 
 _S, _E = TransferState, TransferEvent
 FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
 _LOSS = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
 FAILURE_EVENTS = frozenset({*_LOSS, _E.ABORTED, _E.MOVE_FAILED, _E.PLACING_FAILED})
-"""Events that are the reason why a transfer is not done."""
+"""Events whose reason becomes the reason of the failed transfer."""
 
 TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.TRACKED, _E.PEER_READY): _S.READY,
@@ -117,6 +131,7 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.FILLING, _E.MOVE_FAILED): _S.RETURNING,
     (_S.RECLAIMING, _E.CONFIRMED): _S.PLACING,
     (_S.RECLAIMING, _E.ABORTED): _S.STOPPING,
+    # A lost peer is harmless in RECLAIMING and PLACING: every byte has arrived and is confirmed.
     **{(_S.RECLAIMING, event): _S.RECLAIMING for event in _LOSS},
     **{(_S.FILLING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     (_S.READY, _E.WITHDRAWN): _S.TRACKED,
@@ -132,6 +147,7 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     **{(_S.DOOMED, event): _S.DOOMED for event in _LOSS},
     **{(_S.WAITING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
     **{(_S.MOVING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
+    # A loss or a passed deadline does not end STOPPING: bytes may still land in the blocks.
     **{(_S.STOPPING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     **{(_S.PLACING, event): _S.PLACING for event in _LOSS},
     **{(_S.CONFIRMING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
@@ -144,14 +160,15 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
 
 
 def next_state(state: TransferState, event: TransferEvent) -> TransferState:
+    """Return the next state; raise LocalProtocolError if the table has no such transition."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
         raise LocalProtocolError(f"a transfer that is {state} cannot meet: {event}") from None
 
 
-# -------------------- stopwatches -------------------- When each pull came how far, for whoever
-# wants to see where a request's time went. Decides nothing. Pure.
+# -- timings --
+# Records when each transfer reached each stage, for metrics and logs. Affects no decision.
 
 
 _BEGAN = (TransferState.MOVING, TransferState.FILLING)
@@ -160,7 +177,7 @@ _MOVED = (TransferState.CONFIRMING, TransferState.RECLAIMING)
 
 @dataclass(slots=True)
 class TransferTimings:
-    """One per pull that is not over."""
+    """The stage times of every transfer that has not ended."""
 
     _times: dict[RequestId, TransferTimes] = field(default_factory=dict, init=False)
 
@@ -173,8 +190,10 @@ class TransferTimings:
     def note(
         self, request: RequestId, event: TransferEvent, state: TransferState, now: float
     ) -> None:
-        """It met this and is in that state now. Of what happens again, after a withdrawal, the last
-        time counts; of reading the first.
+        """Record the time of `event`, which put the transfer into `state`.
+
+        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`,
+        which keeps the first.
         """
         times = self._times.get(request)
         if times is None:
@@ -195,54 +214,60 @@ class TransferTimings:
         return self._times.pop(request, None)
 
 
-# -------------------- pulls --------------------
-# Requests whose KV is on its way here, and by which names they are found. Plain data; pure.
-#
-# In pull a request comes with the ticket for its KV. In push it comes with an invitation: whom to
-# ask for a ticket once there is one.
+# -- transfers --
+# The data of each transfer, and the table that finds a transfer by request, peer, reader or lease.
+# In pull a request arrives with the ticket for its KV. In push a request arrives with `PushInfo`,
+# which names the producer that will issue a ticket once KV is ready.
 
 
 @dataclass(slots=True)
 class WriteGrant:
-    """Blocks that a producer may write into."""
+    """Permission for a producer to write into the blocks of one transfer."""
 
     grant_id: int
     transport: str
     is_fenced: bool
-    """The transport ends it when it is told to."""
+    """Whether our side of the transport can reject writes after the grant is revoked."""
     writers: set[int]
-    """Ranks of the producer that may still write."""
+    """Producer ranks that may still write."""
     revoke_deadline: float | None = None
-    """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
+    """Time after which even a silent producer is assumed to write no more; None while the grant is
+    not being revoked.
+    """
     left_tokens: int = 0
+    """Tokens that had not landed when the prefill ended; the maximum over all ranks."""
     early_bytes: int = 0
-    """How much was left, and had come, when the prefill was over."""
+    """Bytes that had landed when the prefill ended; the sum over all ranks."""
 
     def note_end(self, left_tokens: int, early_bytes: int) -> None:
-        """What one rank says of that."""
+        """Add the figures from the last `Written` of one rank."""
         self.left_tokens = max(self.left_tokens, left_tokens)
         self.early_bytes += early_bytes
 
 
 @dataclass(slots=True)
 class Destination:
-    """The blocks a pull fills."""
+    """The blocks that a transfer fills, and the deadline and write grant of those blocks."""
 
     blocks: Sequence[Sequence[int]] = ()
-    """Each group's table from token 0."""
+    """Block table of each group, starting at token 0."""
     tokens: range = range(0)
+    """Token positions whose KV the transfer fetches."""
     needed_from: Sequence[int] = ()
-    """By group: no token before this one is ever looked at. Empty: all are."""
+    """First token of each group that attention will read; empty means token 0 for every group."""
     give_up_at: float = 0.0
+    """Time at which the whole transfer fails, whatever deadline its current state has."""
     permutations: tuple[BlockPermutation, ...] = ()
-    """What is left to do with the blocks once their bytes are confirmed."""
+    """How to rearrange the blocks into our order once the bytes are confirmed."""
     write_grant: WriteGrant | None = None
-    """While the producer may write into them."""
+    """The write grant on the blocks; None when the producer cannot write into the blocks."""
     was_granted: bool = False
-    """They are not lent a second time: what could not be written is read."""
+    """Whether a write grant was ever issued. There is no second grant: if the writes fail, the
+    consumer reads.
+    """
 
     def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """By group: the blocks that hold any of the tokens."""
+        """Return, by group, the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
         return tuple(
             tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks
@@ -251,29 +276,33 @@ class Destination:
 
 @dataclass(slots=True)
 class Arrival:
-    """How far a prompt's KV has come that is read while it is computed, in tokens."""
+    """Progress, in tokens, of a transfer that may be read while the prefill still computes.
+
+        0 ........ landed_until ........ read_until ........ min(ready) ........ prompt end
+        |  in our blocks  |  read posted  |  ready at P   |  not computed yet   |
+    """
 
     ready: dict[int, int] = field(default_factory=dict)
-    """By rank of the producer: so many may be read there."""
+    """Number of tokens that may be read, by producer rank."""
     read_until: int = 0
-    """So far it is here, or on its way."""
+    """End of the tokens for which a read was posted or has landed."""
     landed_until: int = 0
-    """So far it is here."""
+    """End of the tokens that are in our blocks."""
     posted_bytes: int = 0
     landed_bytes: int = 0
     is_complete: bool = False
-    """All that is wanted may be read."""
+    """Whether every token that the transfer wants may be read."""
     last_serial: int = 0
-    """Of an offer that was withdrawn: no earlier one counts any more."""
+    """Serial of the last withdrawn offer; only offers with a higher serial are accepted."""
     max_ready: int = 0
-    """Ready at all ranks together, before a withdrawal or after it."""
+    """Highest sum of ready tokens over all ranks, across withdrawals."""
     progressed_at: float = 0.0
-    """When there was last more than ever before. A producer that only repeats itself is not waited
-    for.
+    """Time when `max_ready` last rose. A producer that is preempted again and again and recomputes
+    the same tokens does not extend the deadline.
     """
 
     def note(self, rank: int, ready: int, now: float) -> bool:
-        """What a rank says is ready; False when it has said as much before."""
+        """Record a rank's number of ready tokens; False if the number has not risen."""
         if rank in self.ready and ready <= self.ready[rank]:
             return False
         self.ready[rank] = ready
@@ -283,16 +312,16 @@ class Arrival:
         return True
 
     def post(self, end: int, num_bytes: int) -> None:
-        """So many bytes more, which bring it up to this token, are on their way."""
+        """Record a posted read of `num_bytes` bytes, up to token `end`."""
         self.read_until = end
         self.posted_bytes += num_bytes
 
     def land(self) -> None:
-        """All that was on its way is here."""
+        """Record that every posted read has landed."""
         self.landed_until, self.landed_bytes = self.read_until, self.posted_bytes
 
     def restarted(self, serial: int) -> "Arrival":
-        """After what was offered with this serial was withdrawn."""
+        """Return the progress to start with after the offer with this serial was withdrawn."""
         return Arrival(
             last_serial=serial, max_ready=self.max_ready, progressed_at=self.progressed_at
         )
@@ -300,43 +329,45 @@ class Arrival:
 
 @dataclass(slots=True)
 class Outstanding:
-    """Ranks of the producer that we wait for."""
+    """Producer ranks that the transfer waits for."""
 
     ready_replies: set[int] = field(default_factory=set)
-    """These have yet to say that their blocks are there to be read."""
+    """Ranks that have not sent `Ready` yet."""
     reads: set[int] = field(default_factory=set)
-    """Bytes of these are on their way."""
+    """Ranks with a read in flight."""
     confirmations: set[int] = field(default_factory=set)
+    """Ranks that have not answered `Confirm` yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushInfo:
-    """What a request has instead of a ticket while its KV is yet to be computed."""
+    """What a push request carries instead of a ticket until the producer has computed KV."""
 
     match_id: str
     tokens: Fingerprint
-    """Of our prompt."""
+    """Fingerprint of our prompt."""
     own_address: Address
-    """Of our side channel."""
+    """Address of our side channel."""
     push_ticket: str
-    """As the router signed it: the producer looks at it too."""
+    """The push ticket as the router signed it; the producer verifies the signature as well."""
 
 
 @dataclass(slots=True)
 class Origin:
-    """Where a pull's KV comes from."""
+    """The producer that a transfer's KV comes from, and the ticket or push info for the KV."""
 
     incarnation: EngineIncarnation
     address: Address
-    """Of the producer's side channel."""
+    """Address of the producer's side channel."""
     tp_size: int
     ticket: Ticket | None = None
+    """The ticket for the KV; None in push until the producer's offer has arrived."""
     ticket_text: str = ""
     push_info: PushInfo | None = None
-    """There is one in push. Then the ticket is offered later."""
+    """Set in push, where the producer offers the ticket later; None in pull."""
     is_optional: bool = False
-    """The engine can do without: it wants to know whether it can be had before it has blocks for
-    it.
+    """Whether the engine can compute the KV itself. Then the engine waits for a reservation or a
+    refusal before it allocates blocks.
     """
 
     @classmethod
@@ -351,8 +382,9 @@ class Origin:
 
     @property
     def shared_tokens(self) -> int | None:
-        """So many tokens of our prompt are surely those the ticket was issued for; None: that was
-        checked when it arrived.
+        """Number of leading tokens that our prompt certainly shares with the ticket's prompt.
+
+        None in pull, where the prompt was checked when the ticket arrived.
         """
         if self.push_info is None or self.ticket is None:
             return None
@@ -361,23 +393,26 @@ class Origin:
 
 @dataclass(slots=True)
 class Transfer:
-    """One request's KV on its way here."""
+    """One request's KV on its way into our blocks."""
 
     request: RequestId
     reader: str
     origin: Origin
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
-    """Or registered, while there is no ticket."""
+    """Whether the producer knows this reader: attached to the lease or, without a ticket,
+    registered.
+    """
     announced_at: float = 0.0
-    """When the producer was last told that we read, or are about to."""
+    """Time of the last `Attach` or read announcement to the producer."""
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
     read_error: str = ""
-    """What made a read fail on its own."""
+    """Error of a read that the transport failed, as opposed to a read that we stopped."""
     reason: str = ""
+    """Why the transfer fails; the first reason wins."""
 
     @property
     def incarnation(self) -> EngineIncarnation:
@@ -390,12 +425,14 @@ class Transfer:
 
     @property
     def is_offered(self) -> bool:
-        """Whether there is a ticket."""
+        """Whether the transfer has a ticket."""
         return self.origin.ticket is not None
 
     @property
     def lease(self) -> RequestId:
-        """What heartbeats renew: the producer's lease, or our registration."""
+        """The name that heartbeats renew: the producer's lease or, without a ticket, our
+        registration.
+        """
         return self.ticket.lease if self.is_offered else RequestId(self.reader)
 
     @property
@@ -403,8 +440,9 @@ class Transfer:
         return len(self.to.blocks) > 0
 
     def expects(self, ticket: Ticket) -> bool:
-        """Whether this may be offered: the first ticket after the last withdrawal, or the same
-        again.
+        """Return whether an offer of this ticket is acceptable.
+
+        Acceptable are the first ticket after the last withdrawal, and later offers of that ticket.
         """
         is_ours = (
             self.origin.push_info is not None and self.is_attached and self.to.write_grant is None
@@ -421,8 +459,10 @@ class Transfer:
         )
 
     def is_withdrawn(self, serial: int) -> bool:
-        """What we said of an offer may have crossed its withdrawal; the answer to that is no
-        news.
+        """Return whether the ticket with this serial is no longer current.
+
+        Our message about an offer may cross the withdrawal of that offer; the producer then
+        refuses the message, and the caller must ignore the refusal.
         """
         return (
             not self.is_offered
@@ -432,7 +472,7 @@ class Transfer:
 
 
 class TransferTable:
-    """Every pull that is not over, by its request, its producer's life and its name as a reader."""
+    """Every transfer that has not ended, by request, by producer incarnation and by reader name."""
 
     def __init__(self) -> None:
         self._transfers: dict[RequestId, Transfer] = {}
@@ -457,8 +497,10 @@ class TransferTable:
         ]
 
     def of_leases(self, incarnation: EngineIncarnation, leases: Collection[str]) -> list[Transfer]:
-        """Those that read one of these. Looks at all of the life's when there are any, so only bad
-        news costs.
+        """Return the transfers of this incarnation that read one of these leases.
+
+        The scan over the incarnation's transfers runs only when `leases` is not empty, so a
+        heartbeat reply that reports no lost lease costs nothing.
         """
         return (
             [transfer for transfer in self.of_incarnation(incarnation) if transfer.lease in leases]
@@ -486,20 +528,20 @@ class TransferTable:
             del self._by_incarnation[transfer.incarnation]
 
     def move(self, transfer: Transfer, incarnation: EngineIncarnation) -> None:
-        """Its producer was known by its address only, and has said which life it is."""
+        """File a transfer under the incarnation of a producer that was known only by address."""
         self._leave_incarnation(transfer)
         transfer.origin.incarnation = incarnation
         self._by_incarnation.setdefault(incarnation, set()).add(transfer.request)
 
     def set_deadline(self, transfer: Transfer, at: float | None) -> None:
-        """One that is over has none."""
+        """Set or clear the deadline of a transfer; a transfer that has ended gets no deadline."""
         if at is None or self._transfers.get(transfer.request) is not transfer:
             self._deadlines.drop(transfer.request)
         else:
             self._deadlines.set(transfer.request, at)
 
     def take_overdue(self, now: float) -> list[Transfer]:
-        """Those whose deadline has passed; they have none afterwards."""
+        """Return the transfers whose deadline has passed, and clear those deadlines."""
         return [self._transfers[request] for request in self._deadlines.take_due(now)]
 
     def next_deadline(self) -> float | None:
@@ -507,8 +549,10 @@ class TransferTable:
 
 
 def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
-    """A request on one of our ranks as the producer knows it: readable, and never longer than a
-    name may be on the wire.
+    """Return the name by which the producer knows a request on one of our ranks.
+
+    The name is readable, unless that would exceed the maximum length on the wire; then it is a
+    hash.
     """
     name = f"{engine}/{request}/{tp_rank}"
     if len(name) <= MAX_NAME_CHARS:
@@ -516,13 +560,15 @@ def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
     return f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
 
 
-# -------------------- read plans --------------------
-# What one pull reads from each of its producer's ranks. Pure.
+# -- read plans --
+# Which tokens a transfer can read now, and which segments it reads from each producer rank.
 
 
 def next_tokens(wanted: range, done_until: int, ready: int, granularity: int) -> range:
-    """What can be moved now and has not been. Where there is more to come, whole blocks of both
-    sides: so many tokens.
+    """Return the wanted tokens that are ready and have not been moved yet.
+
+    While the prefill is incomplete, the range ends at a multiple of `granularity` tokens, so that
+    only whole blocks of both sides are moved.
     """
     if ready < wanted.stop:
         ready = ready // granularity * granularity
@@ -531,7 +577,7 @@ def next_tokens(wanted: range, done_until: int, ready: int, granularity: int) ->
 
 
 def tokens_to_read(ours: Geometry, transfer: Transfer, peer: Peer) -> range:
-    """What can be read now and has not been."""
+    """Return the tokens that can be read now and have not been read; in pull, all of them."""
     if transfer.origin.push_info is None:
         return transfer.to.tokens
     granularity = max(ours.block_size, transfer.ticket.block_size)
@@ -541,22 +587,24 @@ def tokens_to_read(ours: Geometry, transfer: Transfer, peer: Peer) -> range:
 
 
 def is_complete(transfer: Transfer, peer: Peer) -> bool:
-    """Whether all that is wanted may be read, or all that there will ever be."""
+    """Return whether all wanted tokens may be read, or at least all tokens of the ticket."""
     if transfer.origin.push_info is None or not transfer.is_offered:
         return transfer.origin.push_info is None
     return _ready_tokens(transfer, peer) >= min(transfer.to.tokens.stop, transfer.ticket.num_tokens)
 
 
 def _ready_tokens(transfer: Transfer, peer: Peer) -> int:
-    """Each rank says for itself how far it has come."""
+    """Return the number of tokens that are ready on every rank; ranks progress independently."""
     return min((transfer.arrival.ready.get(rank, 0) for rank in peer.rank_mappings), default=0)
 
 
 def plan_reads(
     ours: Geometry, transfer: Transfer, peer: Peer, tokens: range
 ) -> dict[int, list[Segments]]:
-    """By rank, the KV of these tokens. The pull is told what is to be put in order once all is
-    here. RemoteProtocolError when the ticket does not fit.
+    """Plan the reads of these tokens, by producer rank.
+
+    Also stores in the transfer how its blocks must be rearranged once all bytes have arrived.
+    Raises RemoteProtocolError if the ticket does not fit the producer's geometry or our prompt.
     """
     to, ticket = transfer.to, transfer.ticket
     visited = {rank: peer.geometries[rank] for rank in peer.rank_mappings}

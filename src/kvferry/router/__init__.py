@@ -1,1 +1,1 @@
-"""The router: one address in front of prefill and decode instances."""
+"""The router: one HTTP address in front of prefill and decode instances."""

@@ -1,7 +1,8 @@
-"""Who a client is, by its API key: conversations, places in the queue and limits are kept apart by
-tenant. Pure.
+"""Authentication: API keys of tenants, the admin key, and the CORS headers for browsers.
 
-Keys are looked up by their digest, so that the time it takes tells nothing of a key.
+Pure: everything is decided from a request's head. Conversations, queue positions and limits are
+separate per tenant. Keys are looked up by digest, so that the lookup time reveals nothing about a
+key.
 """
 
 import hashlib
@@ -25,27 +26,27 @@ def _digest(key: str) -> bytes:
 
 
 def check_key(key: str, name: str) -> None:
-    """ConfigError for one that could not be sent: found at the start, it fails no request."""
+    """Raise ConfigError at start-up for a key that cannot be sent in a header."""
     if not key or not all("!" <= sign <= "~" for sign in key):
         raise ConfigError(f"{name} must be one word of printable ASCII characters")
 
 
 def tenant_of_header(authorization: str | None) -> str:
-    """Where the router has no keys of its own, clients with different credentials are different
-    tenants all the same.
+    """Tenant of a client if the router has no API keys: clients with different credentials are
+    different tenants.
     """
     return "" if not authorization else _digest(authorization).hex()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Key -> tenant. Without any, everybody is let in."""
+    """Maps API keys to tenants. Without keys every client is admitted."""
 
     _tenants: Mapping[bytes, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, keys: Iterable[tuple[str, str]]) -> "ApiKeys":
-        """Pairs of tenant and key."""
+        """Make the table from pairs of tenant and key."""
         tenants: dict[bytes, str] = {}
         for tenant, key in keys:
             check_key(key, f"the API key of {tenant!r}")
@@ -59,15 +60,15 @@ class ApiKeys:
         return bool(self._tenants)
 
     def find(self, authorization: str | None) -> str | None:
-        """The tenant whose key was sent; None for nobody's."""
+        """The tenant of the key in an Authorization header; None if the key is unknown."""
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             return None
         return self._tenants.get(_digest(authorization[len(_BEARER) :].strip()))
 
 
 def read_key_file(text: str) -> list[tuple[str, str]]:
-    """`TENANT KEY` or `KEY` in each line; # begins a comment. A key without a tenant is one of its
-    own.
+    """Parse lines of `TENANT KEY` or `KEY`; # starts a comment. A key without a tenant is a tenant
+    of its own.
     """
     pairs = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -85,25 +86,23 @@ def read_key_file(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-# -------------------- access --------------------
-# Who is let in, and what browsers are told about it. Pure: decides from a request's head.
+# -- access policy --
 
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz", "/metrics"})
 _ADMIN_PREFIXES = ("/admin", "/dashboard")
-# The page itself holds nothing; what it shows is asked for with a key. Its files lie right below
-# it: deeper down, names are requests'.
+# The page and its files contain no data; the page fetches data with a key. The files are directly
+# below /dashboard: deeper paths contain request ids.
 _PAGE = ("/dashboard", "/dashboard/")
 _PAGE_FILES = (".js", ".css")
 _PREFLIGHT_AGE_S = 600
-# A web server on this machine that passes on what it gets looks like a neighbour, but says for whom
-# it asks.
+# A reverse proxy on this machine looks like a local client, but adds such a header.
 _FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """The keeper of one router."""
+    """Decides which requests one router accepts."""
 
     access: AccessOptions
     keys: ApiKeys
@@ -113,20 +112,24 @@ class AccessPolicy:
         return cls(access, ApiKeys.of(access.api_keys))
 
     def tenant(self, headers: Headers) -> str | None:
-        """Whose request it is; None: nobody's who may ask."""
+        """The tenant of a request; None if the request has no valid key."""
         authorization = headers.get("authorization")
         return self.keys.find(authorization) if self.keys else tenant_of_header(authorization)
 
     def needs_key(self, path: str) -> bool:
+        """Whether a path requires an API key."""
         return bool(self.keys) and path not in _OPEN_PATHS and not path.startswith(_ADMIN_PREFIXES)
 
     def is_admin_path(self, path: str) -> bool:
+        """Whether a path requires the admin key; the dashboard page and its files do not."""
         is_file = path.rpartition("/")[0] == "/dashboard" and path.endswith(_PAGE_FILES)
         return path.startswith(_ADMIN_PREFIXES) and path not in _PAGE and not is_file
 
     def is_admin(self, headers: Headers, peer: str) -> bool:
-        """With a key, whoever has it; without one, whoever is on this machine, asks for itself, and
-        is no page of another site.
+        """Whether a request may use admin paths.
+
+        With an admin key, the request must contain the key. Without an admin key, the client must
+        be on this machine, must not be a proxy, and must not be a web page of another site.
         """
         if self.access.admin_key:
             sent = (headers.get("authorization") or "").partition(" ")[2].strip()
@@ -136,8 +139,8 @@ class AccessPolicy:
         if any(headers.get(name) is not None for name in _FORWARDING_HEADERS):
             return False
         host = headers.get("host") or ""
-        # A page of another site may have its name resolved to this machine; the name it asks for
-        # still gives it away.
+        # DNS rebinding: another site can let a host name resolve to this machine, but the
+        # Host header still contains the name.
         return (
             _is_loopback(peer)
             and _names_loopback(host)
@@ -147,7 +150,7 @@ class AccessPolicy:
     # -- browsers --
 
     def cors_headers(self, headers: Headers) -> list[tuple[str, str]]:
-        """What lets a page of an allowed origin read the answer."""
+        """Headers that let a page of an allowed origin read the response."""
         origin = headers.get("origin")
         if origin is None or not self.access.cors_origins:
             return []
@@ -165,6 +168,7 @@ class AccessPolicy:
         ]
 
     def preflight_headers(self, headers: Headers, methods: Iterable[str]) -> list[tuple[str, str]]:
+        """Headers that answer a CORS preflight request."""
         allowed = self.cors_headers(headers)
         if not allowed:
             return []

@@ -1,13 +1,13 @@
-"""The admin API: who is in the fleet, and changes to it while requests flow. Pure but for the fleet
-it changes.
+"""The admin API: lists and changes the fleet while requests are served.
 
     GET    /admin/instances
     POST   /admin/instances            {"role": "prefill", "url": "http://10.0.0.7:8000"}
-    POST   /admin/instances/drain      the same body: no new requests; those under way finish
-    DELETE /admin/instances            the same body: gone at once; its legs under way are let be
+    POST   /admin/instances/drain      same body: no new legs; running legs finish
+    DELETE /admin/instances            same body: removed at once; running legs continue
 
-An engine that registers itself sends a statement sealed with the cluster's secret to POST
-/admin/register and renews it; it needs no key.
+An engine that registers itself sends a statement sealed with the cluster secret to POST
+/admin/register, renews the statement, and needs no key. Runs on the event loop; the only side
+effects are on the fleet and the callbacks.
 """
 
 import time
@@ -35,6 +35,8 @@ class _Registration(msgspec.Struct):
 
 
 class MemberView(msgspec.Struct, frozen=True):
+    """One member of the fleet in the answers of the admin API."""
+
     role: str
     url: str
     state: str
@@ -42,16 +44,20 @@ class MemberView(msgspec.Struct, frozen=True):
     failures: int
     last_error: str
     is_registered: bool
-    """It came by itself, and goes unless it renews."""
+    """True if the instance registered itself and is removed unless it renews."""
 
 
 @dataclass(slots=True)
 class Admin:
+    """Handlers of the admin API."""
+
     fleet: Fleet
     registrar: Registrar | None
-    """None: without the cluster's secret nobody can register."""
+    """None: without the cluster secret no instance can register."""
     on_change: Callable[[], None]
+    """Called after every change of the fleet."""
     on_instance_gone: Callable[[Instance], object]
+    """Called when an instance was removed."""
 
     def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], HttpResponse]]]:
         return {

@@ -1,6 +1,6 @@
-"""One router: its parts put together, and which of them answers a request.
+"""The router application: builds the parts of a router and dispatches requests.
 
-Made and used on one event loop. `RouterApp.start`, then `handle` and `admit` for every request,
+Made and used on one event loop: `RouterApp.start`, then `admit` and `handle` for every request,
 then `close`.
 """
 
@@ -47,11 +47,13 @@ _log = logging.getLogger(__name__)
 _Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 _SHOWN_ROUTE_CHARS = 100
 _MAX_PAGE_BODY = 64 * 1024
-"""For all but generations: some of it is open to whoever can reach the router."""
+"""Largest body except for generations: some of these routes need no key."""
 _GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
 class RouterApp:
+    """One router: owns the fleet, the connection pool, the watcher and all request handlers."""
+
     def __init__(
         self,
         options: RouterOptions,
@@ -61,8 +63,10 @@ class RouterApp:
         registrar: Registrar | None = None,
         make_turn_query: Callable[[InstanceWatcher], TurnQuery] | None = None,
     ) -> None:
-        """Without a key for push tickets, prefill instances are always asked first.
-        `make_turn_query`: the way to ask decode instances for what their streams leave out.
+        """Build the router without starting it.
+
+        Without `push_key`, prefill legs always run before decode legs. `make_turn_query` makes the
+        function that asks decode instances for retained turns that are missing from streams.
         """
         now = time.monotonic()
         self.options = options
@@ -122,10 +126,11 @@ class RouterApp:
         self._watching = asyncio.create_task(self.watcher.run())
 
     def stop_admitting(self) -> None:
-        """`/readyz` says no from now on, and nobody new is let in."""
+        """Refuse new requests from now on; `/readyz` reports 503."""
         self.admission.close()
 
     async def close(self) -> None:
+        """Stop all background tasks and close all connections to instances."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -135,11 +140,11 @@ class RouterApp:
         await self._upstreams.close()
         self._generate_handler.limits.close()
 
-    # -- the server calls these --
+    # -- called by the HTTP server --
 
     def admit(self, request: ServerRequest) -> ResponseParts | None:
-        """What can be answered without a body: no such route, no right to it, what browsers ask
-        beforehand.
+        """Answer requests that need no body: unknown route, missing key, CORS preflight, body too
+        large. None admits the request.
         """
         path, access_policy = request.path, self.access_policy
         methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
@@ -198,6 +203,7 @@ class RouterApp:
         return None
 
     async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
+        """Serve one admitted request."""
         self.metrics.active.value += 1
         try:
             if request.path in _GENERATING:
@@ -219,7 +225,7 @@ class RouterApp:
         )
 
     def _find(self, path: str) -> Mapping[str, _Page]:
-        """Longest first: the last route that ends with a slash stands for all below it."""
+        """The handlers of a path; a route with a final slash also covers the level below."""
         found = self._routes.get(path)
         if found is None:
             parent = path.rpartition("/")[0] + "/"
@@ -231,8 +237,8 @@ class RouterApp:
         return answer.status, [*answer.headers, _named(request)], answer.body
 
     def note_malformed(self, refusal: RequestRefused) -> None:
-        """What the server answered because it was no request, too large or too slow, or one
-        connection too many.
+        """Count a request that the server refused: malformed, too large, too slow, or over the
+        connection limit.
         """
         self.metrics.requests.add("malformed", str(refusal.status))
 
@@ -245,22 +251,20 @@ class RouterApp:
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
-    """For instances that speak TLS: they are known by a public authority, or by the one that was
-    given.
+    """TLS settings for instances: certificates are checked against the configured authority, or
+    the public authorities.
     """
     file = options.access.instance_ca_file
     try:
         return ssl.create_default_context(cafile=file or None)
-    except OSError as error:  # of which ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
             f"the instances' authority {file} cannot be loaded ({error.strerror or error})"
         ) from None
 
 
 def _admission(options: RouterOptions) -> AdmissionOptions:
-    """Where there are tenants, none of them may have the queue for itself, unless the operator says
-    how much of it.
-    """
+    """With API keys and no explicit `tenant_waiting`, a tenant may fill at most half the queue."""
     asked = options.admission
     if not options.access.api_keys or asked.tenant_waiting is not None:
         return asked
@@ -298,7 +302,7 @@ def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
 
 
 def _is_large(request: ServerRequest) -> bool:
-    """Or of a size that is not told."""
+    """True if the body is too large for a page, or its length is unknown."""
     length = request.headers.get("content-length")
     return request.headers.get("transfer-encoding") is not None or (
         length is not None and int(length) > _MAX_PAGE_BODY
@@ -314,7 +318,7 @@ def _route_text(request: ServerRequest) -> str:
 
 
 class _CountingReleaser:
-    """Releases, counted on their way."""
+    """Counts releases and passes them on."""
 
     def __init__(self, releases: BlockReleaser, metrics: RouterMetrics) -> None:
         self._releases = releases

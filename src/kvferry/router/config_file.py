@@ -1,12 +1,13 @@
-"""The router's configuration file (TOML) as options. Pure: text in, options out; ConfigError names
-the key that is wrong.
+"""Parses the router's configuration file (TOML) into options. ConfigError names the wrong key.
 
-prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
-decoders = ["http://10.0.0.3:8000"]
-[routing]
-prefill_policy = "prefix_affinity"
-[access]
-api_key_file = "/etc/kvferry/keys"
+Pure: text in, options out. Example:
+
+    prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    decoders = ["http://10.0.0.3:8000"]
+    [routing]
+    prefill_policy = "prefix_affinity"
+    [access]
+    api_key_file = "/etc/kvferry/keys"
 """
 
 import difflib
@@ -54,7 +55,7 @@ _ACCESS_KEYS = [*_KEY_FILES, "instance_ca_file", "cors_origins", "ssl_certfile",
 
 
 def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOptions:
-    """`read_file`: the text of a file that this one names."""
+    """Parse a configuration file. `read_file` returns the text of a named file."""
     try:
         given = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -76,7 +77,9 @@ def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOption
 
 
 def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> AccessOptions:
-    """Keys are named by their files, so that they stand in no command line and no configuration."""
+    """Parse the access table. Keys are in separate files, not on a command line or in the
+    configuration file.
+    """
     _check_keys(given, _ACCESS_KEYS, "access.")
     made: dict[str, Any] = {
         name: _convert(given[name], str, f"access.{name}")
@@ -101,6 +104,7 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
 
 def _read_keys(text: str) -> tuple[tuple[str, str], ...]:
     pairs = tuple(read_key_file(text))
+    # Checks the keys; the result is not needed here.
     ApiKeys.of(pairs)
     return pairs
 

@@ -1,8 +1,8 @@
-"""Counters, levels and histograms that cost a fraction of a microsecond, shown to Prometheus when
-it asks. One thread.
+"""Metrics of the router: fast counters, gauges and histograms, exported to Prometheus.
 
-prometheus_client's own take a lock for each addition: they are made for many threads, and a router
-makes a dozen additions a request.
+Used on one thread. An update costs a fraction of a microsecond. The classes of prometheus_client
+take a lock for each update, which suits many threads, but a router makes a dozen updates per
+request.
 """
 
 from bisect import bisect_left
@@ -23,6 +23,8 @@ __all__ = ["FastCounter", "FastGauge", "FastHistogram", "MetricsCollector", "Rou
 
 
 class ExportedMetric(Protocol):
+    """A metric that `MetricsCollector` can export."""
+
     def family(self) -> Metric: ...
 
 
@@ -30,7 +32,7 @@ T = TypeVar("T", bound=ExportedMetric)
 
 
 class FastCounter:
-    """Only grows. `add` with the values of its labels."""
+    """A counter. `add` takes the values of the labels and adds 1."""
 
     __slots__ = ("_help", "_labels", "_name", "values")
 
@@ -49,14 +51,14 @@ class FastCounter:
 
 
 class FastGauge:
-    """Goes up and down."""
+    """A gauge; the owner sets `value`, or `values` if there are labels."""
 
     __slots__ = ("_help", "_labels", "_name", "value", "values")
 
     def __init__(self, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
         self._name, self._help, self._labels = name, help_text, labels
         self.value = 0.0
-        """Of one without labels."""
+        """Current value of a gauge without labels."""
         self.values: dict[tuple[str, ...], float] = {}
 
     def family(self) -> Metric:
@@ -67,7 +69,7 @@ class FastGauge:
 
 
 class FastHistogram:
-    """How many fell into each bucket; `bounds` are their upper ends."""
+    """A histogram; `bounds` are the upper bounds of the buckets."""
 
     __slots__ = ("_bounds", "_counts", "_help", "_name", "_sum")
 
@@ -92,7 +94,7 @@ class FastHistogram:
 
 
 class MetricsCollector:
-    """Shows what it was given, in that order. A collector, as prometheus_client calls it."""
+    """Exports metrics in the order of registration; a collector of prometheus_client."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._metrics: list[ExportedMetric] = []
@@ -115,8 +117,8 @@ class MetricsCollector:
         return metric
 
 
-# -------------------- metrics --------------------
-# What a router counts, in its own registry, so that several routers in one process do not mix.
+# -- router metrics --
+# One registry per router, so several routers in a process stay separate.
 
 
 _BOUNDS = (
@@ -141,8 +143,10 @@ _BOUNDS = (
 
 
 class RouterMetrics:
+    """All metrics of one router."""
+
     def __init__(self, policies: str = "") -> None:
-        """`policies`: that choose instances, for a label."""
+        """`policies`: names of the routing policies, used as a label."""
         self._policies = policies
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -225,31 +229,31 @@ class RouterMetrics:
         self._urls: dict[Instance, str] = {}
 
     def leg(self, instance: Instance, outcome: Outcome) -> None:
-        """One leg has ended."""
+        """Count a leg that has ended."""
         url = self._urls.get(instance)
         if url is None:
             url = self._urls[instance] = instance.url
         self.legs.add(instance.role, url, outcome)
 
     def outcome(self, outcome: str) -> None:
-        """One generation has ended."""
+        """Count a generation that has ended."""
         self.outcomes.add(outcome, self._policies)
 
     def show_fleet(self, members: Iterable[tuple[Instance, str, int]]) -> None:
-        """Instance, state and legs under way of everybody there is now."""
+        """Set the gauges of the fleet from instance, state and running legs of each member."""
         self.instances.values.clear()
         self.running.values.clear()
         for instance, state, num_running in members:
             self.instances.values[instance.role, instance.url, state] = 1.0
             self.running.values[instance.role, instance.url] = num_running
-        # A leg may outlive its instance's membership, and is counted when it ends.
+        # A leg may end after the instance was removed; drop the counter created by the leg.
         for gone in {
             labels[:2] for metric in self._by_instance for labels in metric.values
         } - self.running.values.keys():
             self._forget(gone)
 
     def forget(self, instance: Instance) -> None:
-        """It has left for good: nobody wants to see it for ever."""
+        """Drop the metrics of an instance that has left the fleet; else they would pile up."""
         self._urls.pop(instance, None)
         self._forget((instance.role, instance.url))
 

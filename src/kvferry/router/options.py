@@ -1,5 +1,6 @@
-"""What a router is started with. Plain data, checked on construction; the tables of a configuration
-file and the flags of `kvferry proxy` come from these fields.
+"""Options of a router. Plain data, checked on construction.
+
+The tables of the configuration file and the flags of `kvferry proxy` are made from these fields.
 """
 
 from dataclasses import dataclass, field, fields
@@ -22,24 +23,24 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """All in seconds."""
+    """Time limits in seconds."""
 
     connect: float = 5.0
-    """For a connection to an instance."""
+    """Time to connect to an instance."""
     answer: float = 600.0
-    """How long an instance may take over an answer that is not streamed: every prefill leg, and
-    decode legs without `stream`.
+    """Time for an answer that is not streamed: every prefill leg, and decode legs without
+    `stream`.
     """
     idle: float = 300.0
-    """How long a stream, an upload or a client that reads may stand still."""
+    """Longest pause of a stream, of an upload, or of a client that reads."""
     queue: float = 30.0
-    """How long a request may wait for its turn here."""
+    """Time that a request may wait for admission."""
     request: float = 3600.0
-    """How long one request may take in all, retries and stream included."""
+    """Total time of one request, retries and stream included."""
     probe: float = 5.0
-    """For one look at an instance's `/health` and `/metrics`."""
+    """Time for one probe of an instance's `/health` and `/metrics`."""
     shutdown: float = 30.0
-    """How long streams may go on once the router has been told to stop."""
+    """Time for streams to finish when the router is stopped."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "timeouts")
@@ -47,10 +48,12 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
+    """Limits on memory and connections."""
+
     max_body_bytes: int = 64 * 1024 * 1024
-    """Of a request (beyond it: 413), and of an answer that is read whole."""
+    """Largest request (else 413), and largest answer that is read as a whole."""
     max_connections: int = 10_000
-    """Of clients."""
+    """Largest number of client connections."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "limits")
@@ -58,16 +61,18 @@ class RouterLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
+    """How instances are chosen, and how failures are handled."""
+
     prefill_policy: str = "prefix_affinity"
-    """How P is chosen."""
+    """Policy that chooses the prefill instance."""
     decode_policy: str = "conversation_affinity"
-    """How D is chosen."""
+    """Policy that chooses the decode instance."""
     without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
-    """When no prefill instance is available: `recompute` lets a decode instance compute the prompt,
-    `fail` answers with 503.
+    """What to do if no prefill instance is available: `recompute` lets a decode instance compute
+    the prompt, `fail` answers 503.
     """
     max_retries: int = 2
-    """How often one request may be tried again elsewhere, while its client has got nothing."""
+    """Retries of one request on other instances, until the client has received a byte."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -76,12 +81,16 @@ class RoutingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
+    """Limits of the store of conversations."""
+
     max_count: int = 10_000
-    """Kept at once; the least recently written go first."""
+    """Conversations stored at once; the least recently written are evicted first."""
     max_bytes: int = 256 * 1024 * 1024
-    """Likewise."""
+    """Memory for stored conversations; the least recently written are evicted first."""
     ttl: float = 480.0
-    """Seconds, at most: what the decode instance says of its own blocks counts if it is less."""
+    """Longest time in seconds that a conversation is stored; a shorter time from the decode
+    instance takes precedence.
+    """
 
     def __post_init__(self) -> None:
         _check_positive(self, "conversations")
@@ -89,19 +98,22 @@ class ConversationOptions:
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Who may do what. Empty: not asked for."""
+    """Keys, certificates and allowed origins. An empty value is not used."""
 
     api_keys: tuple[tuple[str, str], ...] = ()
-    """Pairs of tenant and key."""
+    """API keys as pairs of tenant and key."""
     admin_key: str = field(default="", repr=False)
-    """For /admin and /dashboard. Without one, they answer only to this machine."""
+    """Key for /admin and /dashboard. Without a key, both accept only local clients."""
     instance_key: str = field(default="", repr=False)
-    """Sent to instances in the place of the client's own credentials."""
+    """Key sent to instances instead of the client's credentials."""
     instance_ca_file: str = ""
-    """Who vouches for instances that speak TLS, if not a public authority."""
+    """Certificate authority of instances that use TLS; empty: the public authorities."""
     cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read answers; `*` allows every origin."""
     ssl_certfile: str = ""
+    """Certificate of the router's own server; empty: no TLS."""
     ssl_keyfile: str = ""
+    """Key of the certificate; empty: the key is in `ssl_certfile`."""
 
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -113,12 +125,15 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
+    """All options of one router."""
+
     prefillers: tuple[Instance, ...] = ()
     decoders: tuple[Instance, ...] = ()
     host: str = "localhost"
     port: int = 8000
-    """0: any free one."""
+    """Port to listen on; 0 chooses a free port."""
     access_log: bool = False
+    """Write one log line per request."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: RouterLimits = field(default_factory=RouterLimits)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)

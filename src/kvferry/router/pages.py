@@ -1,4 +1,5 @@
-"""Everything the router answers itself: health, metrics, models, and the dashboard with its data.
+"""Pages served by the router: health, metrics, models, and the dashboard with its data.
+
 Runs on the event loop.
 """
 
@@ -36,6 +37,8 @@ Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 
 @dataclass(slots=True)
 class Pages:
+    """Handlers of the pages."""
+
     options: RouterOptions
     fleet: Fleet
     watcher: InstanceWatcher
@@ -48,7 +51,7 @@ class Pages:
     files: DashboardFiles = field(default_factory=DashboardFiles.load)
 
     def routes(self) -> Mapping[str, Page]:
-        """A path that ends with a slash stands for those one step below it, too."""
+        """Handlers by path; a path with a final slash also covers the level below."""
         return {
             "/health": self.health,
             "/healthcheck": self.health,
@@ -63,8 +66,8 @@ class Pages:
         }
 
     async def health(self, _: ServerRequest) -> HttpResponse:
-        """Of the router: it is well whatever its instances are. Nobody is asked; these are the
-        outcomes of the last legs.
+        """Health of the router, independent of the instances. No instance is called; the counts
+        are the outcomes of the last legs.
         """
         counts = {f"{role}_instances": len(self.fleet.members(role)) for role in Role}
         shown = (Outcome.ANSWERED, Outcome.REFUSED, Outcome.FAILED)
@@ -76,8 +79,8 @@ class Pages:
         return _json(200, {"status": "ok", **counts, **last})
 
     async def ready(self, _: ServerRequest) -> HttpResponse:
-        """Whether a request sent now would find instances that can serve it: among those that were
-        reached, where they are looked at.
+        """Whether a request sent now would find usable instances. With probes enabled, only
+        instances that were reached count.
         """
         now = time.monotonic()
         usable = {
@@ -112,7 +115,7 @@ class Pages:
         return HttpResponse(200, [("Content-Type", _METRICS_TYPE)], metrics.text())
 
     async def models(self, request: ServerRequest) -> HttpResponse:
-        """Those of a decode instance; of another, if one takes no requests."""
+        """The models of a decode instance, or of another one after a refusal or failure."""
         tried: list[Instance] = []
         response: HttpResponse | None = None
         while (
@@ -121,7 +124,7 @@ class Pages:
             tried.append(instance)
             try:
                 with self.instance_client.track_leg(instance, RoutingHints()) as call:
-                    # The router's own keys are none of the instances' business.
+                    # A key for the router must not be sent to instances.
                     theirs = (
                         None
                         if self.options.access.api_keys
@@ -185,7 +188,7 @@ class Pages:
         return HttpResponse(200, list(DATA_HEADERS), msgspec.json.encode(view))
 
     async def _ask_records(self, timeline: Timeline) -> list[TransferRecord]:
-        """When KV moved, as D tells it. Nothing where it does not."""
+        """The times of the KV transfer, from D; empty if D does not report them."""
         decoder = timeline.last_about(RequestEvent.DECODE_BEGAN)
         if not isinstance(decoder, Instance) or self.fleet.get(decoder) is None:
             return []

@@ -1,5 +1,6 @@
-"""Runs a router until it is told to stop. Owns the event loop (uvloop) of the calling thread, which
-must be the main one.
+"""Runs a router until a signal stops it.
+
+Owns the event loop (uvloop) of the calling thread, which must be the main thread.
 """
 
 import asyncio
@@ -30,9 +31,10 @@ _log = logging.getLogger(__name__)
 def run_router(
     options: RouterOptions, make_app: Callable[[], RouterApp], on_ready: Callable[[Address], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then let streams finish; a second signal ends them. `make_app`
-    is called on the loop. `on_ready` gets the address really bound. ConfigError when it cannot be
-    bound.
+    """Serve until SIGINT or SIGTERM, then let streams finish; a second signal ends the streams.
+
+    `make_app` is called on the event loop. `on_ready` gets the address that was bound. Raises
+    ConfigError if the address cannot be bound.
     """
     tls = server_tls(options)
     sock = _bind(Address(options.host, options.port))
@@ -44,6 +46,7 @@ def run_router(
 
 
 def make_server(app: RouterApp) -> HttpServer:
+    """Make the HTTP server of a router, with the limits from its options."""
     limits, timeouts = app.options.limits, app.options.timeouts
     server_limits = ServerLimits(
         body_bytes=limits.max_body_bytes,
@@ -56,6 +59,7 @@ def make_server(app: RouterApp) -> HttpServer:
 
 
 def server_tls(options: RouterOptions) -> ssl.SSLContext | None:
+    """TLS settings of the server; None if no certificate is configured."""
     access = options.access
     if not access.ssl_certfile:
         return None
@@ -97,9 +101,11 @@ async def _serve(
 
 @contextmanager
 def _rare_gc() -> Iterator[None]:
-    """Requests leave hardly any cycles behind, and Python looks for them after every 700 objects
-    more: up to 9 % of the router's time (one noisy run; under 1 % where large prompts come one by
-    one). What was made until now lives for ever and is not looked at again.
+    """Run the garbage collector rarely.
+
+    Requests leave hardly any reference cycles, but Python searches for cycles after every 700 new
+    objects: up to 9 % of the router's time (one noisy run; under 1 % if large prompts arrive one by
+    one). Objects that exist now live as long as the process and are excluded by `gc.freeze`.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -125,7 +131,7 @@ async def _drain(server: HttpServer, force_stop: asyncio.Event, timeout_s: float
 
 
 def _bind(address: Address) -> socket.socket:
-    """One listening socket, so that port 0 is one port."""
+    """Open one listening socket, so port 0 yields a single port."""
     family, where = _resolve(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -147,7 +153,7 @@ def _bind(address: Address) -> socket.socket:
 
 
 def _resolve(address: Address) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """IPv4 first: `localhost` is both, and most people then type 127.0.0.1."""
+    """Resolve the host, IPv4 first: `localhost` has both, and users then type 127.0.0.1."""
     try:
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,8 +1,8 @@
-"""What happened to a request, and when: marks made on its way through the router, read only when
-somebody looks.
+"""Timelines of requests: which events happened, and when. Read only by dashboard and log.
 
-Pure: the caller passes `now` (local monotonic seconds). A mark is one append, because every request
-makes half a dozen of them; names of instances are turned into text when they are shown. One thread.
+Pure: the caller passes `now` (local monotonic seconds). A mark is one list append, because every
+request makes half a dozen marks; instances are formatted only for display. Used on one
+thread.
 """
 
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ from itertools import chain
 __all__ = ["ErrorCount", "ErrorLog", "RecentRequests", "RequestEvent", "RequestOutcome", "Timeline"]
 
 MAX_MARKS = 64
-"""Of one request. Retries are bounded elsewhere; this bounds what a bug there costs."""
+"""Most marks of one request. Retries are bounded elsewhere; this bounds the cost of a bug there."""
 MAX_TEXT_CHARS = 400
 KEPT_REQUESTS = 512
 KEPT_FAILURES = 128
@@ -22,29 +22,33 @@ KEPT_ERRORS = 64
 
 
 class RequestEvent(StrEnum):
+    """A kind of event on a request's timeline."""
+
     ADMITTED = "admitted"
-    """It left the queue."""
+    """The request was admitted."""
     PREFILL_BEGAN = "prefill began"
     PREFILL_ENDED = "prefill ended"
     PREFILL_FAILED = "prefill failed"
-    """Failed or refused; another P may be asked."""
+    """The prefill leg failed or was refused; another P may be tried."""
     DECODE_BEGAN = "decode began"
     DECODE_FAILED = "decode failed"
     FIRST_TOKEN = "first token"
-    """The first bytes of D's answer."""
+    """The first bytes of D's answer arrived."""
 
 
 class RequestOutcome(StrEnum):
+    """How a request ended."""
+
     ANSWERED = "answered"
     OBJECTED = "objected"
-    """Our answer or the engine's: the request is at fault (4xx)."""
+    """The router or an engine rejected the request as invalid (4xx)."""
     REFUSED = "refused"
-    """Too much to do (429, 503)."""
+    """The router or an engine was overloaded (429, 503)."""
     FAILED = "failed"
     BROKEN_OFF = "aborted"
-    """In the middle of a stream."""
+    """The stream broke off."""
     ABANDONED = "abandoned"
-    """By its client."""
+    """The client disconnected."""
 
     @property
     def is_error(self) -> bool:
@@ -56,16 +60,16 @@ _ERRORS = frozenset((RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutco
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """One request. Compared by identity: clients choose ids, and choose the same again."""
+    """Events of one request. Compared by identity, because clients may reuse request ids."""
 
     request_id: str
     route: str
     arrived: float
     marks: list[tuple[RequestEvent, float, object]] = field(default_factory=list)
-    """With what it is about: the instance, or why it failed."""
+    """Events with their time and subject: the instance, or the reason of a failure."""
     conversation: str = ""
     fallback: str = ""
-    """Why D computed the prompt itself; empty: it did not have to."""
+    """Why D computed the prompt itself; empty if P computed the prompt."""
     relayed_bytes: int = 0
     ended: float | None = None
     outcome: RequestOutcome | None = None
@@ -73,17 +77,19 @@ class Timeline:
     error: str = ""
 
     def mark(self, mark: RequestEvent, now: float, about: object = None) -> None:
+        """Record an event."""
         if len(self.marks) < MAX_MARKS:
             self.marks.append((mark, now, about))
 
     def time_of(self, mark: RequestEvent) -> float | None:
-        """The last of its kind."""
+        """Time of the last event of this kind."""
         for made, at, _ in reversed(self.marks):
             if made is mark:
                 return at
         return None
 
     def last_about(self, mark: RequestEvent) -> object:
+        """Subject of the last event of this kind."""
         return next((about for made, _, about in reversed(self.marks) if made is mark), None)
 
     @property
@@ -96,7 +102,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class ErrorCount:
-    """One kind of error, however often it happened."""
+    """One kind of error, with the number of occurrences."""
 
     status: int
     text: str
@@ -104,13 +110,13 @@ class ErrorCount:
     first_at: float
     last_at: float
     request_id: str
-    """Of the last one; empty: it was no request's."""
+    """Request id of the last occurrence; empty if the error belongs to no request."""
 
 
 @dataclass(slots=True)
 class ErrorLog:
-    """The kinds of errors that happened last. Equal ones are counted, so that a flood of one does
-    not hide the others.
+    """The most recent kinds of errors. Equal errors are counted, so that many equal errors do
+    not hide other errors.
     """
 
     kept: int = KEPT_ERRORS
@@ -136,7 +142,7 @@ class ErrorLog:
 
 
 class RecentRequests:
-    """Requests under way, the last that ended, and the last that failed, which are kept longer."""
+    """Running requests, the last ended requests, and the last failures, which are kept longer."""
 
     def __init__(
         self,
@@ -161,7 +167,8 @@ class RecentRequests:
     def end(
         self, timeline: Timeline, outcome: RequestOutcome, status: int, now: float, error: str = ""
     ) -> None:
-        """Its answer is over. A second end changes nothing."""
+        """Record the end of a request. A second call changes nothing."""
+        # `pop` returns None for a running request, because that is the dict's value.
         if self._live.pop(timeline, False) is not None:
             return
         timeline.ended, timeline.outcome, timeline.status = now, outcome, status
@@ -172,17 +179,17 @@ class RecentRequests:
             self.errors.note(status, error, now, timeline.request_id)
 
     def live(self) -> Iterator[Timeline]:
-        """Oldest first."""
+        """Running requests, oldest first."""
         return iter(self._live)
 
     def newest_first(self) -> Iterator[Timeline]:
-        """That ended."""
+        """Ended requests, newest first."""
         return reversed(self._ended)
 
     def failed_newest_first(self) -> Iterator[Timeline]:
         return reversed(self._failed)
 
     def find(self, request_id: str) -> Timeline | None:
-        """The newest of that name: one under way, else one that ended."""
+        """The newest request with this id: a running request, else an ended request."""
         known = chain(reversed(self._live), self.newest_first(), self.failed_newest_first())
         return next((timeline for timeline in known if timeline.request_id == request_id), None)

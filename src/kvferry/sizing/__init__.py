@@ -1,3 +1,3 @@
-"""How large a model's KV cache is and how long it takes to move: arithmetic for `kvferry plan`.
-Pure, and loads nothing heavy.
+"""The size of a model's KV cache and the time to transfer it: arithmetic for `kvferry plan`. Pure;
+imports no heavy package.
 """

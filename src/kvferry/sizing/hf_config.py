@@ -1,5 +1,7 @@
-"""Single keys of a config.json, read strictly: what is there and makes no sense is a ConfigError
-that names the key. Pure.
+"""From a model's config.json to the shape of its KV cache. Pure.
+
+Keys are read strictly: a value that makes no sense raises a `ConfigError` that names the key. The
+module understands more model families than any one engine can compute.
 """
 
 from collections import Counter
@@ -29,15 +31,15 @@ __all__ = [
 
 MAX_LAYERS = 10_000
 MAX_HEADS = 4_096
-"""Far above any model; a number beyond is a slip, and would only keep the planner busy."""
+"""Far above any model: a larger number is a mistake and would only make the planner slow."""
 _MAX_NUMBER = 10**9
 
 
 def whole_number(
     config: Mapping[str, Any], key: str, least: int = 1, most: int = _MAX_NUMBER
 ) -> int | None:
-    """None where the key is missing or null. ConfigError when it is no whole number of that
-    size.
+    """The whole number under a key; None if the key is missing or null. Raises `ConfigError` if the
+    value is not a whole number between `least` and `most`.
     """
     value = config.get(key)
     if value is None:
@@ -51,7 +53,9 @@ def whole_number(
 
 
 def switch(config: Mapping[str, Any], key: str) -> bool | None:
-    """None where the key is missing or null. 0 and 1 are read as false and true."""
+    """The boolean under a key; None if the key is missing or null. 0 and 1 are read as false and
+    true.
+    """
     value = config.get(key)
     if value is None:
         return None
@@ -63,7 +67,7 @@ def switch(config: Mapping[str, Any], key: str) -> bool | None:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Empty where the key is missing or null."""
+    """The object under a key; empty if the key is missing or null."""
     value = config.get(key)
     if value is None:
         return {}
@@ -75,7 +79,7 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def list_for_layers(config: Mapping[str, Any], key: str, layers: int) -> list[Any] | None:
-    """One value for each layer. None where the key is missing, null or an empty list."""
+    """A list with one value for each layer; None if the key is missing, null or an empty list."""
     value = config.get(key)
     if value is None or value == []:
         return None
@@ -87,7 +91,7 @@ def list_for_layers(config: Mapping[str, Any], key: str, layers: int) -> list[An
 
 
 def whole_numbers(config: Mapping[str, Any], key: str, least: int, most: int) -> list[int] | None:
-    """A list of them, however long. None where the key is missing or null."""
+    """A list of whole numbers of any length; None if the key is missing or null."""
     value = config.get(key)
     if value is None:
         return None
@@ -100,7 +104,7 @@ def whole_numbers(config: Mapping[str, Any], key: str, least: int, most: int) ->
 
 
 def short(value: object) -> str:
-    """For a sentence: the beginning of it, however long or deep it is."""
+    """The beginning of a value for an error message, however long or deep the value is."""
     return short_repr(value)[:40]
 
 
@@ -108,16 +112,14 @@ def is_whole(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-# -------------------- layers -------------------- Which of a model's layers look at everything,
-# which at a window, and which cache nothing: from its config.json. Pure.
-#
-# Families say it in different words. Newer ones list `layer_types`; older ones give a pattern, a
-# period or a switch.
+# -- layers --
+# Which of a model's layers attend to all tokens, which to a window, and which cache nothing. Newer
+# families list `layer_types`; older families give a pattern, a period or a switch.
 
 
 LayerView = tuple[LayerCacheKind, int | None] | None
-"""What a layer looks at, and the most tokens it holds; None: it caches nothing that grows with the
-prompt.
+"""What a layer attends to and the most tokens it holds; None if the layer caches nothing that grows
+with the prompt.
 """
 
 FULL: LayerView = (LayerCacheKind.FULL, None)
@@ -136,27 +138,28 @@ _TYPES = {
 }
 _WITHOUT_CACHE = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"}
 _ALTERNATING = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-"""Families whose every n-th layer looks at everything, when their config does not say."""
+"""Families in which every n-th layer attends to all tokens, unless the config states otherwise."""
 _WINDOWS = {"gemma2": 4096, "gemma3": 4096, "gemma3_text": 4096, "cohere2": 4096, "gpt_oss": 128}
+"""The sliding window of families whose config may leave the window out."""
 _SWITCHED = ("qwen2", "qwen3")
-"""Families that name a window and use it only when `use_sliding_window` says so."""
+"""Families that name a window but use the window only if `use_sliding_window` is true."""
 
 
 def layer_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
-    """One for each layer that has a cache of its own. ConfigError names the key that cannot be
+    """One view for each layer that has its own cache. `ConfigError` names the key that cannot be
     understood.
     """
     views = _listed_views(config, layers) or _attending_views(config, layers)
     if views is None:
         has_chunks = whole_number(config, "attention_chunk_size") is not None
         views = _chunked_views(config, layers) if has_chunks else _window_views(config, layers)
-    # Some small models reuse the cache of earlier layers in their last ones.
+    # In some small models the last layers reuse the cache of earlier layers.
     shared = whole_number(config, "num_kv_shared_layers", least=0) or 0
     return views[: max(0, layers - shared)]
 
 
 def _listed_views(config: Mapping[str, Any], layers: int) -> list[LayerView] | None:
-    """Where each layer's type is written down."""
+    """The views if the config lists the type of each layer."""
     for key in ("layer_types", "layers_block_type"):
         if (kinds := list_for_layers(config, key, layers)) is not None:
             return [_view_of_type(kind, config, key) for kind in kinds]
@@ -168,11 +171,14 @@ def _listed_views(config: Mapping[str, Any], layers: int) -> list[LayerView] | N
             f"config.json has {layers} layers, but hybrid_override_pattern is no text of as many "
             "signs; correct one of them"
         )
+    # In the pattern, `*` is an attention layer; the other signs are Mamba and MLP layers.
     return [FULL if sign == "*" else None for sign in pattern]
 
 
 def _attending_views(config: Mapping[str, Any], layers: int) -> list[LayerView] | None:
-    """Where a rule or a list says which layers look at everything, and the others cache nothing."""
+    """The views if a rule or a list names the layers that attend to all tokens, and the remaining
+    layers cache nothing.
+    """
     attending: Collection[int] | None = None
     if (period := whole_number(config, "attn_layer_period")) is not None:
         attending = range(
@@ -188,6 +194,7 @@ def _attending_views(config: Mapping[str, Any], layers: int) -> list[LayerView] 
             section(config, "linear_attn_config"), "full_attn_layers", 1, layers
         )
     ) is not None:
+        # `full_attn_layers` counts from 1.
         attending = {number - 1 for number in numbers}
     elif (every := whole_number(config, "full_attention_interval")) is not None:
         attending = range(every - 1, layers, every)
@@ -221,7 +228,7 @@ def _view_of_type(kind: object, config: Mapping[str, Any], key: str) -> LayerVie
 
 
 def _chunked_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
-    """Llama 4: layers with rotary positions see their chunk, those without see everything."""
+    """Llama 4: layers with rotary positions attend to their chunk, layers without to all tokens."""
     chunk = _needed(config, "attention_chunk_size")
     every = whole_number(config, "no_rope_layer_interval") or 4
     rotary = [int((layer + 1) % every != 0) for layer in range(layers)]
@@ -231,6 +238,9 @@ def _chunked_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
 
 
 def _window_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
+    """The views of models with one window, used by all layers, by every layer but each n-th, or by
+    the later layers.
+    """
     family = str(config.get("model_type"))
     window = whole_number(config, "sliding_window") or _WINDOWS.get(family)
     is_switched = switch(config, "use_sliding_window")
@@ -255,12 +265,12 @@ def _needed(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-# -------------------- from config -------------------- From a model's config.json to the shape of
-# its KV cache. Pure; reads wider than any one engine can compute.
+# -- cache shape --
+# The shape of the KV cache from the keys of all supported families.
 
 
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Where models that also see or hear keep their language model's settings."""
+"""Where multimodal models keep the settings of their language model."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -289,13 +299,14 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8},
 }
-"""What these files leave out when it is the family's usual value."""
+"""Values that config.json files of these families omit when the value is the family's default."""
+# A bound on the work of the planner, which plans each group.
 MAX_GROUPS = 64
 _FIX = "give --layers, --kv-heads and --head-dim instead of MODEL"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's own settings, with those of its family where the file is silent."""
+    """The language model's own settings, completed by the defaults of its family."""
     while (
         nested := next(
             (config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), None
@@ -309,7 +320,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
-    """ConfigError, one sentence with the fix, for what is missing or impossible."""
+    """The cache shape of a model. Raises `ConfigError`, one sentence with the fix, for a missing or
+    impossible value.
+    """
     found = text_config(config)
     if switch(config, "is_encoder_decoder"):
         raise ConfigError(
@@ -321,6 +334,7 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
         raise ConfigError(
             f"config.json does not say how many layers there are (num_hidden_layers); {_FIX}"
         )
+    # Latent attention (MLA).
     if whole_number(found, "kv_lora_rank") is not None:
         return ModelCacheShape(_latent_groups(found, layers), dtype)
     heads = _kv_heads_of_layers(found, layers)
@@ -344,8 +358,8 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
 
 
 def auto_dtype(config: Mapping[str, Any]) -> str | None:
-    """What an engine takes when it is not told: the cache of the quantisation, else the dtype of
-    the weights. None: the file is silent.
+    """The cache dtype that an engine uses by default: the cache dtype of the quantisation, else the
+    dtype of the weights. None if the file names neither.
     """
     quantised = config.get("quantization_config")
     scheme = quantised.get("kv_cache_scheme") if isinstance(quantised, Mapping) else None
@@ -380,8 +394,8 @@ def _latent_groups(config: Mapping[str, Any], layers: int) -> tuple[LayerGroup, 
     groups = [LayerGroup(LayerCacheKind.LATENT, attending, 1, rank + rotary, rotary=rotary)]
     index = whole_number(config, "index_head_dim")
     if index is not None:
-        # Sparse attention finds its tokens by keys of their own: one byte a number and a scale of
-        # four for each 128.
+        # Sparse attention selects its tokens by separate index keys: one byte per number, and a
+        # scale of four bytes for each 128 numbers.
         groups.append(
             LayerGroup(
                 LayerCacheKind.LATENT, attending, 1, index, fixed_bytes=index + 4 * -(-index // 128)
@@ -391,7 +405,7 @@ def _latent_groups(config: Mapping[str, Any], layers: int) -> tuple[LayerGroup, 
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """K and V of one head."""
+    """The width of K and V of one head together."""
     head_dim = _first(config, _HEAD_DIM)
     if head_dim is None:
         hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS, MAX_HEADS)
@@ -406,12 +420,12 @@ def _width(config: Mapping[str, Any]) -> int:
                 f"head_dim; {_FIX}"
             )
         head_dim = hidden // heads
-    # 0 where a family that may be latent is not, and V is as wide as K.
+    # `v_head_dim` is 0 or missing if the model is not latent; V is then as wide as K.
     return head_dim + (whole_number(config, "v_head_dim", least=0) or head_dim)
 
 
 def _kv_heads_of_layers(config: Mapping[str, Any], layers: int) -> Sequence[int]:
-    """0 for a layer without attention."""
+    """The number of KV heads of each layer; 0 for a layer without attention."""
     if config.get("block_configs") is not None:
         return _pruned_heads(config, layers)
     for key in (*_KV_HEADS, "num_key_value_heads_per_layer"):
@@ -426,7 +440,7 @@ def _kv_heads_of_layers(config: Mapping[str, Any], layers: int) -> Sequence[int]
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
-    # Falcon's first models name all heads and share one K and V among them.
+    # Falcon's first models name the number of all heads, but the heads share one K and V.
     if switch(config, "multi_query") and not switch(config, "new_decoder_architecture"):
         return 1
     for place in (config, section(config, "attn_config"), section(config, "ffn_config")):
@@ -442,8 +456,8 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def _pruned_heads(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Models pruned layer by layer: each says how many heads share a K and V, or that its attention
-    is gone.
+    """The KV heads of models pruned layer by layer: each block states how many heads share a K and
+    V, or that its attention was removed.
     """
     heads, blocks = (
         _first(config, _HEADS, MAX_HEADS),

@@ -1,12 +1,13 @@
-"""Into how many segments a transfer falls, by layout and by what differs between the two sides:
-planned as a real one is. Pure.
+"""The number of segments of a transfer, by layout and by the differences between the two sides.
+Pure.
 
-Adjacent blocks that are adjacent on both sides become one segment; what is counted here is the most
-there can be.
+The count uses the planner of real transfers. A real transfer joins segments that are adjacent on
+both sides, so the count here is an upper bound.
 
-Grains (as many tokens as the smaller block holds) fall into segments alike, one period of them (as
-many as the larger block holds) after the other, and so do the layers of a block. So only a few of
-each are planned, and the others follow from how much one more adds.
+A chunk is as many tokens as the smaller block holds, and a period is as many chunks as the larger
+block holds. Every period splits into segments in the same way, and so does every layer of a block.
+So only a few periods and layers are planned, and the total follows from how many segments one more
+period or layer adds.
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ __all__ = ["CROSS_LAYER", "LAYOUTS", "SegmentCount", "Sides", "count_segments", 
 HND, NHD, CROSS_LAYER = "HND", "NHD", "cross-layer"
 LAYOUTS = (HND, NHD, CROSS_LAYER)
 MAX_BLOCK_ITEMS = 2**20
-"""Tokens times heads of one layer's block: each is looked at once."""
+"""The bound on tokens times heads of one layer's block: planning visits each of these items once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What the producer and the consumer are cut into."""
+    """Tensor parallelism and block size of the producer (P) and the consumer (D)."""
 
     p_tp: int
     d_tp: int
@@ -47,17 +49,19 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCount:
+    """The number of segments for one layout and one pair of sides."""
+
     layout: str
     sides: Sides
     segments: int
-    """Into one of the consumer's ranks, from all it reads from."""
+    """The segments read into one rank of the consumer, from all ranks it reads from."""
     segment_bytes: int
-    """Of the smallest."""
+    """The size of the smallest segment."""
 
 
 def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: int) -> SegmentCount:
-    """As planning all of it would, at the cost of planning a few blocks. ConfigError for blocks too
-    large even for that.
+    """The count that planning the whole transfer would give, at the cost of planning a few blocks.
+    Raises `ConfigError` if even one block is too large to plan.
     """
     heads, block = max(_heads(group) for group in shape.groups), max(sides.p_block, sides.d_block)
     if heads * block > MAX_BLOCK_ITEMS:
@@ -84,8 +88,8 @@ def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: in
 def planned_segments(
     heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int
 ) -> tuple[int, int]:
-    """How many, and of how many bytes the smallest: so many grains, of blocks that hold so many
-    layers, planned one by one.
+    """The number of segments and the size of the smallest, for `chunks` chunks of blocks that hold
+    `layers` layers, all planned one by one.
     """
     end = chunks * min(sides.p_block, sides.d_block)
     ours = _geometry(0, sides.d_tp, sides.d_block, heads, layers, item_bytes, layout, end)
@@ -115,11 +119,12 @@ def _over_layers(
         return segments * group.layers, smallest
     if group.layers <= 3:
         return _over_small_blocks(_heads(group), group.layers, item_bytes, layout, sides, chunks)
-    # One layer has no axis of layers, so two and three are the first that are alike.
+    # A block of one layer has no layer axis, so two and three layers are the first counts to
+    # compare.
     two, smallest = _over_small_blocks(_heads(group), 2, item_bytes, layout, sides, chunks)
     three, _ = _over_small_blocks(_heads(group), 3, item_bytes, layout, sides, chunks)
     if two == three:
-        # One more layer makes no segment more: all layers of a block lie in one.
+        # One more layer adds no segment: all layers of a block form one segment.
         return two, smallest // 2 * group.layers
     return two + (three - two) * (group.layers - 2), smallest
 
@@ -127,6 +132,7 @@ def _over_layers(
 def _over_small_blocks(
     heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int
 ) -> tuple[int, int]:
+    """Plan one and two periods, plus the remainder, and extrapolate to all periods."""
     period = max(sides.p_block, sides.d_block) // min(sides.p_block, sides.d_block)
     periods, rest = divmod(chunks, period)
     if periods < 3:
@@ -150,9 +156,7 @@ def _geometry(
     layout: str,
     tokens: int,
 ) -> Geometry:
-    """One region of a rank's cache, long enough for so many tokens. Blocks of all layers are HND
-    inside.
-    """
+    """A rank's cache as one region of `tokens` tokens. Cross-layer blocks are HND inside."""
     heads = len(heads_of(rank, tp, total))
     by_head, by_token = (AxisKind.HEAD, heads), (AxisKind.TOKEN, block)
     order = (by_token, by_head) if layout == NHD else (by_head, by_token)

@@ -1,8 +1,8 @@
-"""What a model caches for a token, layer by layer. Pure.
+"""The bytes that a model caches for a token, layer by layer. Pure.
 
     per token = layers × 2 (K, V) × KV heads × head size × bytes of a number
 
-A layer with a window holds its last tokens only; a latent layer (MLA) holds one vector for all
+A layer with a window holds only its last tokens; a latent layer (MLA) holds one vector for all
 heads, the same on every rank.
 """
 
@@ -23,8 +23,8 @@ __all__ = [
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 LATENT_DTYPE = "fp8_ds_mla"
-"""vLLM's format for latent layers: values of one byte, a scale of four bytes for each 128 of them,
-the rotary part in two bytes.
+"""vLLM's format for latent layers: values of one byte, a scale of four bytes for each 128 values,
+and the rotary part in two bytes per number.
 """
 _SYNONYMS = {
     "fp32": "float32",
@@ -43,6 +43,8 @@ _SCALED_TOGETHER = 128
 
 
 class LayerCacheKind(StrEnum):
+    """What a layer attends to, and how it stores the KV."""
+
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
@@ -51,33 +53,33 @@ class LayerCacheKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """So many layers that cache alike."""
+    """Layers that cache alike: `layers` is their number."""
 
     kind: LayerCacheKind
     layers: int
     kv_heads: int
-    """1 for latent layers."""
+    """The number of KV heads; 1 for latent layers."""
     width: int
     """Numbers per token and head: K and V together, or the latent vector with its rotary part."""
     window: int | None = None
-    """The most tokens it holds."""
+    """The most tokens that a layer holds; None for no limit."""
     rotary: int = 0
-    """Of a latent layer: how many of `width` are the rotary part."""
+    """How many of the `width` numbers of a latent layer are the rotary part."""
     fixed_bytes: int = 0
-    """Per token and layer, where no dtype that is asked for changes it."""
+    """Bytes per token and layer if no choice of dtype changes the size; 0 otherwise."""
 
     def held_tokens(self, tokens: int) -> int:
         return tokens if self.window is None else min(tokens, self.window)
 
     def held_blocks(self, tokens: int, block_size: int) -> int:
-        """Blocks with at least one token that is held."""
+        """The number of blocks with at least one held token."""
         return -(-tokens // block_size) - (tokens - self.held_tokens(tokens)) // block_size
 
     def heads_per_rank(self, tp: int) -> int:
         return 1 if self.kind is LayerCacheKind.LATENT else max(1, self.kv_heads // tp)
 
     def head_bytes(self, dtype: str) -> int:
-        """Of one token and head in one layer."""
+        """The bytes of one token and head in one layer."""
         if self.fixed_bytes:
             return self.fixed_bytes
         if dtype == LATENT_DTYPE:
@@ -88,6 +90,8 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheShape:
+    """The KV cache of a whole model."""
+
     groups: tuple[LayerGroup, ...]
     dtype: str
 
@@ -106,15 +110,15 @@ class ModelCacheShape:
         return sum(group.layers for group in self.groups)
 
     def layer_bytes(self, group: LayerGroup, tp: int = 1) -> int:
-        """Of one token in one layer, on one of so many ranks."""
+        """The bytes of one token in one layer, on one of `tp` ranks."""
         return group.heads_per_rank(tp) * group.head_bytes(self.dtype)
 
     def bytes_per_token(self, tp: int = 1) -> int:
-        """While the prompt is shorter than every window."""
+        """The bytes of one token while the prompt is shorter than every window."""
         return sum(group.layers * self.layer_bytes(group, tp) for group in self.groups)
 
     def bytes_per_late_token(self) -> int:
-        """What one more token adds when every window is full."""
+        """The bytes that one more token adds when every window is full."""
         return sum(
             group.layers * self.layer_bytes(group) for group in self.groups if group.window is None
         )
@@ -126,7 +130,7 @@ class ModelCacheShape:
         )
 
     def check_tp(self, tp: int, flag: str = "--tp") -> None:
-        """ConfigError when the heads cannot be dealt out evenly."""
+        """Raise `ConfigError` if the heads cannot be divided evenly among the ranks."""
         for group in self.groups:
             if group.kind is not LayerCacheKind.LATENT and not can_divide(group.kv_heads, tp):
                 raise ConfigError(
@@ -136,7 +140,7 @@ class ModelCacheShape:
 
 
 def canonical_dtype(name: str) -> str:
-    """ConfigError for one we do not know the size of."""
+    """The dtype's usual name. Raises `ConfigError` for a dtype of unknown size."""
     plain = name.lower().removeprefix("torch.")
     found = _SYNONYMS.get(plain, plain)
     if found not in DTYPE_BYTES and found != LATENT_DTYPE:

@@ -1,8 +1,9 @@
-"""How much of a prompt's KV crosses a link, and for how long. Pure.
+"""The size of a prompt's KV, the time to transfer it over a link, and the settings that follow.
+Pure.
 
-Two ways to count. The usual table of KV sizes (`ROUND`) has 1,024 bytes in a KB and then goes on in
-thousands: 1 GB is 1,000,000 KB, 1K tokens are 1,000, and a link of 200 Gbit/s carries 25 such GB
-per second. `EXACT` has 1,000,000,000 bytes in a GB; its times are 2.4 % longer.
+There are two units. `ROUND` follows the usual tables of KV sizes: a KB has 1,024 bytes and larger
+units count in thousands, so 1 GB is 1,000,000 KB, 1K tokens are 1,000, and a link of 200 Gbit/s
+carries 25 such GB per second. `EXACT` has 1,000,000,000 bytes in a GB; its times are 2.4 % longer.
 """
 
 import math
@@ -31,7 +32,7 @@ __all__ = [
 
 
 class Units(Enum):
-    """Bytes of a GB, and of the KB it is made of."""
+    """The number of bytes in a GB."""
 
     ROUND = 1_024_000_000
     EXACT = 1_000_000_000
@@ -39,6 +40,8 @@ class Units(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
+    """A network link and its nominal speed."""
+
     name: str
     gbit: float
 
@@ -57,17 +60,17 @@ DEFAULT_TOKENS = (1_000, 4_000, 8_000, 32_000, 128_000)
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt length."""
+    """The KV of one prompt length."""
 
     tokens: int
     size_bytes: int
-    """Of all ranks, each head once."""
+    """The bytes over all ranks, each head counted once."""
     rank_bytes: int
-    """Of the largest rank."""
+    """The bytes on the largest rank."""
     gigabytes: float
-    """In the units asked for; so are `ms`."""
+    """The size in the chosen units; `ms` uses the same units."""
     ms: tuple[float, ...]
-    """For each link, all bytes over one."""
+    """The time over each link, if all bytes use one link."""
 
 
 def prompt_row(
@@ -98,20 +101,22 @@ def show_ms(ms: float) -> str:
     return f"~{ms:,.0f} ms" if ms >= 10 else f"~{ms:.1f} ms" if ms >= 0.1 else f"~{ms:.3f} ms"
 
 
-# -------------------- advice --------------------
-# What to set for a model and its links, with the reason. Pure.
+# -- advice --
+# The settings recommended for a model and its links, with the reason.
 
 
 DEFAULT_LEASE_S = 30
 DEFAULT_READ_TIMEOUT_S = 30
 GOOD_SEGMENT_BYTES = 16 * 1024
-"""From about this size on, a segment costs by its bytes, not by its number."""
+"""From about this size on, the cost of a segment depends on its bytes, not on the number of
+segments.
+"""
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A setting, its value, and one sentence that says why."""
+    """A setting, its value, and one sentence with the reason."""
 
     setting: str
     value: int
@@ -119,7 +124,9 @@ class Advice:
 
 
 def advise_lease(longest_s: float, link: NetworkLink, held_bytes: int) -> Advice:
-    """`longest_s`: the longest prompt over the slowest link; `held_bytes`: its blocks."""
+    """The lease duration. `longest_s` is the time of the longest prompt over the slowest link;
+    `held_bytes` is the size of the prompt's blocks.
+    """
     lease = max(DEFAULT_LEASE_S, math.ceil(2 * longest_s))
     interval = heartbeat_interval_s(lease)
     why = "the default is enough" if lease == DEFAULT_LEASE_S else "twice the longest read"
@@ -149,8 +156,8 @@ def advise_read_timeout(longest_s: float, link: NetworkLink) -> Advice:
 
 
 def advise_block_size(shape: ModelCacheShape, tp: int) -> Advice:
-    """The smallest of the usual sizes whose segments are good, for small blocks waste less and
-    share prefixes better.
+    """The smallest usual block size whose segments are large enough: small blocks waste less memory
+    and share prefixes better.
     """
     token_bytes = min(shape.layer_bytes(group, tp) for group in shape.groups)
     size = next(

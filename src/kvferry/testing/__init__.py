@@ -1,1 +1,3 @@
-"""Public test aids: conformance suites and small stand-ins for the outside world."""
+"""Public test helpers: conformance suites, and small replacements for clocks, transports and
+networks.
+"""

@@ -1,8 +1,10 @@
-"""What every control transport must do: the contract of `kvferry.transports.base`, as cases that
-any implementation can run.
+"""Conformance cases for control transports: the contract of `kvferry.transports.base`, which any
+implementation can run.
 
-for case in CONTROL_CASES:
-    case(make_transport)      # make_transport(port) opens a transport of one and the same cluster; port 0 is any free one
+    for case in CONTROL_CASES:
+        case(make_transport)
+
+`make_transport(port)` opens a transport of the same cluster each time; port 0 is any free port.
 """
 
 import threading
@@ -32,8 +34,8 @@ MANY = 200
 def gather(
     transport: ControlTransport, count: int, *others: ControlTransport
 ) -> list[ControlEvent]:
-    """Poll until `count` events have come. The others are polled too; their events are thrown
-    away.
+    """Poll until `count` events have arrived. The other transports are polled too, and their events
+    are discarded.
     """
     events: list[ControlEvent] = []
     deadline = time.monotonic() + DEADLINE_S

@@ -1,9 +1,9 @@
-"""A TCP proxy that misbehaves on command: delay, stall, reset, half-open connections, a cut after
-so many bytes.
+"""A TCP proxy that injects network faults on command: delay, stall, reset, half-open connections, a
+cut after a number of bytes.
 
-One thread owns the sockets; commands may come from any other and have taken effect when they
-return. Bytes are passed on as they are, so whatever is spoken over it, encrypted or not, meets a
-bad network and nothing else.
+One thread, with its own event loop, owns the sockets. Any other thread may give commands; a command
+has taken effect when it returns. The proxy forwards bytes unchanged, so any protocol, encrypted or
+not, sees a bad network and nothing else. See docs/decisions/017-faults-are-made-outside.md.
 """
 
 import asyncio
@@ -24,15 +24,20 @@ __all__ = ["BOTH", "FaultProxy", "ProxyDirection", "ProxySide"]
 _CALL_S = 10.0
 _CHUNK_BYTES = 65536
 _QUEUED_CHUNKS = 64
+# SO_LINGER with a timeout of 0: closing the socket sends a reset.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ProxyDirection(Enum):
+    """The direction of bytes through the proxy."""
+
     TO_SERVER = "to the server"
     TO_CLIENT = "to the client"
 
 
 class ProxySide(Enum):
+    """One end of a proxied connection."""
+
     CLIENT = "client"
     SERVER = "server"
 
@@ -42,19 +47,19 @@ BOTH = (ProxyDirection.TO_SERVER, ProxyDirection.TO_CLIENT)
 
 @dataclass(slots=True)
 class _DirectionState:
-    """What happens to bytes in one direction."""
+    """The faults and counters of one direction."""
 
     delay_s: float = 0.0
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_left: int | None = None
-    """None: no limit."""
+    """How many more bytes may pass; None for no limit."""
     carried_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.flows.set()
 
     def allowance(self, size_bytes: int) -> int:
-        """How many of these may pass."""
+        """How many of these bytes may pass; the result is subtracted from the limit."""
         allowed = size_bytes if self.bytes_left is None else min(size_bytes, self.bytes_left)
         if self.bytes_left is not None:
             self.bytes_left -= allowed
@@ -63,10 +68,10 @@ class _DirectionState:
 
 
 class FaultProxy:
-    """Listens from `start` to `close` and passes every connection on to `upstream`."""
+    """Listens from `start` to `close` and forwards every connection to `upstream`."""
 
     def __init__(self, upstream: Address, listen: Address) -> None:
-        """`listen` with port 0: any free one."""
+        """Prepare a proxy; port 0 in `listen` is any free port."""
         self._upstream = upstream
         self._listen = listen
         self._loop = asyncio.new_event_loop()
@@ -94,7 +99,7 @@ class FaultProxy:
         self.accept()
 
     def close(self) -> None:
-        """Every connection ends with a reset. Idempotent."""
+        """Reset every connection and stop the thread. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(_CALL_S)
@@ -102,29 +107,29 @@ class FaultProxy:
         self._thread.join(_CALL_S)
         self._loop.close()
 
-    # -- what can be seen --
+    # -- observations --
 
     @property
     def address(self) -> Address:
-        """Where to dial."""
+        """The address that clients connect to."""
         return self._listen
 
     @property
     def num_accepted(self) -> int:
-        """Connections so far."""
+        """The number of connections accepted so far."""
         return self._num_accepted
 
     def carried_bytes(self, direction: ProxyDirection) -> int:
         return self._ways[direction].carried_bytes
 
-    # -- what can be done to connections --
+    # -- faults --
 
     def flow(self) -> None:
-        """Undo `delay`, `stall` and `cut_after`. What was held back goes on its way."""
+        """Undo `delay`, `stall` and `cut_after`. Bytes that were held back are forwarded."""
         self._call(self._flow)
 
     def delay(self, seconds: float, *directions: ProxyDirection) -> None:
-        """Bytes that come from now on are passed on that much later."""
+        """Forward the bytes that arrive from now on this much later."""
 
         def act() -> None:
             for each in directions or BOTH:
@@ -133,7 +138,7 @@ class FaultProxy:
         self._call(act)
 
     def stall(self, *directions: ProxyDirection) -> None:
-        """Connections are accepted and stay open, and nothing moves."""
+        """Keep accepting connections and keep them open, but forward nothing."""
 
         def act() -> None:
             for each in directions or BOTH:
@@ -142,8 +147,8 @@ class FaultProxy:
         self._call(act)
 
     def cut_after(self, size_bytes: int, direction: ProxyDirection) -> None:
-        """So many more bytes go in this direction, then every connection that wants to send more is
-        reset.
+        """Forward this many more bytes in this direction, then reset every connection that sends
+        more.
         """
 
         def act() -> None:
@@ -152,11 +157,13 @@ class FaultProxy:
         self._call(act)
 
     def reset(self) -> None:
-        """Both sides of every connection get a reset, at once."""
+        """Reset both sides of every connection at once."""
         self._call(self._reset_all)
 
     def vanish(self, side: ProxySide) -> None:
-        """One side of every connection is gone; the other is not told, and speaks to nobody."""
+        """Close one side of every connection. The other side stays open without notice, and its
+        bytes are discarded.
+        """
 
         def act() -> None:
             for connection in self._connections:
@@ -165,20 +172,22 @@ class FaultProxy:
         self._call(act)
 
     def refuse(self) -> None:
-        """Listen no more. Connections that stand are left alone."""
+        """Stop listening. Existing connections stay open."""
         self._call(self._stop_listening)
 
     def accept(self) -> None:
-        """Listen, from the start or again."""
+        """Listen, for the first time or again."""
         asyncio.run_coroutine_threadsafe(self._start_listening(), self._loop).result(_CALL_S)
 
-    # -- on the loop's thread --
+    # -- on the event loop's thread --
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
     def _call(self, action: Callable[[], None]) -> None:
+        """Run an action on the event loop's thread and wait for it."""
+
         async def act() -> None:
             action()
 
@@ -244,8 +253,8 @@ class FaultProxy:
         direction: ProxyDirection,
         connection: "_ProxiedConnection",
     ) -> None:
-        """Until the sender ends. Reading and writing are apart, so that a delay does not become a
-        limit on the rate.
+        """Forward one direction until the sender ends. Reading and writing are separate tasks, so
+        that a delay does not limit the rate.
         """
         way = self._ways[direction]
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_CHUNKS)
@@ -289,7 +298,7 @@ class FaultProxy:
 
 
 class _ProxiedConnection:
-    """The two sockets of one connection."""
+    """The two sockets of one proxied connection."""
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self._writers = {ProxySide.CLIENT: client, ProxySide.SERVER: server}
@@ -305,7 +314,7 @@ class _ProxiedConnection:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Close with a reset, without sending what is left."""
+    """Close with a reset, without sending the remaining bytes."""
     raw = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):  # closed already
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

@@ -1,4 +1,6 @@
-"""A clock that tests turn by hand."""
+"""Test helpers that need no transports: a clock that tests advance by hand, and a transport kit
+without transports.
+"""
 
 import ctypes
 import mmap
@@ -20,7 +22,7 @@ __all__ = ["LocalMemory", "LocalTransportKit", "ManualClock"]
 
 
 class ManualClock:
-    """Call it for the time; `advance` is the only way it goes on. It never goes back."""
+    """A clock that returns the time when called. Only `advance` moves the time, forwards."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now
@@ -34,12 +36,13 @@ class ManualClock:
         self._now += seconds
 
 
-# -------------------- local kit -------------------- A transport kit for engines that move nothing:
-# plain memory, no transports. For tests, benchmarks and single engines.
+# -- local kit --
+# A transport kit for engines that transfer nothing: plain memory, no transports. For tests,
+# benchmarks and single engines.
 
 
 class LocalMemory:
-    """Anonymous pages of this process."""
+    """Cache memory in anonymous pages of this process."""
 
     def __init__(self, size_bytes: int) -> None:
         self._pages = mmap.mmap(-1, max(size_bytes, 1))
@@ -59,13 +62,15 @@ class LocalMemory:
         return self._view
 
     def close(self) -> None:
-        # Python unmaps the pages when the last tensor over them is gone; closing the mapping under
-        # one would be refused.
+        # Python unmaps the pages when the last tensor over the pages is gone; Python refuses to
+        # close a mapping while a tensor uses it.
         self._view = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTransportKit:
+    """A transport kit that allocates plain memory and has no transports."""
+
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return LocalMemory(size_bytes)
 

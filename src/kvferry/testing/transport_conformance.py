@@ -1,10 +1,10 @@
-"""What every data transport must do: the contract of `kvferry.transports.base`, as cases that any
+"""Conformance cases for data transports: the contract of `kvferry.transports.base`, which any
 implementation can run.
 
-source = TransportPairSource(make_side, SpawnedFarSide)
-for case in CASES:
-    case.run(source)      # AssertionError when the transport breaks its contract
-source.close()
+    source = TransportPairSource(make_side, SpawnedFarSide)
+    for case in CASES:
+        case.run(source)      # AssertionError if the transport breaks the contract
+    source.close()
 """
 
 import contextlib
@@ -50,11 +50,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One promise. `run` raises AssertionError when it is broken."""
+    """One clause of the contract. `run` raises AssertionError if the transport breaks it."""
 
     run: Callable[[TransportPairSource], None]
     needs_peer_death: bool = False
-    """Only for sources whose far side can be seen to die."""
+    """Run the case only with sources whose far side can die in a way that the transport notices."""
 
     @property
     def name(self) -> str:
@@ -306,7 +306,7 @@ def a_dead_peer_fails_its_transfers_and_no_others(source: TransportPairSource) -
             pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
         with contextlib.suppress(
             TransportError
-        ):  # some transports can tell at once that nobody is there, others when they try
+        ):  # transports notice a dead peer either when they connect or when they read
             pair.near.transport.connect(gone, doomed.offer, doomed.regions)
             lost = pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
             assert not pair.wait(lost)[lost].ok, "a dead peer came back"
@@ -316,7 +316,7 @@ def a_dead_peer_fails_its_transfers_and_no_others(source: TransportPairSource) -
 def close_is_complete_and_idempotent(source: TransportPairSource) -> None:
     with (
         source.pair() as pair
-    ):  # libraries that keep things for the whole process have loaded them after this
+    ):  # some libraries keep files and threads for the whole process: load them first
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
     before = _held()
@@ -330,7 +330,7 @@ def close_is_complete_and_idempotent(source: TransportPairSource) -> None:
         assert pair.near.transport.poll() == []
     deadline = (
         time.monotonic() + DEADLINE_S
-    )  # the kernel lists a thread a moment longer than it can be joined
+    )  # the kernel lists a thread a moment longer than the thread can be joined
     while any(now > then for now, then in zip(_held(), before, strict=True)):
         assert time.monotonic() < deadline, (
             f"(files, threads, shared mappings) were {before} before and are {_held()}"
@@ -373,7 +373,7 @@ def _read_and_compare(pair: TransportPair, parts: Sequence[Segments]) -> Complet
 
 
 def _apply(pair: TransportPair, parts: Sequence[Segments], memory: Bytes) -> None:
-    """Do to a copy of our memory what a right read does."""
+    """Apply to a copy of the near side's memory what a correct read does."""
     for part in parts:
         for local, remote in zip(
             part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True
@@ -391,7 +391,7 @@ def _same(memory: Bytes, expected: Bytes) -> None:
 
 
 def _scattered(local_region: int, remote_region: int, segment_bytes: int, seed: int) -> Segments:
-    """A third of the segments of a small region, in any order, to any place."""
+    """A third of the segments of a small region, in random order, to random places."""
     slots = SMALL_BLOCKS * SMALL_BLOCK_BYTES // segment_bytes
     random = np.random.default_rng(seed)
     local, remote = (
@@ -401,7 +401,7 @@ def _scattered(local_region: int, remote_region: int, segment_bytes: int, seed: 
 
 
 def _large(seed: int) -> Segments:
-    """All of the large region, shuffled."""
+    """All segments of the large region, shuffled."""
     random = np.random.default_rng(seed)
     local, remote = (
         random.permutation(LARGE_BLOCKS).astype(np.int64) * LARGE_BLOCK_BYTES for _ in range(2)
@@ -410,8 +410,8 @@ def _large(seed: int) -> Segments:
 
 
 def _begin(pair: TransportPair, peer: PeerId, seed: int) -> Handle:
-    """A large read that has begun and is not over. A device may need no more than one turn for it:
-    then this is another one, without.
+    """Start a large read that has begun and is not over. A device may finish the read within one
+    tick; then start a second read without polling.
     """
     handle = pair.near.transport.read(peer, [_large(seed)])
     ended = pair.tick()
@@ -438,7 +438,7 @@ def _raises(error: type[KVFerryError]) -> Iterator[None]:
 
 
 def _held() -> tuple[int, int, int]:
-    """Open files, threads, and mappings of shared files of this process."""
+    """The number of open files, threads, and mappings of shared files of this process."""
     with open("/proc/self/maps") as maps:
         shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared

@@ -1,8 +1,8 @@
-"""The two sides of a data-transport conformance run: ours, and a far one in this process or in a
-spawned one.
+"""The two sides of a data-transport conformance run: a near side in this process, and a far side in
+this process or in a spawned process.
 
-Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer
-may touch.
+Each side has one memory of the same layout: small regions, one large region, and gaps that no
+transfer may touch.
 """
 
 import itertools
@@ -62,11 +62,12 @@ MEMORY_BYTES = (
 )
 
 
+# Grant ids.
 _numbers = itertools.count(1)
 
 
 def layout(address: int) -> tuple[Region, ...]:
-    """The regions of a memory that starts at an address."""
+    """The regions of a memory that starts at `address`."""
     regions = []
     at = address + GAP_BYTES
     for number in range(SMALL_REGIONS):
@@ -82,7 +83,7 @@ def layout(address: int) -> tuple[Region, ...]:
 
 @lru_cache(maxsize=4)
 def pattern(seed: int) -> Bytes:
-    """The bytes a memory is filled with. Not to be written."""
+    """The bytes that a memory is filled with. The array is shared and must not be written."""
     return np.random.default_rng(seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
 
 
@@ -104,11 +105,11 @@ class TransportSide:
 
 
 TransportSideMaker = Callable[[], TransportSide]
-"""For a spawned far side it must be picklable: a module's own function."""
+"""Makes one side. For a spawned far side the callable must be picklable: a function of a module."""
 
 
 class FarSide(Protocol):
-    """The other side, as far as a case may touch it."""
+    """The far side, as far as a case may use it."""
 
     regions: tuple[Region, ...]
     offer: TransportOffer
@@ -118,22 +119,22 @@ class FarSide(Protocol):
     def digest(self) -> int: ...
     def fill_with(self, value: int) -> None: ...
     def filled_with(self) -> bool:
-        """Whether its large region is of one value, by a look at every page of it."""
+        """Whether the large region holds a single value, judged by one byte of every page."""
 
     def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
     def revoke_writes(self, number: int) -> int:
-        """How many polls it took."""
+        """Revoke a grant and return the number of polls that the revocation took."""
 
     def tick(self) -> None:
-        """Let it make progress, if it does not by itself."""
+        """Let the far side make progress, if it does not do so by itself."""
 
     def die(self) -> None: ...
     def close(self) -> None: ...
 
 
 class InProcessFarSide:
-    """A far side in this process. It dies by closing its transport, which only some transports can
-    tell.
+    """A far side in this process. `die` closes the transport, which only some transports can
+    notice.
     """
 
     def __init__(self, make: TransportSideMaker) -> None:
@@ -171,7 +172,7 @@ class InProcessFarSide:
 
 
 class SpawnedFarSide:
-    """A far side in a process of its own. It dies by SIGKILL."""
+    """A far side in its own process. `die` sends SIGKILL."""
 
     def __init__(self, make: TransportSideMaker) -> None:
         context = multiprocessing.get_context("spawn")
@@ -233,7 +234,7 @@ class SpawnedFarSide:
 
 @dataclass(slots=True)
 class TransportPair:
-    """Our side, not yet connected, and the far side, filled with `pattern(far_seed)`."""
+    """The near side, not yet connected, and the far side, filled with `pattern(far_seed)`."""
 
     near: TransportSide
     far: FarSide
@@ -244,13 +245,15 @@ class TransportPair:
         self.near.transport.connect(self.peer, self.far.offer, self.far.regions)
 
     def grant_writes(self, *blocks: Sequence[int]) -> int:
-        """A new number for some of the far side's blocks."""
+        """Grant writes into some of the far side's blocks and return the new grant id."""
         number = next(_numbers)
         self.far.grant_writes(number, blocks)
         return number
 
     def grant_all(self) -> int:
-        """A new number for all blocks; none where writes are not fenced."""
+        """Grant writes into all blocks and return the grant id; 0 if the transport does not support
+        write grants.
+        """
         return (
             self.grant_writes(range(SMALL_BLOCKS), range(LARGE_BLOCKS))
             if self.far.supports_write_grants
@@ -266,7 +269,7 @@ class TransportPair:
         return completions
 
     def wait(self, *handles: Handle) -> dict[Handle, Completion]:
-        """The completions of exactly these handles; nothing else may complete, and none twice."""
+        """The completions of exactly these handles; no other may complete, and none twice."""
         ended: dict[Handle, Completion] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(ended) < len(handles):
@@ -280,17 +283,19 @@ class TransportPair:
         return ended
 
     def far_bytes(self, region: int, offset: int, size: int) -> Bytes:
-        """What the far side was filled with."""
+        """The bytes that the far side was filled with."""
         at = self.far.regions[region].address - self.far.regions[0].address + GAP_BYTES + offset
         return pattern(self.far_seed)[at : at + size]
 
     def place(self, region: int, offset: int) -> int:
-        """Where an offset into a region lies in either memory."""
+        """The position of an offset into a region in either memory."""
         return self.near.regions[region].address - self.near.regions[0].address + GAP_BYTES + offset
 
 
 class TransportPairSource:
-    """Makes pairs: our side anew for each, the far side shared by all but those that are to die."""
+    """Makes pairs: a new near side for each pair, and one far side shared by all cases that do not
+    kill it.
+    """
 
     def __init__(
         self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]
@@ -344,7 +349,9 @@ def digest(memory: Bytes) -> int:
 
 
 def _serve(pipe: Connection, make: TransportSideMaker) -> None:
-    """The far process: answers the suite, and polls as often as its transport asks for."""
+    """The main function of the far process: answers the suite, and polls as often as the transport
+    asks for.
+    """
     side = make()
     pipe.send((side.regions, side.transport.offer(), side.transport.supports_write_grants))
     while True:
@@ -354,7 +361,7 @@ def _serve(pipe: Connection, make: TransportSideMaker) -> None:
             if not pipe.poll(IDLE_S if interval_s is None else interval_s):
                 continue
             order = pipe.recv()
-        except (EOFError, OSError):  # the suite has gone
+        except (EOFError, OSError):  # the suite's process has ended
             break
         if order[0] == "close":
             break
@@ -363,6 +370,7 @@ def _serve(pipe: Connection, make: TransportSideMaker) -> None:
 
 
 def _execute(side: TransportSide, order: tuple[str, Any]) -> int:
+    """Execute one order of the suite on the far side."""
     match order:
         case "fill", seed:
             side.memory[:] = pattern(seed)

@@ -1,7 +1,7 @@
-"""What a data transport that supports write grants must do besides: `FENCE_CASES`, run like those
-of `transport_conformance`.
+"""Conformance cases for data transports that support write grants: `FENCE_CASES`, run like the
+cases of `transport_conformance`.
 
-The far side lends, and is written to by ours.
+The far side grants writes into its blocks, and the near side writes.
 """
 
 import itertools
@@ -29,8 +29,11 @@ __all__ = ["FENCE_CASES"]
 
 CANARY = 77
 REPEATS = 64
-"""Of the large region, in a write that shall not end by itself."""
+"""How often one write repeats the large region, so that the write cannot end by itself during the
+case.
+"""
 UNKNOWN = 1 << 63
+"""A grant id that was never granted."""
 ALL_SMALL, ALL_LARGE = range(SMALL_BLOCKS), range(LARGE_BLOCKS)
 
 
@@ -118,7 +121,7 @@ def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(
         handle = pair.near.transport.write(pair.peer, _endless(), number)
         for _ in range(
             2
-        ):  # the second time as a control: a canary in blocks that are still lent dies
+        ):  # the second pass is the control: while the grant is valid, bytes do land
             pair.far.fill_with(CANARY)
             _until_bytes_land(pair)
         pair.far.revoke_writes(number)
@@ -185,6 +188,7 @@ def _write(pair: TransportPair, part: Segments | list[Segments], number: int) ->
 
 
 def _refused(pair: TransportPair, part: Segments, number: int, why: str) -> None:
+    """Assert that a write is refused for this reason and changes no byte of the far side."""
     completion = _write(pair, part, number)
     assert completion.error is not None, "a write was let in that should have been refused"
     assert why in completion.error, completion.error
@@ -192,6 +196,7 @@ def _refused(pair: TransportPair, part: Segments, number: int, why: str) -> None
 
 
 def _far_is(pair: TransportPair, *written: Segments) -> None:
+    """Assert that the far side holds its pattern, changed only by these writes."""
     expected = pattern(pair.far_seed).copy()
     for part in written:
         _apply(pair, part, expected)
@@ -205,6 +210,7 @@ def _canary_stays(pair: TransportPair) -> None:
 
 
 def _until_bytes_land(pair: TransportPair) -> None:
+    """Poll until a byte of the write in flight has landed on the far side."""
     deadline = time.monotonic() + DEADLINE_S
     while pair.far.filled_with():
         assert pair.tick() == [], "a long write has ended too early"

@@ -1,3 +1,1 @@
-"""Ways to move bytes and messages: the only importers of the libraries that do it. Built by
-composition roots, seen by others as ports.
-"""
+"""Transports: move bytes between KV caches, and messages between transfer workers."""

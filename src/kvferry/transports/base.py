@@ -1,6 +1,16 @@
-"""Where an engine's KV cache lives, so that transports can reach it.
+"""The contracts between transfer workers and transports.
 
-The engine asks for one buffer per worker at start-up and builds its tensors in it.
+Engines, connectors and transfer workers see transports only through the protocols in this module:
+
+    CacheMemory, CacheAllocator   the memory that holds a worker's KV cache
+    DataTransport                 moves bytes between the caches of two transfer workers
+    ControlTransport              carries small messages between transfer workers
+    BlockStore                    rearranges and copies blocks of the local cache
+    EngineStream, StreamEvent     report when a GPU has finished what the engine submitted
+    TransportKit                  makes all of these for an engine
+
+The docstring of each protocol is its contract. This module holds no state; every protocol names the
+thread that makes the calls.
 """
 
 from collections.abc import Sequence
@@ -38,7 +48,11 @@ __all__ = [
 
 
 class CacheMemory(Protocol):
-    """One contiguous writable buffer, zeroed, page aligned. Its owner is whoever allocated it."""
+    """One contiguous, writable, zeroed, page-aligned buffer that holds a worker's KV cache.
+
+    The engine asks for one buffer per worker at start-up and builds its tensors in the buffer.
+    The caller that allocated the buffer owns it and closes it.
+    """
 
     @property
     def address(self) -> int:
@@ -49,79 +63,59 @@ class CacheMemory(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """The bytes, writable; valid until `close`."""
+        """The bytes of the buffer, writable; the view is valid until `close`."""
 
     def close(self) -> None:
-        """Give the memory back. Idempotent. No view of `buffer` may be used afterwards."""
+        """Free the memory. Idempotent. No view of `buffer` may be used afterwards."""
 
 
 class CacheAllocator(Protocol):
+    """Allocates the memory of KV caches."""
+
     def allocate(self, size_bytes: int) -> CacheMemory: ...
 
 
-# -------------------- data --------------------
-# The data transport: a way to move bytes between the caches of two workers.
-#
-# Contract, checked by `kvferry.testing.transport_conformance` on every implementation:
-#
-# - One thread owns a transport and makes every call. Nothing here blocks for longer than one
-#   bounded slice of work.
-# - `register` is called once, before anything else. It answers whether this transport can carry
-#   that memory.
-# - `offer` describes this side for the handshake; `connect` takes the other side's offer. Both are
-#   opaque to all but the transport.
-# - `read` and `write` return at once with a handle; `poll` does the work or asks for it, and yields
-#   each handle exactly once, done or failed. A failed transfer may have written some of its local
-#   (read) or remote (write) bytes, never any other byte.
-# - Offsets and region numbers are checked against both registrations before any address is
-#   computed: LocalProtocolError for ours, TransportError for the peer's. Of thousands of segments a
-#   transport may look at each when its turn comes; then the transfer fails.
-# - `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`,
-#   once its memory here is no longer touched. What a failed write has sent may still arrive in the
-#   peer's memory: its owner must not use that before it knows better.
-# - A transport that supports write grants (`supports_write_grants`) is how an owner knows better.
-#   Peers write there only under a number that its owner has lent with the blocks it is for; any
-#   other write ends at the writer as failed, with the reason, and nothing lands outside those
-#   blocks. That costs the writer none of its other transfers. The owner takes the number back, and
-#   once `poll` has yielded that handle no byte lands under it, whatever the writer does and whether
-#   it lives. A number is lent once: a late write under a grant id that was issued again would be
-#   let in.
-# - A peer that has died yields failed completions, never a crash or a hang. `disconnect` drops all
-#   that is held for it, and fails its transfers.
-# - `close` is complete and idempotent: no mapping, handle, thread or file is left.
-
+# -- data transport --
+# Moves bytes between the registered memory of two transfer workers.
 
 Handle = NewType("Handle", int)
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """What one side says of a transport in the handshake."""
+    """What one side tells the other about a transport during the handshake."""
 
     transport: str
     reach: str
-    """Only sides with equal reach can use the transport together; empty: anywhere. (shm: host, user
-    and pid namespace.)
+    """Where the transport works: two sides can use the transport together only if both have the
+    same `reach`. Empty means no restriction. (shm: host, user and pid namespace.)
     """
     blob: bytes
+    """Data that only the transport itself can read: the other side passes it to `connect`."""
     near: str = ""
-    """Sides with other values use the transport together only when no other reaches across; empty:
-    as good as anywhere. (nixl without RDMA: the host.)
+    """Where the transport is a good choice: two sides with different `near` use the transport
+    together only if no other transport connects them. Empty means good anywhere. (nixl without
+    RDMA: the host.)
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """The end of one transfer, or of one revocation of a write grant."""
+
     handle: Handle
     error: str | None
+    """Why the transfer failed; None if it succeeded."""
     total_bytes: int
     segments: int
-    """Descriptors or copies really used, after coalescing."""
+    """Number of descriptors or copies used after coalescing."""
     post_s: float
+    """Seconds that this side spent preparing and submitting the transfer."""
     transfer_s: float
+    """Seconds from the start of the transfer until it ended."""
     device_s: float | None = None
-    """What a device has spent on it, where a transport was asked to tell: not the time until it was
-    told to, and until somebody saw it.
+    """Seconds that the device spent on the copies, if the transport was asked to measure. Excludes
+    the time before the copies were submitted and the time until `poll` noticed that they were done.
     """
 
     @property
@@ -130,95 +124,128 @@ class Completion:
 
 
 class DataTransport(Protocol):
+    """Moves bytes between the caches of two transfer workers.
+
+    Contract, checked by `kvferry.testing.transport_conformance` on every implementation:
+
+    - One thread owns the transport and makes every call. No call blocks for longer than one
+      bounded slice of work.
+    - `register` is called once, before any other call. The result says whether the transport can
+      carry this memory.
+    - `offer` describes this side for the handshake; `connect` takes the other side's offer. The
+      content of an offer is opaque to everything but the transport.
+    - `read` and `write` return at once with a handle. `poll` does the work, or starts it, and
+      yields each handle exactly once, as done or failed. A failed transfer may have written some
+      of its local (read) or remote (write) bytes, but never a byte outside the transfer.
+    - Offsets and region indexes are checked against both registrations before any address is
+      computed: LocalProtocolError if our side is wrong, TransportError if the peer's side is. A
+      transport may defer the check of a segment until it copies the segment, because a transfer
+      can have thousands of segments; the transfer then fails.
+    - `cancel` is safe at any time. `poll` still yields the handle, as failed with `cancelled`,
+      once the transport no longer touches local memory for this transfer. Bytes that a failed
+      write has sent may still arrive in the peer's memory: the peer must not reuse that memory
+      until its own transport reports that no more bytes can arrive.
+    - A transport with write grants (`supports_write_grants`) gives the peer that certainty. Other
+      sides write into our memory only under a grant id that we issued together with the blocks
+      that may be written. The transport refuses every other write: the write fails at the writer,
+      with the reason, nothing lands outside the granted blocks, and the writer's other transfers
+      go on. After `revoke_writes`, once `poll` has yielded the handle, no byte lands under that
+      grant id, whatever the writer does and whether or not the writer is still alive. A grant id
+      is issued only once: if it were issued again, a late write under the old grant would be
+      admitted.
+    - A peer that has died causes failed completions, never a crash or a hang. `disconnect` drops
+      everything held for the peer and fails the transfers with it.
+    - `close` is complete and idempotent: it leaves no mapping, handle, thread or file behind.
+    """
+
     @property
     def name(self) -> str: ...
 
     def register(self, regions: Sequence[Region]) -> bool:
-        """Make our regions reachable. False, with nothing changed, when this transport cannot carry
-        such memory.
+        """Make our regions reachable for peers. Returns False, with nothing changed, if this
+        transport cannot carry this kind of memory.
         """
 
     def offer(self) -> TransportOffer: ...
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
-        """Prepare to reach a peer's regions (their addresses are valid in the peer). TransportError
-        when it cannot be reached. Connecting twice replaces the first connection.
+        """Prepare to reach a peer's regions, whose addresses are valid in the peer's process.
+        TransportError if the peer cannot be reached. A second `connect` replaces the first.
         """
 
     def disconnect(self, peer: PeerId) -> None:
-        """Drop everything held for a peer; its transfers fail. Unknown peers are ignored."""
+        """Drop everything held for a peer and fail the transfers with it. Unknown peers are
+        ignored.
+        """
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        """Start copying the peer's bytes here. TransportError when the peer is not connected."""
+        """Start copying the peer's bytes into our regions. TransportError if the peer is not
+        connected.
+        """
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        """Start copying our bytes to the peer, under a number that it has lent (0: none; peers
-        without a fence ignore it). TransportError when the peer is not connected.
+        """Start copying our bytes to the peer, under a grant id that the peer issued (0: none;
+        peers without write grants ignore the id). TransportError if the peer is not connected.
         """
 
     @property
     def supports_write_grants(self) -> bool:
-        """Whether peers write here only under a grant id that was issued to them, and
-        `revoke_writes` certainly ends it.
+        """Whether peers can write here only under a grant id that was issued to them, and
+        `revoke_writes` reliably ends the grant.
         """
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Peers may write under this number (1 to 2**64 - 1) into these blocks (ids, by group:
-        `Region.group`) from now on, and nowhere else. Only where writes are fenced:
-        LocalProtocolError elsewhere, for a number that is lent, and for blocks that there are not.
+        """Allow peers to write under this grant id (1 to 2**64 - 1) into these blocks only.
+
+        `blocks` lists block ids by group (`Region.group`). LocalProtocolError if the transport has
+        no write grants, if the grant id is active already, or if a block id does not exist.
         """
 
     def revoke_writes(self, grant_id: int) -> Handle:
-        """End it; `poll` yields the handle once no byte of a peer lands under this number any more
-        (in the very next poll when nothing is being received under it). Unknown numbers too. Only
-        where writes are fenced.
+        """Revoke a grant. `poll` yields the handle once no more bytes of a peer can land under this
+        grant id: in the very next poll if nothing is being received under it. Unknown grant ids are
+        allowed. LocalProtocolError if the transport has no write grants.
         """
 
     def poll(self) -> list[Completion]:
-        """Make progress for a bounded time and return what has ended since the last call."""
+        """Make progress for a bounded time and return the transfers and revocations that have ended
+        since the last call.
+        """
 
     def cancel(self, handle: Handle) -> None:
-        """Stop a transfer as soon as possible. Ended or unknown handles are ignored."""
+        """Stop a transfer as soon as possible. Ended and unknown handles are ignored."""
 
     def poll_interval_s(self) -> float | None:
-        """How soon `poll` wants to be called again: 0 for at once, None when nothing moves here."""
+        """How soon `poll` should be called again: 0 for at once, None if no transfer is active."""
 
     def serving_interval_s(self) -> float | None:
-        """How often `poll` must run while a peer may be reading our memory; None when peers need no
-        help from us.
+        """How often `poll` must run while a peer may be reading our memory; None if peers can read
+        without help from this process.
         """
 
     def close(self) -> None: ...
 
 
-# -------------------- control --------------------
-# The control transport: small messages between transfer workers, and to a side channel.
-#
-# Contract:
-#
-# - One thread owns a transport and makes every call but `wake`, which any thread may make.
-# - `send` dials on first use and never waits: frames queue until the other side is there, up to a
-#   bound, then TransportError.
-# - Frames between two sides arrive whole, in order, at most once. None is larger than
-#   `MAX_FRAME_BYTES` (longer ones are dropped and counted).
-# - Frames from anybody without the cluster's keys never arrive.
-# - `poll` waits at most `timeout_s` or until `wake`, and returns what has arrived. Nothing a peer
-#   sends makes it raise.
-# - A dialled peer that goes away is reported once as `Disconnected`; the connection is dropped with
-#   it (the next `send` dials again).
+# -- control transport --
+# Carries small messages between transfer workers, and to the scheduler's side channel.
 
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Longest frame, in bytes, that a control transport carries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A frame arrived; `route` leads back to the sender."""
+
     route: Route
     frame: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
+    """The connection that we dialled to `address` is gone."""
+
     address: str
 
 
@@ -226,52 +253,45 @@ ControlEvent = Received | Disconnected
 
 
 class ControlTransport(Protocol):
+    """Carries small messages between transfer workers, and to the scheduler's side channel.
+
+    Contract:
+
+    - One thread owns the transport and makes every call except `wake`, which any thread may call.
+    - `send` dials on first use and never waits. Frames queue until the other side is connected;
+      when the queue is full, `send` raises TransportError.
+    - Frames between two sides arrive whole, in order, and at most once. Frames longer than
+      `MAX_FRAME_BYTES` are dropped and counted.
+    - Frames from a sender without the cluster's keys never arrive.
+    - `poll` waits for at most `timeout_s` or until `wake`, and returns the events so far. Nothing
+      that a peer sends makes `poll` raise.
+    - When a dialled peer goes away, `poll` reports one `Disconnected` and the connection is
+      dropped. The next `send` dials again.
+    """
+
     @property
     def address(self) -> str:
-        """What peers dial: `tcp://host:port`, never a wildcard."""
+        """The address that peers dial: `tcp://host:port`, never a wildcard."""
 
     def send(self, address: str, frame: bytes) -> None: ...
 
     def reply(self, route: Route, frame: bytes) -> None:
-        """Answer on the connection a frame came from. A route that is gone is ignored."""
+        """Answer on the connection that a frame arrived on. Ignored if that connection is gone."""
 
     def poll(self, timeout_s: float | None) -> list[ControlEvent]: ...
 
     def wake(self) -> None: ...
 
     def forget(self, address: str) -> None:
-        """Close the connection we dialled to an address, silently. Unknown addresses are
-        ignored.
+        """Close the connection that we dialled to an address, without a `Disconnected` event.
+        Unknown addresses are ignored.
         """
 
     def close(self) -> None: ...
 
 
-# -------------------- block store --------------------
-# The block store: our own cache memory, as the transfer worker may rearrange and copy it.
-#
-# Transports read and write the regions that were registered with them. Those are the engine's own
-# cache, or a host buffer of it in host memory with the same block numbers (a *staged* cache): then
-# blocks are exposed in the host buffer before peers read them, and brought from it when they have
-# arrived.
-#
-# Contract, checked by `tests/transports/test_block_store.py`:
-#
-# - One thread owns a store and makes every call. Nothing here blocks for longer than one bounded
-#   slice of work, about a millisecond.
-# - `place` and `copy_to_host_buffer` return at once with a handle; `poll` does the work and yields
-#   each handle exactly once, done or failed.
-# - Regions, offsets, strides and block numbers are checked before any address is computed:
-#   LocalProtocolError, with nothing begun.
-# - Once begun, errors are values: `StoreCompletion.error`. Blocks of a failed job are no longer
-#   touched, and what is in them is worthless.
-# - A job is never stopped halfway: whoever wants the blocks back waits for its handle.
-# - Jobs do not order each other. No two that are under way may write the same block, unless they
-#   write the same bytes.
-# - The engine has finished writing the blocks that are exposed, and touches those that are placed
-#   only after the handle has come back. If it takes exposed blocks back before (a preemption), what
-#   is copied is worthless, and whoever asked for it says so to nobody.
-# - `close` is complete and idempotent; what was under way is dropped.
+# -- block store --
+# Rearranges blocks of the local cache and copies them to and from a host buffer.
 
 
 StoreHandle = NewType("StoreHandle", int)
@@ -279,95 +299,130 @@ StoreHandle = NewType("StoreHandle", int)
 
 @dataclass(frozen=True, slots=True)
 class StoreCompletion:
-    """A job has ended: its blocks are as they were asked for, or worthless."""
+    """The end of one job. If `error` is set, the content of the job's blocks is undefined."""
 
     handle: StoreHandle
     error: str | None
 
 
 class BlockStore(Protocol):
+    """The local cache memory, with the operations that a transfer worker applies to its blocks.
+
+    Transports read and write the regions that were registered with them. These regions are either
+    the engine's own cache, or a host buffer: a copy of the cache in host memory with the same block
+    ids. With a host buffer, `copy_to_host_buffer` runs before peers read the blocks, and `place`
+    copies blocks that have arrived from the host buffer to the engine.
+
+    Contract, checked by `tests/transports/test_block_store.py`:
+
+    - One thread owns the store and makes every call. No call blocks for longer than one bounded
+      slice of work, about a millisecond.
+    - `place` and `copy_to_host_buffer` return at once with a handle; `poll` does the work and
+      yields each handle exactly once, as done or failed.
+    - Regions, offsets, strides and block ids are checked before any address is computed:
+      LocalProtocolError, with no job started.
+    - After a job has started, errors are values: `StoreCompletion.error`. The store no longer
+      touches the blocks of a failed job, and their content is undefined.
+    - A job is never stopped halfway: a caller that wants to reuse the blocks waits for the handle.
+    - Jobs run in no particular order. Two active jobs must not write the same block, unless they
+      write the same bytes.
+    - The engine has finished writing the blocks before `copy_to_host_buffer` is called, and uses
+      placed blocks only after `poll` has yielded the handle. If the engine reuses blocks during
+      `copy_to_host_buffer` (a preemption), the copy is useless, and the caller must not announce
+      these blocks to any peer.
+    - `close` is complete and idempotent; active jobs are dropped.
+    """
+
     def place(
         self, permutations: Sequence[BlockPermutation], blocks: Sequence[Sequence[int]] = ()
     ) -> StoreHandle:
-        """Put what has arrived into our own order, in place. Then, of a staged cache, copy these
-        blocks of each group to the engine.
+        """Permute blocks that have arrived into the local layout, in place. With a host buffer,
+        then copy `blocks` (block ids by group) from the host buffer to the engine.
         """
 
     def copy_to_host_buffer(self, blocks: Sequence[Sequence[int]]) -> StoreHandle:
-        """Copy these blocks of each group from the engine to where transports see them. Holes are
-        left out.
+        """Copy `blocks` (block ids by group) from the engine to the host buffer that transports
+        see. Holes are skipped.
         """
 
     def poll(self) -> list[StoreCompletion]:
-        """Work for a bounded time and return what has ended since the last call."""
+        """Work for a bounded time and return the jobs that have ended since the last call."""
 
     def poll_interval_s(self) -> float | None:
-        """How soon `poll` wants to be called again: 0 for at once, None when there is nothing to
-        do.
-        """
+        """How soon `poll` should be called again: 0 for at once, None if there is no job."""
 
     def close(self) -> None: ...
 
 
-# -------------------- order -------------------- The order of an engine's own work, where that work
-# goes on after the engine has asked for it (a GPU's stream).
-#
-# A transfer worker that is told of blocks must not show them, nor let a peer fill them, before the
-# device has done what the engine asked of it until then: it writes the blocks, or still reads what
-# was in them before. So the engine's thread marks its order when it says something, and what it
-# said counts from when the mark has been passed.
-#
-# - `mark` is called by the engine's thread; `is_complete` by the transfer worker's, as often as it
-#   likes. Neither waits.
-# - A mark is passed once everything is done, and seen by other streams and processes, that the
-#   engine asked for before.
+# -- engine stream --
+# Reports when a GPU has finished the work that the engine submitted asynchronously.
 
 
 class StreamEvent(Protocol):
+    """A point in the engine's stream of GPU work."""
+
     def is_complete(self) -> bool: ...
 
 
 class EngineStream(Protocol):
+    """The stream on which an engine submits its GPU work.
+
+    When the engine hands blocks to a transfer worker, the GPU may still be writing the blocks, or
+    still reading their previous content. The worker must not let a peer read or fill the blocks
+    before that work is done. So the engine's thread marks its stream when it notifies the worker,
+    and the worker acts on the notification once the marked event is complete.
+
+    - The engine's thread calls `mark`; the transfer worker's thread calls `is_complete` as often as
+      it likes. Neither call waits.
+    - An event is complete once everything that the engine submitted before `mark` is done and
+      visible to other streams and processes.
+    """
+
     def mark(self) -> StreamEvent | None:
-        """None: there is nothing to wait for."""
+        """Record an event after all work submitted so far; None if there is nothing to wait for."""
 
 
 class HostStream:
-    """Of an engine that computes on its own thread: what it has asked for is done."""
+    """The stream of an engine that computes on its own thread: its work is always complete."""
 
     def mark(self) -> StreamEvent | None:
         return None
 
 
-# -------------------- kit --------------------
-# What a composition root hands down to an engine: the makers of transports.
-#
-# Engines and connectors never import a transport; they get this. It must be picklable, because
-# worker processes are spawned with it.
+# -- transport kit --
+# Makes transports for an engine, so that engines and connectors never import an implementation.
 
 
 class TransportKit(Protocol):
+    """Makes the transports and block stores of one engine.
+
+    A composition root builds the kit and passes it down; engines and connectors never import a
+    transport. A kit must be picklable, because worker processes are spawned with it.
+    """
+
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
-        """Memory for a worker's KV cache that as many transports as possible can carry."""
+        """Allocate memory for a worker's KV cache that as many transports as possible can carry."""
 
     def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
-        """Fresh, unregistered data transports in order of preference."""
+        """Make new, unregistered data transports in order of preference."""
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
-        """What rearranges the blocks of a worker's registered regions."""
+        """Make the store that rearranges blocks in a worker's registered regions."""
 
     def host_buffer_store(
         self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
     ) -> BlockStore:
-        """The same for a staged cache: transports see `host_buffer`, which lies in `memory` (of
-        this kit) and follows the engine's regions.
+        """Make the store for a worker with a host buffer. Transports see `host_buffer`, which lies
+        in `memory` (allocated by this kit) and has one region for each of the engine's regions.
         """
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
-        """When what an engine with these regions has asked for is done."""
+        """Return the stream that reports when an engine with these regions has finished its GPU
+        work.
+        """
 
     def control_transport(self) -> ControlTransport:
-        """A worker's control transport, bound to a free port of the advertised interface."""
+        """Make a worker's control transport, bound to a free port of the advertised interface."""
 
     def side_channel(self) -> ControlTransport:
-        """The scheduler's side channel, bound to the configured port."""
+        """Make the scheduler's side channel, bound to the configured port."""

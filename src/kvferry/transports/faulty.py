@@ -1,7 +1,7 @@
-"""A data transport that does wrong on purpose, over any other: for tests and negative controls.
+"""A data transport that injects faults into any other transport: for tests and negative controls.
 
-Owned by the thread of the transport it wraps. A comparison that a corrupted transfer does not fail
-proves nothing.
+A test that compares outputs proves nothing unless a corrupted transfer makes it fail. The thread
+that owns the wrapped transport makes all calls.
 """
 
 import ctypes
@@ -23,25 +23,26 @@ KNOWN = {
     ("fail", "every"): "fail_every",
     ("delay", "polls"): "delay_polls",
 }
+"""The faults that `parse_faults` accepts, with the field of `Faults` that each sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong. 0: never."""
+    """Which faults to inject, and how often. 0 means never."""
 
     corrupt_every: int = 0
-    """Every n-th read arrives with its first block of each region wrong; what peers wrote into
-    granted blocks, with the first of those.
+    """Corrupt the first block of each region in every n-th read that ends. A revoked write grant
+    counts as a read: the first granted block of each region is corrupted.
     """
     fail_every: int = 0
-    """Every n-th transfer fails after it has moved."""
+    """Fail every n-th transfer after its bytes have moved."""
     delay_polls: int = 0
-    """A completion is told this many polls late."""
+    """Return each completion this many polls late."""
 
 
 def parse_faults(text: str) -> Faults:
-    """`corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. Empty: none.
-    ConfigError for anything else.
+    """Parse `corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. Empty
+    means no faults. ConfigError for anything else.
     """
     faults = Faults()
     for part in filter(None, (each.strip() for each in text.split(";"))):
@@ -58,8 +59,8 @@ def parse_faults(text: str) -> Faults:
 
 
 class FaultyTransport:
-    """Implements `ports.data.DataTransport`: all calls go to `inner`, completions come back
-    worse.
+    """Implements `transports.base.DataTransport`: passes all calls to `inner`, and injects faults
+    when `inner` reports completions.
     """
 
     def __init__(self, inner: DataTransport, faults: Faults) -> None:
@@ -139,7 +140,7 @@ class FaultyTransport:
         self._inner.close()
 
     def _with_fault(self, completion: Completion) -> Completion:
-        if completion.handle in self._revocations:  # no transfer of ours: it never fails
+        if completion.handle in self._revocations:  # not a transfer: a revocation never fails
             self._corrupt_granted(self._granted.pop(self._revocations.pop(completion.handle), ()))
             return completion
         self._ended += 1
@@ -156,7 +157,7 @@ class FaultyTransport:
         return completion
 
     def _corrupt_granted(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Whatever peers have written into these is ours from now on."""
+        """Corrupt granted blocks after the grant was revoked: the peer's bytes are complete now."""
         if blocks and self._is_corruption_due():
             for index, region in enumerate(self._regions):
                 if region.group < len(blocks) and blocks[region.group]:
@@ -173,10 +174,11 @@ class FaultyTransport:
         return every > 0 and (before + 1) % every == 0
 
     def _corrupt(self, region: int, offset: int, size_bytes: int) -> None:
-        """The right bytes in the wrong places: wrong for certain, and still numbers that a model
-        can compute with.
+        """Move the bytes of a segment to wrong positions: certainly wrong, but still numbers that a
+        model can compute with.
 
-        Not moved by whole tokens: attention does not see in which order the tokens of one head lie.
+        The bytes are not moved by whole tokens: attention does not depend on the order of the
+        tokens of one head.
         """
         address = self._regions[region].address + offset
         if self._regions[region].memory is MemoryKind.DRAM:
@@ -192,5 +194,6 @@ class FaultyTransport:
 
 
 def _corrupted(segment: Bytes) -> Bytes:
+    """Rotate the bytes; flip a bit of each byte if the rotation changes nothing."""
     moved = np.roll(segment, len(segment) // 2 + 8)
     return moved if not np.array_equal(moved, segment) else segment ^ np.uint8(1)

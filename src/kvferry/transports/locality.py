@@ -1,4 +1,7 @@
-"""What joins this host with others, and what makes two processes one host."""
+"""Host identity and network: which processes share a host, and how NIXL reaches other hosts.
+
+No state apart from a cache of the host's identity; any thread may call these functions.
+"""
 
 import contextlib
 import functools
@@ -14,8 +17,9 @@ __all__ = ["ProcessIncarnation", "has_rdma", "host_identity", "nixl_locality", "
 
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
-"""The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
+"""The directory in which the kernel lists InfiniBand, RoCE, EFA and iWARP devices."""
 SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
+"""Values of UCX_TLS that let UCX use shared memory."""
 HOST_TRANSPORTS = SHARED_MEMORY_TRANSPORTS - {"all"} | {
     "tcp",
     "self",
@@ -27,17 +31,18 @@ HOST_TRANSPORTS = SHARED_MEMORY_TRANSPORTS - {"all"} | {
     "cuda_ipc",
     "gdr_copy",
 }
+"""Values of UCX_TLS that do not use RDMA."""
 RDMA_TRANSPORTS = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"})
-"""Whoever forbids one of these wants to do without: what is left may be slower than TCP, or
-nothing.
+"""Values of UCX_TLS that stand for RDMA. An operator who forbids one of them (`^rc`) wants no RDMA:
+the transports that remain may be slower than TCP, or there may be none.
 """
 
 
 def has_rdma(
     backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES
 ) -> bool:
-    """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is
-    believed: somebody has named them.
+    """Whether NIXL has more than TCP to reach other hosts. Backends other than UCX are trusted: the
+    operator has named them on purpose.
     """
     if any(backend != "UCX" for backend in backends):
         return True
@@ -57,8 +62,11 @@ def has_rdma(
 
 
 def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What NIXL says of itself as `TransportOffer.near`: everywhere with a fabric, else in this
-    host and network, by shared memory; without that nowhere, which no other process is.
+    """Return the value of `TransportOffer.near` for NIXL.
+
+    Empty (good anywhere) if NIXL has RDMA. Without RDMA the value names this host and its network
+    namespace, where UCX uses shared memory. If UCX must not use shared memory either, the value is
+    a random id that no other process shares.
     """
     if has_rdma(backends, environ):
         return ""
@@ -70,13 +78,14 @@ def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def _allowed(environ: Mapping[str, str]) -> set[str]:
+    """Return the entries of UCX_TLS: transports, or `^` and a forbidden transport."""
     return {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}
 
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for two processes exactly when one can open the other's files in /proc: same boot,
-    process namespace and user.
+    """Return an id that two processes share exactly if each can open the other's files in /proc:
+    same boot, same pid namespace, same user.
     """
     with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
         facts = (
@@ -87,22 +96,22 @@ def host_identity() -> str:
     return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
 
 
-# -------------------- process --------------------
-# One life of a process on this host: is it the one that was meant, and has it ended?
-#
-# Any thread. A process number alone is not enough: numbers are used again.
+# -- process incarnations --
+# One incarnation of a process on this host: is it the process that was meant, and has it ended?
+# A pid alone does not identify a process, because the kernel reuses pids. Any thread.
 
 
 PROC_STATE, PROC_START_TICKS = 0, 19
-"""Fields of /proc/PID/stat after the command's name."""
+"""Indexes of the fields in /proc/PID/stat that follow the command's name."""
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is no such process, or
-    only its corpse.
+    """Return when a process started, in clock ticks since boot; None if there is no such process,
+    or only a zombie.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
+            # The command's name may contain spaces and parentheses: split after the last one.
             fields = stat.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -111,7 +120,7 @@ def start_ticks(pid: int) -> int | None:
 
 @dataclass(slots=True)
 class ProcessIncarnation:
-    """Watches one process until it ends. Close it."""
+    """Watches one incarnation of a process until the process ends. The caller closes it."""
 
     pid: int
     ticks: int
@@ -120,12 +129,13 @@ class ProcessIncarnation:
 
     @classmethod
     def watch(cls, pid: int, ticks: int) -> "ProcessIncarnation | None":
-        """None when that life of the process is over."""
+        """Start watching; None if this incarnation of the process has ended already."""
         pidfd: int | None = None
         with contextlib.suppress(
             OSError
-        ):  # kernels before 5.3, or the process is gone, which the next line finds
+        ):  # kernels before 5.3, or the process is gone: the check of the start time notices that
             pidfd = os.pidfd_open(pid)
+        # Compare the start time after the pidfd is open: then the pidfd is of the right process.
         incarnation = cls(pid, ticks, pidfd)
         if start_ticks(pid) == ticks:
             return incarnation

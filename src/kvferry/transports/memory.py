@@ -1,8 +1,8 @@
-"""The `memory` transports: peers in one process, joined by a network object. For tests and the
+"""The `memory` transports: peers in one process, joined by a `MemoryNetwork`. For tests and the
 simulator.
 
-Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each transport
-belongs to one thread; those of one network may belong to different ones.
+Deterministic: frames arrive in the order in which they were sent, and bytes move only in `poll`.
+One thread owns each transport; transports of one network may have different owners.
 """
 
 import threading
@@ -42,12 +42,13 @@ from kvferry.types import MemoryKind, PeerId, Region
 __all__ = ["MemoryControlTransport", "MemoryNetwork", "MemoryTransport"]
 
 MAX_QUEUED_FRAMES = 1000
+"""Most frames that wait for one side before `send` raises TransportError."""
 
 
 @dataclass(slots=True)
 class MemoryNetwork:
-    """What joins memory transports. A transport that closes is gone for all others, as a process
-    that died would be.
+    """Joins memory transports. When a transport closes, its peers see the same as if a process had
+    died.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -62,9 +63,10 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Implements `ports.data.DataTransport` for regions of this process. With
-    `supports_write_grants` peers copy into them only what was lent, a slice at a time under this
-    side's lock: between two slices a number can be taken back, by whichever thread.
+    """Implements `transports.base.DataTransport` for regions of this process.
+
+    With `supports_write_grants`, peers copy only into granted blocks. A peer copies one slice at a
+    time while it holds this side's lock, so any thread can revoke a grant between two slices.
     """
 
     def __init__(self, network: MemoryNetwork, supports_write_grants: bool = False) -> None:
@@ -73,7 +75,7 @@ class MemoryTransport:
         self._fences_writes = supports_write_grants
         self._granted = WriteGrantTable(())
         self._lock = threading.Lock()
-        """For what is lent, and for the bytes that peers copy."""
+        """Guards `_granted` and every slice that a peer copies into our regions."""
         self._regions: tuple[Region, ...] = ()
         self._views: list[Bytes] = []
         self._peers: dict[PeerId, MemoryTransport] = {}
@@ -143,18 +145,22 @@ class MemoryTransport:
             raise write_grants_unsupported(self.name)
         with self._lock:
             self._granted.remove(number)
+        # A peer copies only under the lock, so no byte lands after the removal: end at once.
         return self._queue.end_at_once()
 
     def admit(
         self, number: int, addresses: Int64Array, sizes: Int64Array, slices: Slices
     ) -> Slices:
-        """What a peer copies here, as long as it may. Called by the peer's thread."""
+        """Yield a peer's slices into our regions while the grant is active. The peer's thread calls
+        this method.
+        """
         checked: GrantedBlocks | None = None
         while len(addresses):
             with self._lock:
                 granted = self._granted.get(number)
                 if granted is None:
                     raise TransportError(f"a write was refused: {grant_not_active(number)}")
+                # Compare the write with the granted blocks once, not for every slice.
                 if granted is not checked and not granted.covers(addresses, sizes):
                     raise TransportError(f"a write was refused: {write_outside_grant(number)}")
                 checked = granted
@@ -230,8 +236,8 @@ class MemoryTransport:
 
 @dataclass(slots=True, eq=False)
 class _MemoryConnection:
-    """From the side that dialled to the side that is dialled. Frames wait in `unsent` while nobody
-    listens there.
+    """A connection from a dialling side to a listening side. Frames wait in `unsent` until a
+    transport listens at the address.
     """
 
     dialler: "MemoryControlTransport"
@@ -242,7 +248,7 @@ class _MemoryConnection:
 
 
 class MemoryControlTransport:
-    """Implements `ports.control.ControlTransport`. Port 0: the next free one."""
+    """Implements `transports.base.ControlTransport`. Port 0 means the next free port."""
 
     def __init__(self, network: MemoryNetwork, port: int = 0) -> None:
         self._network = network
@@ -262,7 +268,7 @@ class MemoryControlTransport:
 
     @property
     def dropped_frames(self) -> int:
-        """Frames that were too long."""
+        """Number of frames that were dropped because they were too long."""
         return self._dropped_frames
 
     def send(self, address: str, frame: bytes) -> None:
@@ -331,7 +337,7 @@ class MemoryControlTransport:
             self._events.clear()
             self._changed.notify_all()
 
-    # -- what transports of one network do to each other; the network's lock is held --
+    # -- calls between transports of one network; the caller holds the network's lock --
 
     def accept(self, connection: _MemoryConnection) -> None:
         connection.listener = self
@@ -354,13 +360,14 @@ class MemoryControlTransport:
     def connections(self) -> list[_MemoryConnection]:
         return list(self._dialled.values())
 
-    # -- our own --
+    # -- helpers --
 
     def _listen(self) -> None:
         with self._changed:
             if self._address in self._network.control:
                 raise ConfigError(f"{self._address} is taken; choose another port")
             self._network.control[self._address] = self
+            # Deliver the frames that were sent to this address before this side listened.
             for transport in list(self._network.control.values()):
                 for connection in transport.connections():
                     if connection.address == self._address:

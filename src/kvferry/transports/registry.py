@@ -1,8 +1,7 @@
-"""The makers of transports that an engine is started with: the one place that chooses which there
-are.
+"""Chooses and makes the transports of an engine: the only place that knows all implementations.
 
-A `ConfiguredTransportKit` is plain data and travels to spawned worker processes; what it makes
-belongs to whoever asked.
+A `ConfiguredTransportKit` is plain data, so it can be pickled and sent to spawned worker processes.
+The caller owns every transport, store and memory that the kit makes, and closes it.
 """
 
 import logging
@@ -43,8 +42,8 @@ from kvferry.types import MemoryKind, Region
 __all__ = ["ConfiguredTransportKit", "nixl_settings"]
 
 TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
-"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then
-`tcp` is before it.
+"""The transports, in order of preference. NIXL without RDMA declares in its offer
+(`TransportOffer.near`) that it is good on one host only; between hosts `tcp` is then preferred.
 """
 
 
@@ -54,25 +53,29 @@ NIXL_OVER_TCP = (
     "process "
     "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
 )
+"""Warning for an operator whose `transports` setting makes NIXL cross hosts over TCP."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredTransportKit:
-    """Implements `ports.kit.TransportKit`."""
+    """Implements `transports.base.TransportKit` from the operator's settings."""
 
     bind_host: str
     advertised_host: str
     port: int
     secret: bytes = field(repr=False)
-    """Empty without a connector: then no transport but memory is asked for."""
+    """The cluster secret. Empty if the engine has no connector: then the engine asks the kit for
+    memory only.
+    """
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
+    """Threads of the NIXL agent."""
     bounce: BounceSettings = field(default_factory=BounceSettings)
     transports: tuple[str, ...] = TRANSPORTS
     faults: str = ""
-    """What data transports do wrong on purpose; for negative controls."""
+    """Specification of faults that data transports inject on purpose, for negative controls."""
 
     @classmethod
     def from_settings(
@@ -91,6 +94,7 @@ class ConfiguredTransportKit:
                 )
         faults = fault_spec_from_environment(environ)
         if faults:
+            # Parse the specification now, so that a typo stops the engine at start-up.
             _with_faults([], faults)
         return cls(
             bind_host=side_channel.bind_host,
@@ -108,7 +112,9 @@ class ConfiguredTransportKit:
         return SharedMemory.allocate(size_bytes)
 
     def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
-        """In the order the operator pinned, else ours. Without shared memory there is no `shm`."""
+        """Make the data transports in the operator's order, or in the default order. `shm` is left
+        out if `memory` is not shared memory.
+        """
         made: list[DataTransport] = []
         for name in self.transports:
             if name == "nixl":
@@ -146,7 +152,7 @@ class ConfiguredTransportKit:
     ) -> BlockStore:
         if all(region.memory is MemoryKind.DRAM for region in engine):
             return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
-        # Imported only where there is a device: it takes torch with CUDA.
+        # Imported only for device memory: the module needs torch with CUDA.
         from kvferry.transports.host_buffer.cuda import CudaHostBuffer
 
         return HostBlockStore(
@@ -157,6 +163,7 @@ class ConfiguredTransportKit:
         devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}
         if not devices:
             return HostStream()
+        # Imported only for device memory, as above.
         from kvferry.transports.copy.cuda import CudaOrder
 
         return CudaOrder(devices.pop())
@@ -174,8 +181,8 @@ class ConfiguredTransportKit:
 
 
 def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
-    """Those of the connector, or of the first of a MultiConnector that has some; else the
-    defaults.
+    """Return the NIXL settings of the connector, or of the first connector in a MultiConnector that
+    has NIXL settings; otherwise the defaults.
     """
     if transfer is None:
         return NixlExtraConfig()
@@ -188,7 +195,7 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:
-    # Imported only when asked for: what breaks things on purpose is not loaded in production.
+    # Imported only on request: the fault injector is not loaded in production.
     from kvferry.transports.faulty import FaultyTransport, parse_faults
 
     spec = parse_faults(faults)

@@ -1,8 +1,11 @@
-"""A KV cache that other processes of this host and user can map: an anonymous, sealed,
-named-by-nobody file in memory.
+"""Shared memory: KV caches that processes of one host and user can map, and the `shm` transport.
 
-Whoever allocates it owns it. It has no path, so nothing is left behind whatever kills its owner;
-peers reach it through the owner's entry in /proc while the owner lives.
+`SharedMemory` is a sealed memfd: an anonymous file in memory without a path. Nothing is left behind
+however its owner dies. Peers open the file through the owner's entry in /proc while the owner is
+alive. `ShmTransport` maps the caches of peers and copies between them and the local cache.
+
+The thread that owns a transport makes every call. See
+docs/decisions/004-shared-memory-by-memfd.md.
 """
 
 import contextlib
@@ -39,24 +42,25 @@ __all__ = [
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
+"""Seals of the file. If the file could shrink, a process that has mapped it would die of SIGBUS."""
 
 MADV_POPULATE_WRITE = 23
-"""Not in Python's mmap yet. Without it the first write to every page costs a fault, and the first
-read into a block several times more.
+"""The madvise flag that maps all pages at once; Python's mmap module does not define it yet.
+Without it the first write to every page costs a page fault, and the first read into a block takes
+several times longer.
 """
 MAX_SHARE = 0.9
-"""Of the available memory, for one cache."""
+"""Largest share of the available memory that one cache may take."""
 CGROUP_FILES = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Limit and usage of a container, versions 2 and 1."""
+"""Files with the limit and the usage of a container, for cgroup versions 2 and 1."""
 
 
 class SharedMemory:
-    """Implements `ports.memory.CacheMemory`. All its pages are taken at once, so that an engine
-    cannot run out of them later.
+    """Implements `transports.base.CacheMemory`. All pages are allocated at once, so that an engine
+    cannot run out of memory later.
     """
 
     def __init__(self, fd: int, pages: mmap.mmap) -> None:
@@ -68,7 +72,7 @@ class SharedMemory:
 
     @classmethod
     def allocate(cls, size_bytes: int) -> "SharedMemory":
-        """ConfigError when this host has not that much memory to give."""
+        """Allocate a zeroed cache. ConfigError if this host does not have enough memory."""
         if size_bytes <= 0:
             raise ConfigError(
                 f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block"
@@ -77,12 +81,14 @@ class SharedMemory:
         fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
+            # Allocate the pages now: with a sparse file, SIGBUS would kill the engine when memory
+            # runs out.
             os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             pages = mmap.mmap(fd, size_bytes)
             with contextlib.suppress(
                 OSError
-            ):  # kernels before 5.14: pages are mapped when they are first written
+            ):  # kernels before 5.14 lack the flag: pages are then mapped on first write
                 pages.madvise(MADV_POPULATE_WRITE)
             return cls(fd, pages)
         except (OSError, ValueError) as error:
@@ -109,8 +115,8 @@ class SharedMemory:
         return self._fd
 
     def close(self) -> None:
-        """The file is closed at once; its pages go when the last view of them has gone, here and in
-        peers.
+        """Close the file at once. The kernel frees the pages when the last mapping of them is gone,
+        in this process and in peers.
         """
         if self._pages is None:
             return
@@ -118,15 +124,15 @@ class SharedMemory:
         os.close(self._fd)
         with contextlib.suppress(
             BufferError
-        ):  # a tensor still refers to them: unmapping under it would crash the process
+        ):  # a tensor still uses the pages: unmapping them would crash the process
             self._view.release()
             pages.close()
         self._view = memoryview(b"")
 
 
 def check_fits(size_bytes: int, available: int) -> None:
-    """ConfigError when a cache leaves the host too little. Else the kernel would kill processes,
-    anybody's, to make room.
+    """ConfigError if a cache of this size leaves the host too little memory: the kernel's OOM
+    killer could then kill any process of the host.
     """
     if size_bytes > available * MAX_SHARE:
         raise ConfigError(
@@ -137,7 +143,7 @@ def check_fits(size_bytes: int, available: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What the kernel could give without swapping, and what the container's limits leave of it."""
+    """Return how much memory the kernel can give without swapping, within the container's limit."""
     meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     for limit, usage in CGROUP_FILES:
@@ -150,31 +156,30 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryAllocator:
-    """Implements `ports.memory.CacheAllocator`."""
+    """Implements `transports.base.CacheAllocator` with shared memory."""
 
     def allocate(self, size_bytes: int) -> SharedMemory:
         return SharedMemory.allocate(size_bytes)
 
 
-# -------------------- shm -------------------- The `shm` data transport: a peer on this host maps
-# our cache, and we map its, and each copies what it wants by itself.
-#
-# Owned by one thread. A peer's file is opened through /proc/PID/fd and used only after it has
-# proved to be the one offered: same life of the same process, same file, sealed against shrinking.
-# It is mapped for reading; for writing only when something is written.
+# -- shm transport --
+# Each side maps the other side's cache and copies by itself; the peer's process takes no part.
+# A peer's file is opened through /proc/PID/fd and used only after three checks: same incarnation of
+# the process, same file, sealed against shrinking. The file is mapped read-only, and mapped for
+# writing only when the first write starts.
 
 
 MAX_INT = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1
 DEATH_CHECK_S = 2.0
-"""How often peers that nothing is read from are looked at; a dead one's mapping would hold its
-whole cache in memory.
+"""Interval at which peers without active transfers are checked: the mapping of a dead peer would
+keep the peer's whole cache in memory.
 """
 
 
 class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one SharedMemory. `address` is where its owner has mapped it: regions are named
-    by that.
+    """How to reach one SharedMemory. `address` is where the owner has mapped the memory; the
+    owner's regions have addresses in that mapping.
     """
 
     pid: int
@@ -187,7 +192,7 @@ class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShmTransport:
-    """Implements `ports.data.DataTransport` over one SharedMemory, which stays its owner's."""
+    """Implements `transports.base.DataTransport` over one SharedMemory, which the caller owns."""
 
     def __init__(self, memory: SharedMemory, copier: Copier | None = None) -> None:
         self._memory = memory
@@ -294,7 +299,7 @@ class ShmTransport:
         return self._queue.start(peer, segments, self._views, mapping.views(direction), direction)
 
     def _is_alive(self, peer: PeerId) -> bool:
-        """Whether a peer with transfers still lives; if not, all that is held for it is dropped."""
+        """Whether a peer with transfers is still alive; drops everything held for a dead peer."""
         if self._peers[peer].has_ended():
             self._drop(peer, _ended(peer))
         return peer in self._peers
@@ -307,7 +312,7 @@ class ShmTransport:
 
 
 class _Mapping:
-    """A peer's cache, mapped here."""
+    """A peer's cache, mapped into this process."""
 
     def __init__(self, peer: PeerId, offer: _ShmOffer, regions: tuple[Region, ...]) -> None:
         for region in regions:
@@ -329,14 +334,15 @@ class _Mapping:
         self._maps: dict[CopyDirection, mmap.mmap] = {}
         self._views: dict[CopyDirection, list[Bytes]] = {}
         try:
+            # Map for reading at once, so that `connect` fails if the cache cannot be mapped.
             self.views(CopyDirection.READ)
         except TransportError:
             self._incarnation.close()
             raise
 
     def views(self, direction: CopyDirection) -> list[Bytes]:
-        """The peer's regions, writable only for writes. TransportError when they cannot be
-        mapped.
+        """Return views of the peer's regions, writable only for writes. TransportError if the cache
+        cannot be mapped.
         """
         if direction not in self._maps:
             self._maps[direction] = pages = self._map(direction)
@@ -351,8 +357,8 @@ class _Mapping:
         return self._incarnation.has_ended()
 
     def close(self) -> None:
-        """Every transfer with this peer has been dropped before, so no view of the pages is left
-        but ours.
+        """Unmap the peer's cache. Every transfer with this peer has been dropped before, so only
+        this object still holds views of the pages.
         """
         self._views.clear()
         while self._maps:
@@ -384,12 +390,15 @@ class _Mapping:
             os.close(fd)
 
     def _prove(self, fd: int) -> None:
+        """TransportError unless `fd` is the file that the peer offered, and the peer is alive."""
         file, offer = os.fstat(fd), self._offer
         is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (
             offer.device,
             offer.inode,
             offer.size_bytes,
         )
+        # The incarnation is checked last: if the process is alive now, its pid was not reused
+        # before the file was opened.
         if (
             not is_it
             or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

@@ -1,6 +1,6 @@
-"""Which blocks peers may write now, by the number under which they were lent.
+"""Write grants: which blocks peers may write now, by grant id.
 
-Pure. Where two threads use a table, its owner holds a lock.
+Pure. If two threads use one table, the owner of the table holds a lock.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 MAX_GRANT_ID = (1 << 64) - 1
+"""Largest grant id: the wire carries grant ids in 64 bits. Grant id 0 means no grant."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -51,17 +52,17 @@ def check_grant_id(grant_id: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GrantedBlocks:
-    """Some blocks of some regions. Their ranges are computed when a write is first compared with
-    them: many never are.
+    """The blocks of one grant. Their address ranges are computed only when a write is first
+    compared with the grant: many grants are never used.
     """
 
     regions: tuple[Region, ...]
     blocks: tuple[tuple[int, ...], ...]
-    """By group."""
+    """Block ids by group."""
 
     def covers(self, addresses: Int64Array, sizes: Int64Array) -> bool:
-        """Whether all runs lie in the blocks. Each has a size of at least 1, and its end is a
-        number of 64 bits.
+        """Whether every segment of a write lies in the granted blocks. Each size is at least 1, and
+        the end of each segment fits in 64 bits: the caller has checked both.
         """
         starts, ends = self._ranges
         at = np.searchsorted(starts, addresses, side="right") - 1
@@ -69,7 +70,9 @@ class GrantedBlocks:
 
     @cached_property
     def _ranges(self) -> tuple[Int64Array, Int64Array]:
-        """Starts and ends, ascending; neighbours and overlapping ones as one."""
+        """Starts and ends of the granted ranges, ascending; adjacent and overlapping ranges are
+        merged.
+        """
         by_group = [np.array(ids, np.int64) for ids in self.blocks]
         owned = [
             (region, by_group[region.group])
@@ -81,6 +84,7 @@ class GrantedBlocks:
         starts = np.concatenate([np.empty(0, np.int64), *first])
         order = np.argsort(starts, kind="stable")
         starts = starts[order]
+        # The running maximum makes a block that lies inside an earlier, longer block harmless.
         ends = np.maximum.accumulate(
             starts + np.concatenate([np.empty(0, np.int64), *sizes])[order]
         )
@@ -91,10 +95,12 @@ class GrantedBlocks:
 
 @dataclass(slots=True)
 class WriteGrantTable:
+    """The active write grants over some regions."""
+
     regions: tuple[Region, ...]
     _granted: dict[int, GrantedBlocks] = field(default_factory=dict, init=False)
     _num_blocks: dict[int, int] = field(default_factory=dict, init=False)
-    """By group: those that every region of it has."""
+    """Number of blocks by group: the blocks that every region of the group has."""
 
     def __post_init__(self) -> None:
         for region in self.regions:
@@ -103,6 +109,9 @@ class WriteGrantTable:
             )
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Activate a grant. LocalProtocolError, with nothing changed, if the grant id is 0 or
+        active already, or if a block id does not exist.
+        """
         check_grant_id(grant_id)
         if not grant_id or grant_id in self._granted:
             raise LocalProtocolError(

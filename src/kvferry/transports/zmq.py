@@ -1,10 +1,11 @@
-"""The control transport over ZeroMQ: one listening socket, one socket per dialled address, CURVE on
-all of them. Sole importer of zmq.
+"""The control transport over ZeroMQ: one listening socket, one socket for each dialled address, and
+CURVE encryption on all sockets. The only module that imports zmq.
 
-Owned by one thread; only `wake` may be called from others. Everything happens in `poll`, the check
-of a newcomer's key included, so there is no thread here but libzmq's own. Both sides prove that
-they hold the cluster's secret: a client cannot begin a handshake without the server's key, which
-never travels, and the server accepts one client key, which is derived from the secret too.
+One thread owns the transport; only `wake` may be called by other threads. All work happens in
+`poll`, including the check of a new peer's key, so the only other threads are libzmq's own. Both
+sides prove that they hold the cluster's secret. A client cannot begin a handshake without the
+server's public key, which is never sent, and the server accepts a single client key; both keys are
+derived from the secret. See docs/decisions/006-curve-from-the-secret.md.
 """
 
 import contextlib
@@ -34,27 +35,28 @@ Socket = zmq.Socket[bytes]
 KEY_SALT = b"kvferry control plane keys, version 1"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 MAX_QUEUED_FRAMES = 32_768
-"""More requests than an engine queues for one peer: they all attach when its handshake ends, while
-the connection is still coming up.
+"""Most frames that wait for one peer. The bound exceeds the number of requests that an engine
+queues for one peer: all of them attach when the handshake ends, while the connection is still being
+established.
 """
 MAX_EVENTS_PER_SOCKET = 256
-"""Taken from one socket in one `poll`, so that a talkative peer cannot hold up the others."""
+"""Most messages taken from one socket in one `poll`, so that a busy peer cannot delay others."""
 FRAME_ROOM_BYTES = 64 * 1024
-"""Above the limit, for CURVE's own bytes, and so that a frame little too long is dropped and
-counted instead of ending its connection.
+"""Added to `MAX_FRAME_BYTES` for libzmq's own limit. It leaves room for the bytes that CURVE adds.
+A frame slightly above our limit is then dropped and counted, instead of closing its connection.
 """
 BIND_TIMEOUT_S = 5.0
-"""A restarted engine waits this long for its dying predecessor to let go of the port."""
+"""How long a restarted engine waits for its dying predecessor to release the port."""
 BIND_RETRY_S = 0.1
 SILENCE_S = 6.0
-"""A peer that is silent this long, heartbeats three times as often included, is gone: a pulled
-cable shows no other way.
+"""A peer is gone if nothing arrives from it for this long, although heartbeats are sent three times
+as often. A pulled cable cannot be detected in any other way.
 """
 HANDSHAKE_MS = 5000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
 CLOSE_LINGER_MS = 200
 MAX_SOCKETS = 16_384
-"""Three for each dialled address."""
+"""Limit of the ZeroMQ context. Each dialled address needs three sockets."""
 FORGET_LINGER_MS = 1000
 WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 
@@ -69,7 +71,7 @@ MONITORED = (
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The key pairs of a cluster's servers and clients, as ZeroMQ spells them."""
+    """The key pairs of a cluster's servers and clients, in ZeroMQ's Z85 encoding."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
@@ -78,7 +80,9 @@ class CurveKeys:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> "CurveKeys":
-        """HKDF with SHA-256: knowing one key says nothing of the other or of the secret."""
+        """Derive the keys by HKDF with SHA-256: one key reveals nothing about another key or about
+        the secret.
+        """
         if not secret:
             raise ConfigError(
                 "the cluster secret is empty; set KVFERRY_SECRET_FILE to a file that holds one"
@@ -88,8 +92,10 @@ class CurveKeys:
 
 
 class ZmqTransport:
-    """Implements `ports.control.ControlTransport`. Binds when it is made: port 0 is any free one; a
-    port in use is waited for a little.
+    """Implements `transports.base.ControlTransport`.
+
+    The constructor binds the listening socket. Port 0 means any free port. If the port is in use,
+    the constructor waits for up to `bind_timeout_s`.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class ZmqTransport:
 
     @property
     def dropped_frames(self) -> int:
-        """Frames that were too long or no single frames."""
+        """Number of frames that were dropped: too long, or in a message with several frames."""
         return self._dropped_frames
 
     def send(self, address: str, frame: bytes) -> None:
@@ -155,8 +161,7 @@ class ZmqTransport:
             if route.dialled in self._dialled:
                 self.send(route.dialled, frame)
         elif self._is_short(frame):
-            # The router drops by itself what is for a connection that has gone, or that takes no
-            # more.
+            # ROUTER itself drops frames for a connection that is gone or whose queue is full.
             with contextlib.suppress(zmq.ZMQError):
                 self._router.send_multipart([route.identity, frame], zmq.DONTWAIT)
 
@@ -164,6 +169,7 @@ class ZmqTransport:
         if self._is_closed:
             return []
         events: list[ControlEvent] = []
+        # Round up: rounding down to 0 ms would make the caller's loop spin before a deadline.
         timeout_ms = None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
         ready = {source for source, _ in self._poller.poll(timeout_ms)}
         if self._waker.fd in ready:
@@ -211,7 +217,7 @@ class ZmqTransport:
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
         with contextlib.ExitStack() as undo:
-            # Any of these may find that this process has no file descriptor left.
+            # Each of these calls fails if this process has no file descriptor left.
             try:
                 socket = self._secured(zmq.DEALER)
                 undo.callback(_shut, socket, 0)
@@ -254,8 +260,8 @@ class ZmqTransport:
         return socket
 
     def _listen_for_zap(self) -> Socket:
-        """Where libzmq asks whether a newcomer may come in (ZeroMQ RFC 27). A router, so that
-        answers need no order.
+        """Open the socket on which libzmq asks whether a new peer may connect (ZeroMQ RFC 27). A
+        ROUTER socket, because it may answer requests in any order.
         """
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
@@ -280,7 +286,7 @@ class ZmqTransport:
 
 
 class _DealerConnection:
-    """One outgoing connection and what libzmq tells about it."""
+    """One outgoing connection, and the socket on which libzmq reports its state."""
 
     def __init__(self, address: str, socket: Socket, monitor: Socket) -> None:
         self.address = address
@@ -289,8 +295,8 @@ class _DealerConnection:
         self._was_connected = False
 
     def has_gone(self) -> bool:
-        """Whether the connection broke after it had stood, or was refused by the other side's keys.
-        One that never stood is retried.
+        """Whether an established connection broke, or the handshake failed because the other side
+        refused our key. libzmq retries a connection that was never established.
         """
         is_gone = False
         while not is_gone:
@@ -306,8 +312,8 @@ class _DealerConnection:
 
 
 class _Waker:
-    """Ends a `poll` from another thread. The lock keeps a late `wake` from writing into a number
-    that is another file's by then.
+    """Interrupts `poll` from another thread. The lock prevents a late `wake` from writing to a file
+    descriptor that was closed and now belongs to another file.
     """
 
     def __init__(self) -> None:
@@ -316,6 +322,7 @@ class _Waker:
         self._is_open = True
 
     def wake(self) -> None:
+        # BlockingIOError: the counter is at its maximum, so `poll` is woken anyway.
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._is_open:
                 os.eventfd_write(self.fd, 1)
@@ -332,7 +339,7 @@ class _Waker:
 
 
 def _limit(socket: Socket) -> None:
-    """Bounds on what any peer can make this side hold or wait for."""
+    """Bound what any peer can make this side store or wait for."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + FRAME_ROOM_BYTES)
     socket.sndhwm = socket.rcvhwm = MAX_QUEUED_FRAMES
     socket.linger = CLOSE_LINGER_MS
@@ -343,7 +350,7 @@ def _limit(socket: Socket) -> None:
 
 
 def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:
-    """The port that was bound. ConfigError when it cannot be had."""
+    """Bind and return the port. ConfigError if the port stays in use or the address is wrong."""
     endpoint = f"tcp://{Address(host.strip('[]') or '*', port)}"
     deadline = time.monotonic() + timeout_s
     while True:
@@ -375,7 +382,7 @@ def _drain(socket: Socket, take: Callable[[list[bytes]], None]) -> None:
 
 
 def _shut(socket: Socket, linger_ms: int) -> None:
-    with contextlib.suppress(zmq.ZMQError):  # it never got one, for want of file descriptors
+    with contextlib.suppress(zmq.ZMQError):  # no monitor was made: no file descriptor was left
         monitor: Any = socket.get_monitor_socket(MONITORED)
         socket.disable_monitor()
         monitor.close(0)

@@ -1,8 +1,8 @@
-"""kvferry inside real vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only importer of
+"""kvferry inside vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only package that imports
 vllm.
 
-The connectors are loaded when they are asked for: the plugin entry point runs in every vLLM
-process, whatever connector it uses.
+The connectors are imported on demand, because the plugin entry point runs in every vLLM process,
+whatever connector the process uses.
 """
 
 from typing import Any

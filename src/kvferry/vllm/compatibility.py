@@ -1,9 +1,10 @@
-"""What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's
-configuration, changes nothing.
+"""Checks at start-up that the adapter can serve a vLLM configuration. Reads the configuration,
+changes nothing.
 
-Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache
-must hold a request's tokens, or the last of them, in blocks of one size (full attention, MLA,
-windows, chunks), and a token's KV must depend on earlier tokens alone.
+Transfers move whole blocks of every layer, and any prefix of a prompt may be used by another
+request. So the cache must hold all tokens of a request, or the last ones, in blocks of one size
+(full attention, MLA, sliding windows, chunks), and a token's KV must depend on earlier tokens
+alone.
 """
 
 import logging
@@ -26,22 +27,18 @@ __all__ = ["TESTED", "check_supported", "layer_specs", "release", "warn_if_untes
 
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""With others, engines keep scales in the cache that they write at moments of their own
-choosing.
-"""
+"""With other modes, engines keep scales in the cache and may rewrite the scales at any time."""
 SUPPORTED_SPECS = (
     FullAttentionSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     ChunkedLocalAttentionSpec,
 )
-"""Their subclasses drop blocks, add some or hold something else: only these themselves."""
+"""Only these classes themselves: their subclasses drop blocks, add blocks or hold other state."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError for models and parallel settings whose KV the pull connector does not hand over
-    yet.
-    """
+    """Raise `ConfigError` for models and parallel settings whose KV kvferry cannot transfer yet."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
@@ -107,14 +104,16 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """A group's layers may differ in size; then its specification is a wrapping of theirs."""
+    """The specifications of a group's layers. If the layers differ in size, the group's
+    specification wraps one specification per layer.
+    """
     return (
         list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     )
 
 
-# -------------------- versions --------------------
-# The vLLM versions this adapter was tested with.
+# -- versions --
+# The vLLM versions that this adapter was tested with.
 
 
 TESTED = ("0.32.0",)
@@ -123,7 +122,9 @@ _log = logging.getLogger(__name__)
 
 
 def warn_if_untested() -> None:
-    """Once per process, because a connector is made once per process and role."""
+    """Log a warning if this vLLM version is untested. Logs once per process and role, since a
+    connector is built once per process and role.
+    """
     version = str(vllm.__version__).split("+")[0]
     if version not in TESTED:
         _log.warning(
@@ -134,5 +135,7 @@ def warn_if_untested() -> None:
 
 
 def release() -> str:
-    """Major and minor version: what an arrangement of the cache is bound to."""
+    """vLLM's major and minor version. The byte arrangement of the cache may change between minor
+    versions.
+    """
     return ".".join(str(vllm.__version__).split(".")[:2])

@@ -1,4 +1,10 @@
-"""kvferry's log lines go where vLLM's go, in its format and from its level on."""
+"""kvferry's connectors as vLLM connectors: vLLM's base class outside, kvferry's connector inside.
+
+The classes forward and translate calls; the decisions are in `kvferry.connectors`. As in vLLM,
+there is one instance per role. Scheduler calls run on the engine's main thread. In a worker, the
+engine's thread only exchanges commands and events; all transfers happen on the transfer worker's
+thread. See docs/decisions/011-inside-vllm.md.
+"""
 
 import logging
 from collections.abc import Collection
@@ -50,7 +56,10 @@ __all__ = [
 
 
 def log_with_vllm() -> None:
-    """Idempotent. Does nothing where the operator has configured a logger named kvferry."""
+    """Send kvferry's log lines to vLLM's handlers, in vLLM's format and from vLLM's level on.
+
+    Idempotent. Does nothing if the operator has configured a logger named kvferry.
+    """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
     if ours.handlers or not theirs.handlers:
         return
@@ -60,24 +69,26 @@ def log_with_vllm() -> None:
     ours.propagate = False
 
 
-# -------------------- optional loads -------------------- Loads that only save computing: when one
-# fails, the request is computed, also where vLLM's policy is `fail`.
+# -- optional loads --
+# Loads that only save computation: if such a load fails, the engine computes the request, even if
+# vLLM's failure policy is `fail`.
 #
-# vLLM knows one policy for all loads. So a worker does not report such a failure as one: it says
-# that the load has ended, and the failure goes to the scheduler's connector beside it. That gives
-# the request's blocks back before vLLM looks at it again, as vLLM itself does under the policy
-# `recompute`.
+# vLLM has one policy for all loads. So a worker reports an optional load that failed as finished,
+# and reports the failure to the scheduler's connector separately. The scheduler's connector then
+# frees the request's blocks before vLLM looks at the request again, as vLLM itself does under the
+# policy `recompute`.
 
 
 @dataclass(slots=True)
 class OptionalLoads:
-    """The scheduler's."""
+    """The optional loads in progress, in the process that schedules."""
 
     _loading: dict[str, Any] = field(default_factory=dict)
-    """vLLM's requests."""
+    """vLLM's requests with an optional load in progress."""
     _failed: set[str] = field(default_factory=set)
-    """On some rank; others may still be loading."""
+    """Requests whose load failed on some rank; other ranks may still be loading."""
     _unannounced: list[str] = field(default_factory=list)
+    """Requests that the next step's message will announce to the workers."""
 
     def __len__(self) -> int:
         return len(self._loading) + len(self._failed) + len(self._unannounced)
@@ -87,7 +98,7 @@ class OptionalLoads:
         self._unannounced.append(request.request_id)
 
     def take_unannounced(self) -> tuple[str, ...]:
-        """Those the workers have yet to hear of."""
+        """Remove and return the requests that the workers do not know yet."""
         unannounced, self._unannounced = tuple(self._unannounced), []
         return unannounced
 
@@ -95,8 +106,8 @@ class OptionalLoads:
         self._failed.update(self._loading.keys() & set(request_ids))
 
     def end(self, finished: Collection[str], manager: Any) -> set[str]:
-        """Those have ended on every rank: which failed. Each of them is as if it had never been
-        loaded.
+        """Process loads that have ended on every rank and return the failed ones. The blocks of a
+        request whose load failed are freed, and the request starts over without a load.
         """
         ended = {
             request_id: self._loading.pop(request_id)
@@ -105,7 +116,7 @@ class OptionalLoads:
         failed = self._failed & ended.keys()
         self._failed -= failed
         for request in (ended[request_id] for request_id in failed):
-            # One that was aborted in the meantime gives its blocks back in vLLM's own way.
+            # If the request was aborted in the meantime, vLLM frees its blocks itself.
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 manager.free(request)
                 request.num_computed_tokens = 0
@@ -114,7 +125,7 @@ class OptionalLoads:
 
 @dataclass(slots=True)
 class OptionalLoadFailures:
-    """A worker's."""
+    """The optional loads in progress on one worker, and the failures to report to the scheduler."""
 
     _optional: set[str] = field(default_factory=set)
     _failed: set[str] = field(default_factory=set)
@@ -123,7 +134,7 @@ class OptionalLoadFailures:
         self._optional.update(request_ids)
 
     def remove_optional(self, finished: Collection[str], failed: set[str]) -> set[str]:
-        """What is left of `failed` to be reported to vLLM."""
+        """Remove the optional loads from `failed` and return the failures to report to vLLM."""
         excused = self._optional & failed
         self._failed |= excused
         self._optional.difference_update(finished)
@@ -134,36 +145,33 @@ class OptionalLoadFailures:
         return failed
 
 
-# -------------------- connector -------------------- kvferry's connectors as vLLM wants them: its
-# base class outside, ours inside. Forwards and translates, decides nothing.
-#
-# One instance per role, as in vLLM. In a worker everything but exchanging commands and events
-# happens on the transfer worker's thread.
+# -- connector --
+# vLLM's messages wrap kvferry's messages; the connector classes forward calls.
 
 
 _log = logging.getLogger(__name__)
 
-# vLLM's MultiConnector looks a child up by its registered name, also where plugins are restricted
-# and the module path brought us here.
+# vLLM's MultiConnector looks up a child connector by its registered name. Plugins may be
+# restricted, so registration must not depend on the plugin entry point.
 register()
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Our step's message in vLLM's wrapping."""
+    """kvferry's message of one step, wrapped for vLLM."""
 
     inner: contract.KVConnectorMetadata
     optional_loads: tuple[str, ...] = ()
-    """Of this step."""
+    """The optional loads that start in this step."""
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """A rank's news for our scheduler in vLLM's wrapping."""
+    """A rank's report to kvferry's scheduler half, wrapped for vLLM."""
 
     inner: contract.KVConnectorWorkerMetadata | None
     failed_loads: frozenset[str] = frozenset()
-    """Optional ones."""
+    """Optional loads that failed on this rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata)
@@ -177,12 +185,14 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """kvferry's handshake data of one rank, wrapped for vLLM."""
+
     inner: contract.KVConnectorHandshakeMetadata
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a
-    child up again by its class's name.
+    """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks up
+    a child again by the name of its class.
     """
 
     inner_name = "NixlConnector"
@@ -252,8 +262,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return VllmRequestView(request, self._generation)
 
     def reset_cache(self) -> bool | None:
-        """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is
-        then handed over only to, and taken only from, engines that were told so equally often.
+        """Start a new generation of KV. vLLM calls this when cached KV is no longer valid because
+        weights have changed.
+
+        Requests carry the generation in their cache salt, so KV is exchanged only with engines
+        whose caches were reset equally often.
         """
         self._generation += 1
         self._inner.reclaim_blocks(self._kv_cache_config.num_blocks)
@@ -269,6 +282,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._inner.on_new_request(self._view(request))
+        # Only after the inner connector has read the parameters.
         strip_transfer_params(request)
 
     def get_num_new_matched_tokens(
@@ -295,7 +309,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._wrapped(scheduler_output, scheduler_output)
 
     def _wrapped(self, scheduler_output: Any, plan: Any) -> StepMetadata:
-        """`plan`: the step as our connector wants to know it."""
+        """Build the step's message. `plan` is the step in the form that kvferry's scheduler half
+        expects.
+        """
         lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
             self._inner.reclaim_blocks(lacking)
@@ -307,7 +323,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return int(self._kv_cache_manager.block_pool.get_num_free_blocks())
 
     def has_pending_block_frees(self) -> bool:
-        # vLLM asks when a running request lacks blocks, before it takes another's.
+        # vLLM asks when a running request lacks blocks, before it preempts another request.
         self._inner.reclaim_blocks(self._needs.missing_to_run(self._num_free_blocks))
         return self._inner.has_pending_block_frees()
 
@@ -352,15 +368,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.set_xfer_handshake_metadata(
             {rank: part.inner for rank, part in metadata.items()}
         )
-        # Routers find our side channel on `/metrics`, and before its first step vLLM's front-end
-        # hears nothing of us.
+        # Routers find this engine's side channel on `/metrics`, but vLLM's front-end receives stats
+        # only with a step. So the connector asks for a first step.
         self._has_unreported_stats = True
 
     # -- worker --
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        # A layer that shares another's cache is in no group, and what it would hold moves with the
-        # other.
+        # A layer that shares the cache of another layer is in no group; its KV moves with the other
+        # layer.
         layers = {
             layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
         }
@@ -376,8 +392,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._excused.add_optional(connector_metadata.optional_loads)
         self._inner.bind_connector_metadata(connector_metadata.inner)
-        # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole
-        # step of ours.
+        # vLLM calls start_load_kv after the forward pass, where the commands would wait for a whole
+        # step of this engine while a peer waits for an answer. So the commands are submitted here.
         self._inner.start_load_kv(None)
 
     def clear_connector_metadata(self) -> None:
@@ -417,7 +433,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class KVFerryPushConnector(KVFerryConnector):
-    """The push connector, likewise. It is told how far prefills have come."""
+    """The push connector; in addition to the pull connector, it reports the progress of prefill
+    legs to kvferry's scheduler half.
+    """
 
     inner_name = "NixlPushConnector"
     transfer_mode = "push"
@@ -455,6 +473,7 @@ class KVFerryPushConnector(KVFerryConnector):
 
 
 NixlConnector = NixlPullConnector = KVFerryConnector
-"""Named as vLLM's own, so that a module path in the configuration is the only change."""
+"""The name of vLLM's own connector, so that the module path is the only change in a configuration.
+"""
 NixlPushConnector = KVFerryPushConnector
-"""Likewise."""
+"""The name of vLLM's own push connector."""

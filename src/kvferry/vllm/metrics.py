@@ -1,8 +1,8 @@
-"""What the connector counts, in vLLM's own plumbing: statistics that cross its processes, and
-Prometheus metrics in its front-end.
+"""The connector's statistics in vLLM's classes: stats that cross vLLM's processes, and Prometheus
+metrics in vLLM's front-end.
 
-vLLM's names (`vllm:nixl_*`) for dashboards that exist, `kvferry:*` for what vLLM's connector does
-not count.
+The metrics keep vLLM's names (`vllm:nixl_*`) for existing dashboards; values that vLLM's connector
+does not count are named `kvferry:*`.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,13 +40,13 @@ _TRANSPORT_COUNTERS = {
     ),
 }
 _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
-"""vLLM's connector has failures that ours cannot have: there are no notifications, and a read after
-expiry is never used.
+"""Failures of vLLM's connector that kvferry cannot have: kvferry sends no notifications, and never
+uses a read that ended after expiry.
 """
 
 
 class KVFerryStats(KVConnectorStats):
-    """`TransferStats` under the base class that vLLM wants."""
+    """`TransferStats` under vLLM's base class."""
 
     data: dict[str, Any]
 
@@ -65,6 +65,8 @@ class KVFerryStats(KVConnectorStats):
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics with vLLM's front-end and feeds stats into them."""
+
     def __init__(
         self,
         vllm_config: Any,
@@ -107,7 +109,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
             metric_types[Gauge], [*labelnames, "address"], multiprocess_mode="mostrecent"
         )
         self._side_channel = make_by_address(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP)
-        # What has never happened shows as 0 instead of being absent.
+        # Metrics that have never been incremented show 0 instead of being absent.
         for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
             for metric in metrics.values():
                 for labels in per_engine_labelvalues.values():

@@ -1,9 +1,10 @@
-"""Called by vLLM in each of its processes (entry point group `vllm.general_plugins`), before its
-configuration is used.
+"""The plugin entry point (`vllm.general_plugins`), which vLLM calls in each process before it uses
+its configuration.
 
-Registers our connectors, so that no module path is needed, and makes a word of the epoch that all
-processes of one engine incarnation share. Makes NIXL safe to exit from, also for vLLM's own
-NixlConnector, which may make its agent before ours (docs/decisions/042).
+`register` does three things: it registers kvferry's connectors, so that no module path is needed;
+it sets the part of the epoch that all processes of one engine incarnation share; and it makes NIXL
+safe to exit from, also for vLLM's own NixlConnector, which may create its agent first
+(docs/decisions/042-two-copies-of-libnl.md).
 """
 
 import os
@@ -18,11 +19,12 @@ NAMES = ("KVFerryConnector", "KVFerryPushConnector")
 
 
 def register() -> None:
-    # The API server runs first and the engine's processes inherit its environment.
+    """Register kvferry's connectors with vLLM. Idempotent."""
+    # The API server process runs first, and the engine's processes inherit its environment.
     os.environ.setdefault(EPOCH_VARIABLE, secrets.token_hex(8))
     load_distribution_netlink()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in NAMES:
-        if name not in KVConnectorFactory._registry:  # noqa: SLF001  vLLM has no question for it and refuses a second time
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001  no public query
             KVConnectorFactory.register_connector(name, "kvferry.vllm", name)

@@ -1,11 +1,12 @@
-"""How far prefills have come whose KV is handed over while they are computed. Runs on the
+"""The progress of prefill legs that are transferred while they are computed. Runs on the
 scheduler's thread.
 
-vLLM counts a token as computed when its step is planned. Here it counts when vLLM has taken that
-step's output: only then has every device written its KV. That goes for tokens from the prefix cache
-too: a step that is still under way may be the one that fills their blocks, but it is over once a
-later step of this request is. A preemption sets the count to 0 for as long, so that what was said
-of the blocks before is taken back, also where vLLM resumes a request at once.
+vLLM counts a token as computed when the token's step is scheduled. This module counts a token when
+vLLM has processed the output of that step: only then has every device written the token's KV. The
+rule covers tokens from the prefix cache too: a step still in flight may be the step that fills
+their blocks, but that step is over once a later step of this request is over. After a preemption
+the count is 0 until the next processed step, so that the published blocks are withdrawn, even if
+vLLM resumes the request at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +20,23 @@ BlockTables = Callable[[str], tuple[list[int], ...]]
 
 @dataclass(slots=True)
 class PrefillProgress:
+    """The progress of one prefill leg."""
+
     request: Any
-    """vLLM's."""
+    """vLLM's request object."""
     _first: int = 0
-    """So many tokens it had from the cache when it was last taken from the queue."""
+    """How many tokens the request had from the cache when vLLM last took the request from the
+    queue.
+    """
     _num_preemptions: int = -1
-    """How often it had been put back into the queue by then; -1: it has never left it."""
+    """The request's preemption count at that time; -1 if the request has never left the queue."""
 
     def note_start(self, first: int) -> None:
         self._first, self._num_preemptions = first, self.request.num_preemptions
 
     @property
     def num_computed_tokens(self) -> int:
+        """The number of tokens whose KV every device has written."""
         if self.request.num_preemptions != self._num_preemptions:
             return 0
         processed = int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens)
@@ -39,7 +45,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSlice:
-    """The contract's `ScheduledSlice`."""
+    """An implementation of the contract's `ScheduledSlice`."""
 
     request_id: str
     start: int
@@ -52,15 +58,17 @@ class PrefillSlice:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSlices:
-    """What our connectors want to know of a step."""
+    """The part of a step's message that kvferry's push scheduler reads."""
 
     slices: tuple[PrefillSlice, ...]
 
 
 @dataclass(slots=True)
 class PrefillProgressTable:
-    """Those that hold blocks are looked at in every step, whether it computes them or not: the step
-    before may just have ended.
+    """The prefill legs of this engine, waiting or running.
+
+    Every leg that holds blocks is examined in every step, even if the step does not compute the
+    leg: an earlier step of the leg may just have ended.
     """
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
@@ -94,7 +102,7 @@ class PrefillProgressTable:
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[str, int]]:
-    """Requests that this step takes from the queue, and how many tokens they have."""
+    """Requests that this step takes from the queue, with the number of tokens each already has."""
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs

@@ -1,13 +1,13 @@
-"""Any vLLM connector with a stopwatch in every method the engine calls. For `kvferry bench
+"""Wraps any vLLM connector and times every method the engine calls. Used by `kvferry bench
 vllm-steps`.
 
-    "kv_connector_module_path": "kvferry.vllm.stopwatch"      the connector's name stays what it is: vLLM looks at it
-    KVFERRY_STOPWATCH_WRAPS=package.module:ClassName          the class to time
-    KVFERRY_STOPWATCH_DIRECTORY=/some/where                   totals, as one JSON file for each role of each process
+    "kv_connector_module_path": "kvferry.vllm.stopwatch"   keep the connector's name: vLLM reads it
+    KVFERRY_STOPWATCH_WRAPS=package.module:ClassName       the class to time
+    KVFERRY_STOPWATCH_DIRECTORY=/some/where                one JSON file per role and process
 
 The timed class is a subclass, so class methods, interfaces and statistics are the connector's own.
-Counted are calls on the thread that made the connector, which is the engine's, and of nested calls
-only the outermost. A thread writes the totals every half second.
+Only calls on the thread that built the connector (the engine's thread) are counted, and of nested
+calls only the outermost. A thread writes the totals every half second.
 """
 
 import functools
@@ -32,8 +32,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class MethodTotals:
-    """Of one method. `cpu_s` leaves out what the thread waited, for a lock or for its turn on the
-    core.
+    """The totals of one method. `cpu_s` excludes the time in which the thread waited for a lock or
+    for a core.
     """
 
     calls: int = 0
@@ -50,7 +50,9 @@ class MethodTotals:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Totals of one connector. Used by the thread that made it; its writer only reads."""
+    """The totals of one connector. Only the thread that built the connector writes; the writer
+    thread reads.
+    """
 
     path: Path
     methods: dict[str, MethodTotals] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Stopwatch:
         self._writer.start()
 
     def close(self) -> None:
-        """Write the last totals and stop. Idempotent."""
+        """Write the last totals and stop the writer thread. Idempotent."""
         self._is_closing.set()
         if self._writer is not None:
             self._writer.join(CLOSE_TIMEOUT_S)
@@ -91,7 +93,8 @@ class Stopwatch:
         self._write()
 
     def _write(self) -> None:
-        """Whole or not at all, so that nobody reads half of it."""
+        """Write the totals atomically, so that a reader never sees half a file."""
+        # `list` first: the engine's thread may add a method meanwhile.
         totals = {name: asdict(method) for name, method in list(self.methods.items())}
         draft = self.path.with_suffix(".new")
         draft.write_text(json.dumps(totals))
@@ -99,8 +102,8 @@ class Stopwatch:
 
 
 def timed_class(base: Any) -> Any:
-    """A subclass whose public methods are timed, to be made like `base`, with `role` as the second
-    argument.
+    """A subclass of `base` whose public methods are timed. It takes the same arguments as `base`,
+    with `role` second.
     """
 
     def __init__(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -131,7 +134,7 @@ def timed_class(base: Any) -> Any:
 def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def timed(self: Any, *arguments: Any, **named: Any) -> Any:
-        # While its base is being made it has no stopwatch yet.
+        # While the constructor of `base` runs there is no stopwatch yet.
         stopwatch: Stopwatch | None = self.__dict__.get("stopwatch")
         if stopwatch is None:
             return method(self, *arguments, **named)
@@ -147,7 +150,7 @@ def _wrapped() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM asks the module for the connector by its name."""
+    """Return the timed class when vLLM looks up the connector by its name in this module."""
     if not name.startswith("_") and name == os.environ.get(WRAPS_VARIABLE, "").partition(":")[2]:
         return _wrapped()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

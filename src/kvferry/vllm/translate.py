@@ -1,4 +1,8 @@
-"""vLLM's objects as the contract knows them. Translates, decides nothing."""
+"""Translates vLLM's objects into those of kvferry's connector contract.
+
+Pure translation, except that `connector_config` reads the environment, the cluster secret and the
+weight files.
+"""
 
 import hashlib
 import json
@@ -40,6 +44,7 @@ __all__ = [
     "strip_transfer_params",
 ]
 
+# vLLM reserves block 0 as its null block.
 NULL_BLOCK = 0
 LAYOUTS = {
     "LBHNC": "HND",
@@ -62,9 +67,11 @@ TOKEN_ROWS = frozenset(
         "TRITON_MLA",
     }
 )
-"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a
-block together, as the CPU's does with its keys: their blocks are cut by heads only.
+"""Attention backends that, on CUDA, store each token's K and V where the layout says. Other
+backends pack the tokens of a block together, as the CPU backend does with its keys; blocks of such
+backends are split by heads only.
 """
+# Requests that end in any other state have no KV to transfer.
 _TRANSFERABLE_STATUSES = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -77,9 +84,9 @@ class VllmRequestView:
 
     request: Any
     generation: int = 0
-    """How often the engine's caches were thrown away because its weights had changed."""
+    """How often the engine's caches were reset because its weights had changed."""
     progress: PrefillProgress | None = None
-    """Where KV is handed over while it is computed."""
+    """Set for prefill legs that are transferred while they are computed."""
 
     @property
     def request_id(self) -> str:
@@ -87,8 +94,8 @@ class VllmRequestView:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        # Not the field of that name: it is None, or holds placeholders, where the prompt came as
-        # embeddings.
+        # Not `request.prompt_token_ids`, which is None, or holds placeholders, if the prompt came
+        # as embeddings.
         return list(self.request.all_token_ids[: self.num_prompt_tokens])
 
     @property
@@ -103,7 +110,8 @@ class VllmRequestView:
     def num_computed_tokens(self) -> int:
         if self.progress is not None:
             return self.progress.num_computed_tokens
-        # vLLM counts tokens of steps that still run; their KV is not there yet.
+        # vLLM counts tokens of steps that are still running; the KV of those tokens is not written
+        # yet.
         return max(
             0, int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens)
         )
@@ -143,8 +151,10 @@ class VllmRequestView:
 
     @property
     def family(self) -> str | None:
-        """vLLM makes n requests of one with n choices, named `0_ID`, `1_ID`, …; the answer carries
-        the parameters of one of them.
+        """The id that the n requests of one client request share; None for a single request.
+
+        vLLM splits a request with n choices into n requests named `0_ID`, `1_ID`, …; the answer
+        carries the parameters of one of the n requests.
         """
         index, _, parent = str(self.request.request_id).partition("_")
         return parent if index.isdecimal() and parent else None
@@ -152,8 +162,8 @@ class VllmRequestView:
 
 @dataclass(frozen=True, slots=True)
 class BlocksView:
-    """A request's block table. What vLLM fills with its null block, because no attention looks
-    there, is a hole.
+    """A request's block table. Positions that vLLM fills with its null block, because no attention
+    looks there, are holes.
     """
 
     blocks: Any
@@ -167,15 +177,15 @@ def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
 
 
 def strip_transfer_params(request: Any) -> None:
-    """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to
-    its workers with every new request.
+    """Remove a request's transfer parameters, which the scheduler has read, from the data that vLLM
+    sends to its workers with every new request.
 
-    They are of no use there, may be large, and the engine dies when it pickles ones that are nested
-    a few hundred levels deep.
+    The workers do not use the parameters, which may be large, and the engine dies when it pickles
+    parameters that are nested a few hundred levels deep.
     """
     if request.sampling_params is None or request.sampling_params.extra_args is None:
         return
-    # A copy: the n requests of one with n choices may share them.
+    # Copy first: the n requests of one request with n choices may share the object.
     request.sampling_params = copy(request.sampling_params)
     extra = request.sampling_params.extra_args
     request.sampling_params.extra_args = {
@@ -186,7 +196,7 @@ def strip_transfer_params(request: Any) -> None:
 def cache_config(
     vllm_config: Any, kv_cache_config: Any, attention_backends: str = ""
 ) -> KVCacheConfig:
-    """`attention_backends`: their names; known in workers only."""
+    """The contract's view of vLLM's cache. Only workers know the `attention_backends`."""
     model = vllm_config.model_config
     spec = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
@@ -204,14 +214,14 @@ def cache_config(
 
 
 def has_token_rows(attention_backends: str) -> bool:
-    """Whether all of these kernels keep each token's KV where the layout says."""
+    """Whether all these attention backends store each token's KV where the layout says."""
     return current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(","))
 
 
 def connector_config(
     vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
 ) -> ConnectorConfig:
-    """`attention_backends`: their names; known in workers only."""
+    """The contract's configuration. Only workers know the `attention_backends`."""
     theirs = vllm_config.kv_transfer_config
     assert theirs is not None
     transfer = KVTransferConfig.from_mapping(
@@ -219,7 +229,8 @@ def connector_config(
             "kv_connector": connector,
             "kv_role": theirs.kv_role,
             "engine_id": theirs.engine_id,
-            # vLLM names the device; for us every other than the CPU's memory is the engine's own.
+            # vLLM names the device; kvferry treats every device other than the CPU as the engine's
+            # own.
             "kv_buffer_device": "cpu" if theirs.kv_buffer_device == "cpu" else "auto",
             "kv_load_failure_policy": theirs.kv_load_failure_policy,
             "kv_connector_extra_config": theirs.kv_connector_extra_config,
@@ -254,8 +265,8 @@ def _group(group: Any) -> KVCacheGroup:
 
 
 def _side_channel(vllm_config: Any) -> SideChannelConfig:
-    """Each data-parallel rank is an engine of its own and listens on a port of its own, counted
-    from the one that was set.
+    """The side channel of this data-parallel rank. Each data-parallel rank is an engine with its
+    own port, counted up from the configured port.
     """
     config = SideChannelConfig.from_environment(os.environ)
     return (
@@ -271,7 +282,8 @@ def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
         "config": _without_paths(model.hf_config.to_dict()),
         "quantization": model.quantization,
     }
-    # Only what a worker says of the model is compared.
+    # Only the identities that workers report are compared, so the scheduler does not read the
+    # weights.
     facts |= {"weights": _weights(vllm_config)} if attention_backends else {}
     digest = hashlib.blake2b(
         json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
@@ -295,7 +307,7 @@ def _weights(vllm_config: Any) -> str:
 
 
 def _without_paths(config: Any) -> Any:
-    """The same model has another path on every host, at any depth of its configuration."""
+    """The configuration without paths at any depth: a model's path differs between hosts."""
     if isinstance(config, dict):
         return {
             str(name): _without_paths(value)
@@ -308,7 +320,7 @@ def _without_paths(config: Any) -> Any:
 
 
 def _cache_dtype(vllm_config: Any) -> str:
-    """The same word whether it was asked for by name or by `auto`."""
+    """The name of the cache dtype, with `auto` resolved to the model's dtype."""
     requested = str(vllm_config.cache_config.cache_dtype)
     return (
         str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -328,11 +340,12 @@ def _layout(kv_cache_config: Any) -> str:
 
 
 def _epoch(vllm_config: Any) -> str:
-    """Equal in all processes of one engine incarnation, another in the next.
+    """The incarnation id: equal in all processes of one engine incarnation, different in the next.
 
-    vLLM makes a new id for each configuration it builds, and hands the configuration to all
-    processes that one life has. The variable alone would not do: whoever sets it to one word for
-    good would have tickets of a dead life taken for this one's.
+    vLLM makes a new instance id for each configuration it builds, and passes the configuration to
+    all processes of one incarnation. The environment variable alone is not enough: an operator who
+    sets the variable to a fixed value would make tickets of a dead incarnation valid for the
+    current one.
     """
     words = (
         os.environ.get(EPOCH_VARIABLE, ""),

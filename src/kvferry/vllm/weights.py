@@ -1,10 +1,10 @@
-"""A cheap fingerprint of weights: two fine-tunes of one architecture have equal configurations and
+"""A cheap fingerprint of weights: two fine-tunes of one architecture have equal configurations but
 different KV.
 
-Reads evenly spaced samples of the weight files, not the whole (what differs between two sets of
-weights differs in most of their bytes), and whole those small tensors that may be all that differs:
-norms, biases and the scales of a quantised KV cache. Weights that are no local files, because a
-loader streams them, are told apart by their address or by hub name and revision.
+The fingerprint reads evenly spaced samples of the weight files, because two sets of weights differ
+in most of their bytes. Small tensors that may be the only difference are read whole: norms, biases
+and the scales of a quantised KV cache. Weights that are not local files, because a loader streams
+them, are compared by their address, or by hub name and revision.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def sample_weights(model: str, revision: str | None, download_dir: str | None = None) -> str:
-    """A digest of the weight files, or the model's global name where there are none to read."""
+    """A digest of the weight files, or the model's global name if there are no files to read."""
     folder = _folder(model, revision, download_dir)
     if folder is None:
         _log.warning(
@@ -43,8 +43,8 @@ def sample_weights(model: str, revision: str | None, download_dir: str | None = 
 
 
 def sample_adapter(path: str) -> str:
-    """The same of a LoRA adapter; its path where it is not a local folder. Read again when a file
-    of it has changed.
+    """A digest of a LoRA adapter, or the adapter's path if it is not a local folder. The files are
+    read again when one has changed.
     """
     folder = Path(path)
     try:
@@ -60,12 +60,13 @@ def sample_adapter(path: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest_once(folder: Path, stamp: object) -> str:
+    """The digest of a folder, cached until `stamp` (file names and modification times) changes."""
     return _digest(folder)
 
 
 def _folder(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where the weights lie, or the one file they are; None when `model` is a name that means the
-    same everywhere.
+    """The folder, or the single file, of the weights; None if `model` is a name that means the same
+    on every host.
     """
     if Path(model).exists():
         return Path(model)

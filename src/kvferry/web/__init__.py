@@ -1,3 +1,3 @@
-"""What the engine's front-end and the router answer alike over HTTP: errors in OpenAI's shape, also
-for what is not HTTP.
+"""HTTP bodies that the engine's front-end and the router share: OpenAI-style errors, also for
+requests that are not valid HTTP, and transfer records.
 """

@@ -1,6 +1,6 @@
-"""OpenAI-style error bodies: every answer that is not a success has this shape.
+"""OpenAI-style error bodies: every HTTP answer that is not a success has this shape.
 
-Pure but for building aiohttp responses; nothing here logs.
+Pure, except for building aiohttp responses. Logs nothing itself.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,8 @@ _TYPES = {
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
+    """The contents of an error body."""
+
     message: str
     type: str
     param: str | None
@@ -31,6 +33,8 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
+    """An error body in OpenAI's shape."""
+
     error: ErrorDetail
 
 
@@ -66,11 +70,11 @@ def _type_name(status: int) -> str:
         return "BadRequestError" if status < 500 else "InternalServerError"
 
 
-# -------------------- malformed -------------------- What is refused before any handler is asked
-# (bytes that are not HTTP, unknown `Expect`) as JSON, without the client's bytes in it.
-#
-# aiohttp answers these in plain text and quotes what it was sent. It has no setting for that; its
-# connection class is the place.
+# -- malformed requests --
+# Requests that aiohttp refuses before it calls a handler (bytes that are not HTTP, an unknown
+# `Expect` header) get a JSON error that does not contain the client's bytes. aiohttp itself answers
+# in plain text and quotes the request, and has no setting to change that, so the connection class
+# is replaced.
 
 
 _MESSAGES: tuple[tuple[type[Exception], str], ...] = (
@@ -91,16 +95,20 @@ class JsonErrorRunner(web.AppRunner):
             plain.request_handler,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
-            **plain._kwargs,  # noqa: SLF001  the settings of its connections, which it hands out in no other way
+            **plain._kwargs,  # noqa: SLF001  no public access
         )
 
 
 class _JsonErrorServer(web.Server):
+    """Creates connections whose errors are JSON."""
+
     def __call__(self) -> web.RequestHandler:
         return _JsonErrorConnection(self, loop=self._loop, **self._kwargs)
 
 
 class _JsonErrorConnection(web.RequestHandler):
+    """A connection whose errors are JSON."""
+
     __slots__ = ()
 
     def handle_error(
@@ -110,7 +118,8 @@ class _JsonErrorConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        # Logs our own failures, and raises ConnectionError when an answer has begun already.
+        # aiohttp logs the server's own failures, and raises ConnectionError if a response has
+        # already begun.
         super().handle_error(request, status, exc, message)
         return _closing_response(RequestRefused(_message_for(status, exc), status=status))
 
@@ -125,6 +134,7 @@ class _JsonErrorConnection(web.RequestHandler):
 
 
 def _closing_response(refusal: RequestRefused) -> web.Response:
+    """An error response after which the connection is closed."""
     response = error_response(refusal)
     response.force_close()
     return response

@@ -1,8 +1,8 @@
-"""When a request's KV was attached, read and confirmed, as the engine that fetched it tells whoever
-shows it (`GET /kvferry/transfers`).
+"""The timeline of a request's KV transfer, as the fetching engine serves it at `GET
+/kvferry/transfers`. Plain data.
 
-Durations since that engine got the request, in seconds. Clocks are nobody else's business, so no
-point in time crosses the wire.
+All times are durations in seconds since the engine received the request. Clocks of two hosts cannot
+be compared, so no point in time crosses the wire.
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,43 @@ MAX_RECORDS = 1024
 
 
 class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request (one choice of it) whose KV came, or was to come, from a peer. What has not
-    happened is None.
+    """One request (one choice of a client request) whose KV came, or should have come, from a peer.
+    Steps that have not happened are None.
     """
 
     request_id: str
-    """The engine's own, which begins with the one that its client sent."""
+    """The engine's request id, which begins with the id that the client sent."""
     age_s: float
-    """Since the engine got it."""
+    """The time since the engine received the request."""
     attached_s: float | None = None
-    """The producer was known, and told that its lease is wanted."""
+    """When the producer was known and the consumer had attached to its lease."""
     allocated_s: float | None = None
-    """There were blocks for it."""
+    """When the engine had allocated blocks for the request."""
     read_began_s: float | None = None
     read_ended_s: float | None = None
     confirmed_s: float | None = None
     scheduled_s: float | None = None
-    """Its first step after that began."""
+    """When the first step after the transfer began."""
     first_token_s: float | None = None
     bytes: int = 0
     segments: int = 0
-    """Copies or descriptors."""
+    """The number of copies or descriptors."""
     transport: str = ""
     failure: str = ""
 
 
 class TransferRecords(msgspec.Struct, frozen=True):
+    """The body of `GET /kvferry/transfers`."""
+
     transfers: list[TransferRecord]
-    """Newest first."""
+    """The records, newest first."""
 
 
 _decode = msgspec.json.Decoder(TransferRecords).decode
 
 
 def read_transfer_records(body: bytes) -> Sequence[TransferRecord]:
-    """What an instance answered; nothing when it is no such answer."""
+    """The records in an instance's answer; empty if the body is not a valid answer."""
     try:
         return _decode(body).transfers[:MAX_RECORDS]
     except (msgspec.MsgspecError, RecursionError):

@@ -1,3 +1,4 @@
-"""The shell of a worker: one thread that owns transports, leases, peers and transfers, with a typed
-inbox and outbox.
+"""The worker of a rank: a thread that owns transports, leases, peers and transfers.
+
+The engine's thread exchanges typed commands and events with the worker's thread.
 """

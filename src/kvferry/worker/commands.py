@@ -1,5 +1,7 @@
-"""What an engine tells its transfer worker: typed, picklable, in order. The scheduler writes them,
-a step carries them to every rank.
+"""Commands that an engine sends to its transfer worker: typed, picklable and ordered.
+
+The scheduler creates the commands, and the metadata of an engine step carries the commands to the
+transfer worker of every rank. Plain data; pure.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PrepareLoad:
-    """A request with a genuine ticket has arrived: shake hands, attach, keep the lease alive."""
+    """A request with a valid ticket has arrived: shake hands, attach, keep the lease alive."""
 
     request: RequestId
     ticket: str
@@ -42,8 +44,10 @@ class PrepareLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptionalLoad:
-    """The same for a request that can do without: say whether the producer has what the ticket is
-    for, before there are blocks.
+    """As `PrepareLoad`, for a request that can also be computed without the remote KV.
+
+    The transfer worker reports whether the producer still holds the KV of the ticket, before the
+    engine allocates blocks.
     """
 
     request: RequestId
@@ -52,28 +56,31 @@ class PrepareOptionalLoad:
 
 @dataclass(frozen=True, slots=True)
 class RegisterForPush:
-    """A request with a genuine push ticket has arrived: shake hands, register, attach once there is
-    something.
+    """A request with a valid push ticket has arrived: shake hands and register with the producer.
+
+    The consumer attaches once the producer has an offer for the request.
     """
 
     request: RequestId
     push_ticket: str
     tokens: Fingerprint
-    """Of its prompt."""
+    """Fingerprint of the request's prompt tokens."""
     own_address: Address
-    """Of our side channel."""
+    """Address of our own side channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterForPushByAddress:
-    """The same without a push ticket: a router that signs nothing has named a producer that we
-    believe. Its life is asked for first, and the two legs meet by their request id.
+    """As `RegisterForPush`, without a push ticket: the router signs nothing, and names a producer.
+
+    The scheduler has checked that the producer's address is among the engine's configured `peers`.
+    The producer's incarnation is requested first, and the two legs are matched by their request id.
     """
 
     request: RequestId
     engine: str
     address: Address
-    """Of its side channel."""
+    """Address of the producer's side channel."""
     tp_size: int
     tokens: Fingerprint
     own_address: Address
@@ -81,35 +88,33 @@ class RegisterForPushByAddress:
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Blocks are there: fill them with the KV of token positions `first_token` to `end_token`
-    (exclusive).
-    """
+    """The engine has allocated blocks: load the KV of tokens `first_token` to `end_token` - 1."""
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]
     first_token: int
     end_token: int
     needed_from: tuple[int, ...] = ()
-    """By group: the first token that is ever looked at; empty: token 0."""
+    """First token that the engine will read, by group; empty means token 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkipLoad:
-    """Nothing is needed from the producer after all."""
+    """The engine needs nothing from the producer for this request."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class AbortLoad:
-    """The request is over."""
+    """The request has ended: stop the load and drop the request's state."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class RejectLoad:
-    """Report this request as failed: its parameters cannot be honoured."""
+    """Report this request as failed, because the request's parameters cannot be honoured."""
 
     request: RequestId
     reason: str
@@ -122,12 +127,16 @@ class GrantLease:
     request: RequestId
     serial: int
     blocks: tuple[tuple[int, ...], ...] = ()
-    """Each group's table, where readers read a copy of them: they are copied first."""
+    """Block table of each group; used only with a host buffer, where the blocks are copied first.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RetainTurn:
-    """As Grant, but for so long, or until they are let go, for whoever might come."""
+    """As `GrantLease`, but the blocks are retained for a possible next turn.
+
+    The lease lasts `ttl_s` seconds, or until the engine evicts the turn.
+    """
 
     request: RequestId
     serial: int
@@ -137,16 +146,17 @@ class RetainTurn:
 
 @dataclass(frozen=True, slots=True)
 class EvictTurn:
-    """The engine needs blocks that are kept: it has them back when nobody reads them."""
+    """The engine needs the blocks of a retained turn.
+
+    The transfer worker reports the lease as ended when every reader has detached.
+    """
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """A request is being computed for a peer: what is published of it may be read by those with
-    ticket `serial`.
-    """
+    """A prefill runs for a peer: readers with ticket `serial` may read the published blocks."""
 
     request: RequestId
     serial: int
@@ -154,19 +164,18 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """An open request has been computed; its blocks are kept for readers from now on, as if it had
-    been granted.
-    """
+    """The prefill of an open stream has ended; its blocks are now leased as by `GrantLease`."""
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By group, where readers read a copy of them: those that are not copied yet."""
+    """Blocks, by group, that are not in the host buffer yet; used only with a host buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithdrawStream:
-    """An open request has lost its blocks and is computed again. Sent before anything else is
-    written into them.
+    """A running prefill has lost its blocks and will be computed again.
+
+    The engine sends this command before anything else is written into the lost blocks.
     """
 
     request: RequestId
@@ -175,26 +184,26 @@ class WithdrawStream:
 
 @dataclass(frozen=True, slots=True)
 class PublishTicket:
-    """A request that is granted or open is for whoever registers for it: offer this ticket, of
-    which so many tokens are ready.
+    """Offer this ticket, with `ready_tokens` tokens ready, to the registered consumer.
+
+    The offer waits until a consumer registers. The request has a lease or an open stream.
     """
 
     request: RequestId
     match_id: str
-    """Of its push ticket; empty: it had none."""
+    """Match id of the request's push ticket; empty if the request had no push ticket."""
     ticket: str
     ready_tokens: int
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By group, where readers read a copy of them: those of an open request to be copied before it
-    is offered.
+    """Blocks, by group, of an open stream that are copied before the offer is sent.
+
+    Used only with a host buffer.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class FailPush:
-    """A request has ended without blocks to hand over: whoever has registered for it waits in
-    vain.
-    """
+    """A prefill has ended without blocks to offer: fail the consumer that has registered."""
 
     request: RequestId
     match_id: str
@@ -203,14 +212,14 @@ class FailPush:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLease:
-    """Nobody will come for this request's blocks: its ticket reached nobody."""
+    """No reader will come for this request's blocks, because no consumer received the ticket."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTicket:
-    """The holder of ticket `serial` of this request has given it up."""
+    """The holder of ticket `serial` of this request has released the ticket."""
 
     request: RequestId
     serial: int

@@ -1,8 +1,9 @@
-"""The side channel of a scheduler: tells consumers how to reach the workers, routers what was kept
-of a turn, and takes tickets back.
+"""The side channel of a scheduler: a socket for consumers, routers and released tickets.
 
-One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and,
-where there is someone to answer, answered.
+Consumers ask how to reach the transfer workers, routers ask for the retained blocks of a turn, and
+holders of tickets release tickets. One thread owns the socket. No message can stop the thread: a
+handshake that cannot be served is refused in the reply, and a malformed, forged or misplaced
+message is counted and dropped.
 """
 
 import logging
@@ -29,6 +30,7 @@ from kvferry.worker.commands import ReleaseTicket
 __all__ = ["EndedTurn", "SideChannel"]
 
 MAX_RELEASED = 100_000
+"""Releases that wait for the engine's thread; beyond this limit the oldest are dropped."""
 MAX_TURNS = 10_000
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
@@ -38,15 +40,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """What a router may ask for by this word."""
+    """The retained turn that a router may ask for by `turn_id`."""
 
     turn_id: str
     params: str = ""
-    """JSON; empty: nothing any more."""
+    """KV transfer parameters of the turn, as JSON; empty if nothing is retained any more."""
     ttl_s: float = 0.0
 
 
 class SideChannel:
+    """Serves handshakes, released tickets and retained turns on a dedicated thread."""
+
     def __init__(
         self,
         control: ControlTransport,
@@ -59,7 +63,7 @@ class SideChannel:
         self._key = key
         self._wake_engine = wake_engine
         self._released: deque[ReleaseTicket] = deque(maxlen=MAX_RELEASED)
-        # Filled by the engine's thread, emptied by ours.
+        # The engine's thread appends; the side channel's thread pops.
         self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
         self._turns = EndedTurns(MAX_TURNS)
         self._num_dropped = 0
@@ -69,11 +73,11 @@ class SideChannel:
 
     @property
     def num_dropped(self) -> int:
-        """Messages that were malformed, forged or out of place."""
+        """Number of messages that were malformed, forged or of a type not handled here."""
         return self._num_dropped
 
     def take_num_dropped(self) -> int:
-        """How many of them since the last call."""
+        """Return how many messages were dropped since the last call."""
         before, self._num_dropped_reported = self._num_dropped_reported, self._num_dropped
         return self._num_dropped_reported - before
 
@@ -85,11 +89,14 @@ class SideChannel:
         self._thread.start()
 
     def take_released(self) -> list[ReleaseTicket]:
-        """Tickets that were handed back since the last call."""
+        """Take the tickets that were released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def publish_turn(self, turn: EndedTurn) -> None:
-        """From now on, say this when asked. Called by the engine's thread; never waits."""
+        """Answer requests for `turn.turn_id` with this turn from now on; never waits.
+
+        Called by the engine's thread.
+        """
         self._published_turns.append(turn)
 
     def close(self) -> None:
@@ -109,6 +116,8 @@ class SideChannel:
         try:
             while not self._is_closing:
                 arrived = self._control.poll(POLL_S)
+                # Turns are stored before the messages are answered, so that a router's request
+                # never overtakes an earlier published turn.
                 self._store_published_turns()
                 for received in arrived:
                     if isinstance(received, Received):
@@ -136,7 +145,7 @@ class SideChannel:
         except KVFerryError as error:
             self._num_dropped += 1
             _log.info("side channel dropped a message: %s", error)
-        except Exception:  # top of a request: one message must never end the service for all others
+        except Exception:  # boundary for one message: no message may stop the thread
             self._num_dropped += 1
             _log.exception("side channel failed on a message")
 

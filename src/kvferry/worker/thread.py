@@ -1,5 +1,6 @@
-"""The thread that runs a transfer worker. The engine's thread hands it commands and takes events;
-nothing else is shared.
+"""The thread that runs a transfer worker.
+
+The engine's thread submits commands and takes events. The two threads share nothing else.
 """
 
 import logging
@@ -27,8 +28,9 @@ __all__ = ["TransferWorkerThread"]
 MAX_QUEUED = 1_000_000
 CLOSE_TIMEOUT_S = 10.0
 MARK_INTERVAL_S = 0.001
-"""How often the engine's device is asked how far it is, while commands wait for it. Mostly it is
-there already.
+"""How often the engine's stream is queried while commands wait for a mark.
+
+In most cases the stream has already passed the mark.
 """
 
 _log = logging.getLogger(__name__)
@@ -41,20 +43,21 @@ _STATS_ONLY_EVENTS = (
     PeerConnected,
     PrefillCompleted,
 )
-"""Events that no request waits for."""
+"""Events that no request waits for, so the engine is not woken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the engine said at once, and how far its device must be before it counts."""
+    """Commands of one `submit`, and the mark on the engine's stream that must be complete first."""
 
     commands: tuple[WorkerCommand, ...]
     mark: StreamEvent | None
 
 
 class TransferWorkerThread:
-    """Owns a transfer worker from `start` to `close`. `wake_worker` interrupts its sleep and may be
-    called from any thread.
+    """Owns a transfer worker from `start` to `close`.
+
+    `wake_worker` interrupts the worker's sleep and may be called from any thread.
     """
 
     def __init__(
@@ -66,11 +69,12 @@ class TransferWorkerThread:
         self._transfer_worker = transfer_worker
         self._wake_worker = wake_worker
         self._wake_engine: Callable[[], None] = _no_wakeup
-        # A deque's append and popleft are atomic, and each end has one user: no lock is needed.
+        # `append` and `popleft` of a deque are atomic, and each end is used by one thread, so no
+        # lock is needed.
         self._inbox: deque[_Batch] = deque()
         self._outbox: deque[Event] = deque()
         self._num_submitted, self._num_taken = 0, 0
-        """Commands; each is counted by one thread."""
+        """Numbers of commands. The engine's thread writes the first, this thread the second."""
         self._is_closing = False
         self._failure: str | None = None
         self._snapshot = TransferWorkerSnapshot()
@@ -80,14 +84,13 @@ class TransferWorkerThread:
         self._thread.start()
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from the transfer worker's thread, when there is news the engine waits
-        for.
-        """
+        """Set the function that this thread calls when there are events the engine waits for."""
         self._wake_engine = wake
 
     def submit(self, commands: Iterable[WorkerCommand], mark: StreamEvent | None = None) -> None:
-        """Hand over commands; never waits. They are obeyed in order, and not before the engine's
-        device has passed the mark. KVFerryError when the transfer worker has died.
+        """Submit commands without waiting. KVFerryError if the transfer worker has died.
+
+        Commands run in order, and not before the engine's stream has passed `mark`.
         """
         if self._failure is not None:
             raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
@@ -103,12 +106,13 @@ class TransferWorkerThread:
         self._wake_worker()
 
     def take_events(self) -> list[Event]:
+        """Take the events since the last call. KVFerryError if the transfer worker has died."""
         if self._failure is not None:
             raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
         return [self._outbox.popleft() for _ in range(len(self._outbox))]
 
     def snapshot(self) -> TransferWorkerSnapshot:
-        """What the transfer worker held after its last turn."""
+        """Return the worker's snapshot after its last tick."""
         return self._snapshot
 
     def close(self) -> None:
@@ -128,7 +132,7 @@ class TransferWorkerThread:
         try:
             while not self._is_closing:
                 self._tick()
-        # top of the thread: the engine must learn of it, or its requests would wait for ever
+        # Top of the thread: the engine must be notified, or requests would wait for ever.
         except Exception as error:
             _log.exception("ferry stopped by an error of its own")
             self._failure = f"{type(error).__name__}: {error}"
@@ -138,6 +142,8 @@ class TransferWorkerThread:
 
     def _tick(self) -> None:
         commands = self._take_commands()
+        # While a batch waits in the inbox, the mark of the batch is queried again after
+        # MARK_INTERVAL_S.
         wait_s = min(MARK_INTERVAL_S, self._transfer_worker.idle_s()) if self._inbox else None
         events = self._transfer_worker.step(
             commands, wait_s=wait_s, late_commands=self._take_commands
@@ -150,7 +156,7 @@ class TransferWorkerThread:
             self._wake_engine()
 
     def _take_commands(self) -> list[WorkerCommand]:
-        """Those whose mark has been passed, in order: none overtakes another."""
+        """Take the batches whose mark is complete, in order: a batch never overtakes another."""
         commands: list[WorkerCommand] = []
         while self._inbox and (self._inbox[0].mark is None or self._inbox[0].mark.is_complete()):
             commands += self._inbox.popleft().commands

@@ -1,8 +1,9 @@
-"""The transfer worker: feeds the pure producer and consumer with commands, messages and
-completions, and performs what they ask for.
+"""The transfer worker: passes inputs to the protocol and performs the resulting actions.
 
-Owned by one thread (`TransferWorkerThread`), or stepped by a test. It has no opinion about the
-protocol.
+The decisions are made by the pure `Producer`, `Consumer` and `PushWriter` in `protocol/`. The
+transfer worker passes commands, messages and completions to these objects and performs the
+resulting actions on the transports, the block store and the control transport. Owned by one thread
+(`TransferWorkerThread`); a test may call `step` directly. See docs/decisions/005-worker-thread.md.
 """
 
 from collections import deque
@@ -93,19 +94,25 @@ __all__ = [
 
 MAX_WAIT_S = 1.0
 CONTROL_RESOLUTION_S = 0.0005
-"""The control transport waits for whole milliseconds. A transport that watches its device wants
-less.
+"""Resolution of the control transport, which waits for whole milliseconds.
+
+A data transport that polls its device may ask for a shorter wait; `step` then sleeps instead.
 """
 EXPIRY_RESOLUTION_S = 0.05
-"""A lease that has run out is no longer good at once; its blocks may be freed this much later."""
+"""How much later than the expiry of a lease its blocks may be freed.
+
+An expired lease is refused to readers at once; only the freeing of blocks may be late.
+"""
 READ_WATCH_INTERVAL_S = 0.01
-"""How often transports that need our help are looked at while a read is likely to begin."""
+"""How often a transport that needs `poll` to serve reads is polled while a read is likely."""
 READ_START_INTERVAL_S = 0.001
-"""The same while one is beginning."""
+"""How often a transport that needs `poll` to serve reads is polled while a read is beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferWorkerSettings:
+    """Configuration of a transfer worker; `secret` signs the tickets of the cluster."""
+
     producer: ProducerSettings
     consumer: ConsumerSettings
     secret: bytes
@@ -113,7 +120,7 @@ class TransferWorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class TransferWorkerSnapshot:
-    """What a transfer worker holds right now; all zero when quiescent."""
+    """How many objects a transfer worker holds right now; all zero when quiescent."""
 
     leases: int = 0
     transfers: int = 0
@@ -124,6 +131,8 @@ class TransferWorkerSnapshot:
 
 
 class TransferWorker:
+    """Runs the protocol of one rank on the given transports. `step` is one tick."""
+
     def __init__(
         self,
         settings: TransferWorkerSettings,
@@ -142,7 +151,7 @@ class TransferWorker:
         self._store = store
         self._clock = clock
         self._moves: dict[tuple[str, Handle], StartRead | StartWrite | RevokeWrites] = {}
-        """By transport: what its handles are about."""
+        """The action that each transport handle belongs to, by transport name and handle."""
         self._stored: dict[StoreHandle, PlaceBlocks | CopyToHostBuffer] = {}
         self._postponed = PostponedCommands(
             settings.consumer.peers.geometry.block_size, self._producer.is_copying
@@ -172,12 +181,14 @@ class TransferWorker:
         wait_s: float | None = None,
         late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
     ) -> list[Event]:
-        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act.
-        Returns what happened.
+        """Run one tick: wait for input, process the input, perform actions, return events.
 
-        What the engine says meanwhile (`late_commands`) is asked for after the news has come and
-        obeyed before it: whoever asks whether blocks were good until now is answered by what the
-        engine had said until then.
+        The wait lasts at most `wait_s`, or until the next deadline if `wait_s` is None. There is no
+        wait if `commands` is not empty.
+
+        `late_commands` is called after the wait, and the late commands run before the received
+        messages. A peer that asks whether blocks were valid until now is therefore answered with
+        everything the engine had submitted by that time.
         """
         timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
         if 0.0 < timeout < CONTROL_RESOLUTION_S:
@@ -187,12 +198,13 @@ class TransferWorker:
         now = self._clock()
         for command in (*commands, *late_commands()):
             self._execute(command, now)
-        # What was written before the engine said this is right only if the engine did not take its
-        # blocks back.
+        # A push write that landed before these commands is correct only if no command has withdrawn
+        # the blocks, so writes are confirmed after the commands have run.
         self._producer.confirm_writes(now)
         for control_event in received:
             self._receive(control_event, now)
-        # Before the transports are asked: a read that begins now may be over at once.
+        # Actions are performed before the transports are polled: a read that starts now may
+        # complete in this very poll.
         self._perform(now)
         for transport in self._transports.values():
             for completion in transport.poll():
@@ -209,15 +221,15 @@ class TransferWorker:
         return events
 
     def idle_s(self) -> float:
-        """How long nothing needs to be done, unless news comes in."""
+        """Return how many seconds the worker may sleep if no input arrives."""
         now = self._clock()
         if self._writers.has_landed:
             return 0.0
         producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
         waits = [] if consumer_at is None else [consumer_at - now]
         if producer_at is not None:
-            # Thousands of leases have thousands of deadlines; whatever is due within a moment is
-            # dealt with together.
+            # Thousands of leases have thousands of deadlines. Leases with close deadlines
+            # (EXPIRY_RESOLUTION_S) are processed in one tick.
             waits.append(max(EXPIRY_RESOLUTION_S, producer_at - now))
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for transport in self._transports.values():
@@ -230,6 +242,7 @@ class TransferWorker:
         return max(0.0, min([MAX_WAIT_S, *waits]))
 
     def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
+        """Return how often to poll this transport so that peers can read our memory."""
         interval = transport.serving_interval_s()
         if interval is None or not self._producer.is_reading_likely(now):
             return interval
@@ -241,9 +254,7 @@ class TransferWorker:
         )
 
     def close(self) -> None:
-        with (
-            ExitStack() as stack
-        ):  # what comes after one that cannot be closed is closed all the same
+        with ExitStack() as stack:  # every close runs, even after an earlier close has raised
             for close in (
                 self._control.close,
                 self._store.close,
@@ -262,6 +273,7 @@ class TransferWorker:
         except RemoteProtocolError as error:
             self._events.append(MessageDropped(str(error)))
             return
+        # A connection that we dialled leads to a producer; an accepted connection, to a consumer.
         is_inbound = not control_event.route.dialled
         if is_inbound and isinstance(message, ToProducer):
             self._producer.receive(control_event.route, message, now)
@@ -393,6 +405,7 @@ class TransferWorker:
     # -- effects --
 
     def _perform(self, now: float) -> None:
+        # Performing an action may produce further actions, so the loop runs until there are none.
         while actions := [
             *self._consumer.take_actions(),
             *self._producer.take_actions(),
@@ -452,7 +465,8 @@ class TransferWorker:
                 self._transports[choice.transport].connect(
                     action.peer, made, action.geometry.regions
                 )
-            # top of a peer: what it offers goes through libraries that raise whatever they like
+            # Boundary for one peer: an offer is decoded by third-party libraries, which may raise
+            # any exception.
             except Exception as error:
                 problems.append(f"{choice.transport}: {_described(error)}")
                 continue
@@ -474,10 +488,10 @@ class TransferWorker:
                 handle = transport.read(action.peer, action.segments)
             else:
                 handle = transport.write(action.peer, action.segments, action.grant_id)
-        except Exception as error:  # top of a transfer, likewise
+        except Exception as error:  # boundary for one transfer: libraries may raise anything
             self._report_end(action, _described(error), now)
             if isinstance(action, StartWrite):
-                # The transport has given up the connection; the next request shakes hands anew.
+                # The transport has dropped the connection; the next request starts a new handshake.
                 self._consumer.peer_unreachable(action.peer, _described(error), now)
             return
         self._moves[action.transport, handle] = action
@@ -495,7 +509,7 @@ class TransferWorker:
                 if isinstance(action, PlaceBlocks)
                 else store.copy_to_host_buffer(action.blocks)
             )
-        except Exception as error:  # top of a transfer, likewise
+        except Exception as error:  # boundary for one transfer: libraries may raise anything
             self._finish_store(action, _described(error), now)
             return
         self._stored[handle] = action
@@ -519,22 +533,25 @@ def _described(error: Exception) -> str:
     return str(error) if isinstance(error, KVFerryError) else f"{type(error).__name__}: {error}"
 
 
-# -------------------- postponed --------------------
-# What an engine has said as a consumer since it gave us blocks that something is still copied to.
+# -- postponed commands --
+# Consumer commands that wait because their target blocks are still being copied to the host buffer.
 #
-# A staged engine that preempts a prefill may give its blocks to a request that is loaded, at once,
-# while they are being copied for readers. The bytes that are loaded come to the same place, so the
-# load begins when the copy has ended; whatever was said after it keeps its place.
+# An engine with a host buffer may preempt a prefill and give the blocks to a loading request at
+# once, while the blocks are still being copied for readers. The load would write into the same
+# blocks, so the load starts after the copy has ended. Later commands wait too, so that the order of
+# commands is kept.
 
 
 class PostponedCommands:
+    """Queue of consumer commands that wait for a copy to the host buffer."""
+
     def __init__(self, block_size: int, is_copying: Callable[[Collection[int]], bool]) -> None:
         self._block_size = block_size
         self._is_copying = is_copying
         self._commands: deque[ConsumerCommand] = deque()
 
     def postpones(self, command: ConsumerCommand) -> bool:
-        """Whether it cannot be obeyed now; then it is kept until it can."""
+        """Return True, and queue the command, if the command must not run yet."""
         if not self._commands and not self._must_wait(command):
             return False
         self._commands.append(command)

@@ -1,1 +1,1 @@
-"""router."""
+"""`kvferry bench router`: the cost of a router, measured with stub engines."""

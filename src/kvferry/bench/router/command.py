@@ -1,10 +1,10 @@
-"""`kvferry bench router`: what a router costs, with stub engines behind it, beside no router and
-the routers of others, in one run.
+"""`kvferry bench router` measures the cost of a router with stub engines behind the router.
 
-The load client and the stubs share a core, routers have another. All routers live side by side and
-are driven in turn, so that whatever else the machine does meets all alike; medians of the rounds
-are told. Every answer is compared with what D sent, and D answers only requests that carry the
-parameters P has just written (`kvferry.bench.router.messages`).
+The comparison is with no router and with other projects' routers, in one run. The load client and
+the stub engines share one core; the routers have another core. All routers run at once and get load
+in turn, so that other load on the machine affects all routers alike; the results are medians of the
+rounds. Every answer is compared with the bytes that D sent, and D answers only requests that carry
+the parameters that P has just written (`kvferry.bench.router.messages`).
 """
 
 import argparse
@@ -62,12 +62,14 @@ EXAMPLES = """\
 CONCURRENCY = (1, 16, 64)
 PROMPT_BYTES = (1024, 65536)
 WARM_UPS = 4
-"""For each client of a round, before the clock starts."""
+"""The number of requests per client of a round before the timing starts."""
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RouterBenchPlan:
+    """The settings of a run, checked."""
+
     routers: Sequence[Router]
     prompt_bytes: Sequence[int]
     concurrency: Sequence[int]
@@ -227,6 +229,7 @@ async def _measure_cell(
         stubs.ledger.messages.prompt_bytes, concurrency, {router: [] for router in plan.routers}
     )
     for number in range(plan.repeats):
+        # Rotate the order of the routers, so that no router always runs after the same router.
         first = number % len(plan.routers)
         for router in [*plan.routers[first:], *plan.routers[:first]]:
             cell.samples[router].append(
@@ -273,13 +276,15 @@ async def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _CpuUsage:
-    """CPU time."""
+    """CPU and waiting times so far."""
 
     router_s: float
     client_s: float
-    """Ours: of the client and the stubs."""
+    """The CPU time of this process: the load client and the stub engines."""
     waited_s: float
-    """By both, for a core that others had."""
+    """The time that this process and the router have waited for a core that other processes
+    used.
+    """
 
     @classmethod
     def read(cls, router: RunningRouter | None) -> "_CpuUsage":

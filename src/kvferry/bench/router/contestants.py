@@ -1,8 +1,7 @@
-"""The routers that are measured, each as its users start it: command lines, what they need,
-starting and ending them, cores.
+"""The routers under test, each started as its users start the router.
 
-Whatever ends the one who started them, no process is left behind (see
-`kvferry.cli.cluster.processes`).
+This module has the command lines, the required packages, start and stop, and the assignment of
+cores. However the benchmark ends, no process is left behind (see `kvferry.cli.cluster.processes`).
 """
 
 import asyncio
@@ -52,7 +51,7 @@ NEEDS = {Router.TOY: ("fastapi", "httpx", "uvicorn"), Router.VLLM_ROUTER: ("vllm
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Where the programs of others are."""
+    """The interpreter and the program for the other projects' routers."""
 
     python: Path
     toy_program: Path = TOY_PROGRAM
@@ -60,8 +59,9 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Those of the routers, and those of the load client and the stubs; empty where there are too
-    few to divide.
+    """The cores of the routers, and of the load client with the stub engines.
+
+    Both are empty where there are too few cores to divide.
     """
 
     router: frozenset[int] = frozenset()
@@ -70,15 +70,19 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
+    """A started router process."""
+
     process: ChildProcess
     address: Address
 
     def cpu_s(self) -> float:
-        """So far, all processes and threads of it."""
+        """Return the CPU time so far of all processes and threads of the router."""
         return sum(cpu_seconds(pid) for pid in process_tree(self.process.pid))
 
     def waited_s(self) -> float:
-        """So far, while they could have run and others had the core."""
+        """Return the time so far in which threads of the router were runnable and waited for a
+        core.
+        """
         return sum(run_queue_wait_s(pid) for pid in process_tree(self.process.pid))
 
     def rss_bytes(self) -> int:
@@ -86,16 +90,19 @@ class RunningRouter:
 
 
 def default_router_python() -> Path:
-    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else
-    our own.
+    """Return the interpreter of the environment that `make setup-vllm` makes, if in this directory.
+
+    Otherwise return our own interpreter.
     """
     beside = Path(".venv-router/bin/python")
     return beside.absolute() if beside.exists() else Path(sys.executable)
 
 
 def missing_packages(router: Router, tools: Tools) -> str | None:
-    """What this router lacks on this machine and how to get it; None when it can be started. A
-    program of the user's own is not judged.
+    """Return which packages this router lacks and how to install the packages; None if nothing is
+    missing.
+
+    A program that the user names with --toy-proxy is not checked.
     """
     needs = NEEDS.get(router, ())
     if router is Router.TOY and tools.toy_program != TOY_PROGRAM:
@@ -129,7 +136,9 @@ def missing_packages(router: Router, tools: Tools) -> str | None:
 
 @contextmanager
 def split_cores() -> Iterator[Cores]:
-    """The last core is for routers, another for us, while this lasts."""
+    """Reserve the last core for routers and the first core for this process, until the context
+    ends.
+    """
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         yield Cores()
@@ -150,8 +159,9 @@ async def start_routers(
     cores: Cores,
     messages: BenchMessages,
 ) -> AsyncIterator[dict[Router, RunningRouter]]:
-    """Each has answered one request as it should. KVFerryError names the one that did not, with its
-    last log lines.
+    """Start the routers; each has given one correct answer when this function yields.
+
+    KVFerryError names a router that did not answer correctly, with its last log lines.
     """
     directory = Path(tempfile.gettempdir()) / f"kvferry-routers-{secrets.token_hex(8)}"
     environment = {**os.environ, "KVFERRY_SECRET": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
@@ -180,8 +190,8 @@ def _command(
 ) -> list[str]:
     prefill, decode = engines
     if router is Router.VLLM_ROUTER:
-        # At its usual level it logs seven lines per request, which cost it more than the request;
-        # without them it is at its best.
+        # At its default log level vllm-router logs seven lines per request, which cost more than
+        # the request itself; without those lines vllm-router is fastest.
         return [
             *(
                 str(tools.python),
@@ -215,13 +225,15 @@ def _command(
     for role, address in (("prefiller", prefill), ("decoder", decode)):
         seeds += [f"--{role}-hosts", address.host, f"--{role}-ports", str(address.port)]
     if router is Router.TOY:
-        # Without -P Python would look for modules beside the program first.
+        # Without -P Python would first look for modules in the folder of the program.
         return [str(tools.python), "-P", str(tools.toy_program), *seeds]
     return [sys.executable, "-m", "kvferry", "proxy", *seeds]
 
 
 def _start_on(process: ChildProcess, group: int, cores: Cores) -> None:
-    """A child inherits the cores of the thread that starts it."""
+    """Start a process on the routers' cores: a child inherits the cores of the thread that starts
+    it.
+    """
     if cores.router:
         os.sched_setaffinity(0, cores.router)
     try:

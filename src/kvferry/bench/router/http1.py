@@ -1,24 +1,25 @@
-"""As much HTTP/1.1 as a load client and stub engines need, for many thousands of messages a second.
+"""A minimal HTTP/1.1 for a load client and stub engines at many thousands of messages per second.
 Pure.
 
-Both readers take bytes as they come, in any chunks. The common case, a message in one chunk, is a
-few searches for bytes.
+Both readers accept bytes in any chunks. In the common case, a message in one chunk, a reader only
+searches for a few byte strings.
 """
 
 __all__ = ["HttpRequest", "HttpResponse", "MalformedHttp", "ResponseReader", "StubRequestReader"]
 
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
+# Body lengths that are not a number of bytes.
 _UNTIL_CLOSED = -1
 _CHUNKED = -2
 
 
 class MalformedHttp(Exception):
-    """What came is no HTTP of the kind that is expected here."""
+    """The peer sent bytes that are not HTTP of the kind that the benchmark expects."""
 
 
 class HttpRequest:
-    """One request, whole."""
+    """One complete request."""
 
     __slots__ = ("body", "line")
 
@@ -28,7 +29,7 @@ class HttpRequest:
 
 
 class HttpResponse:
-    """One answer, whole."""
+    """One complete response."""
 
     __slots__ = ("body", "keeps_alive", "status")
 
@@ -39,8 +40,10 @@ class HttpResponse:
 
 
 class StubRequestReader:
-    """The requests of one connection. `wants_continue` is set while a sender waits for `100
-    Continue`; who sends it resets it.
+    """Reads the requests of one connection.
+
+    `wants_continue` is set while a sender waits for `100 Continue`; the caller that sends `100
+    Continue` resets the flag.
     """
 
     __slots__ = ("_body_at", "_data", "_length", "_line", "wants_continue")
@@ -53,6 +56,7 @@ class StubRequestReader:
         self.wants_continue = False
 
     def feed(self, data: bytes) -> list[HttpRequest]:
+        """Take bytes; return the requests that are complete now."""
         self._data = self._data + data if self._data else data
         found: list[HttpRequest] = []
         while self._data and (self._body_at or self._read_head()):
@@ -98,7 +102,7 @@ class StubRequestReader:
 
 
 class ResponseReader:
-    """The answer to the one request that is under way on a connection."""
+    """Reads the response to the one request in progress on a connection."""
 
     __slots__ = ("_body_at", "_data", "_keeps_alive", "_length", "_status")
 
@@ -111,17 +115,19 @@ class ResponseReader:
 
     @property
     def has_body(self) -> bool:
-        """Whether any byte behind the head has come."""
+        """Whether any byte after the head has arrived."""
         return 0 < self._body_at < len(self._data)
 
     def feed(self, data: bytes) -> HttpResponse | None:
-        """The answer once it is whole; then this reader is ready for the next one."""
+        """Return the response once the response is complete; the reader is then ready for the next
+        one.
+        """
         self._data = self._data + data if self._data else data
         if not self._body_at and not self._read_head():
             return None
         if self._length == _CHUNKED:
-            # Only the end is looked at until it may be there; a segment of text that looks like it
-            # is told apart by reading all chunks.
+            # Check only the last bytes until they look like the end of the body. Text that merely
+            # looks like the end is recognised because `_unchunk` reads all chunks.
             taken = (
                 _unchunk(self._data, self._body_at) if self._data.endswith(_LAST_CHUNK) else None
             )
@@ -140,7 +146,7 @@ class ResponseReader:
         return self._finish(body)
 
     def end(self) -> HttpResponse | None:
-        """The connection was closed: an answer without a length ends with it."""
+        """Take the end of the connection: a response without a length ends with the connection."""
         if self._body_at and self._length == _UNTIL_CLOSED:
             self._keeps_alive = False
             return self._finish(self._data[self._body_at :])
@@ -171,7 +177,7 @@ class ResponseReader:
 
 
 def _content_length(head: bytes) -> int:
-    """`content-length`, or that there is none."""
+    """Return the content length, or _UNTIL_CLOSED if the head has none."""
     at = head.find(b"\r\ncontent-length:")
     if at < 0:
         return _UNTIL_CLOSED
@@ -182,7 +188,7 @@ def _content_length(head: bytes) -> int:
 
 
 def _unchunk(data: bytes, at: int) -> tuple[bytes, int] | None:
-    """The body and where it ends, or that more has to come. Trailers are not expected."""
+    """Return the body and its end, or None if bytes are missing; trailers are not supported."""
     parts: list[bytes] = []
     while True:
         line_end = data.find(b"\r\n", at)

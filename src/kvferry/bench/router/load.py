@@ -1,9 +1,8 @@
-"""The load client of the router benchmark: so many connections, each asking again as soon as it has
-its whole answer.
+"""The load client of the router benchmark: each connection sends the next request after its answer.
 
-Runs on one event loop, by callbacks: no coroutine is stepped for a request. Every answer is
-compared with what D sent, byte by byte. The clock of a request stops at the first byte of the body,
-because some routers send the head before they have asked anybody.
+Runs on one event loop with callbacks, because a coroutine per request would cost time. Every answer
+is compared with the bytes that D sent. The time of a request ends at the first byte of the body,
+because some routers send the head before the router has sent a request to P or D.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ __all__ = [
 
 DIAL_S = 10.0
 PATIENCE_S = 60.0
-"""For what is under way when the time is over."""
+"""The time that requests in progress have to finish when the time of the run is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """How long to go on: for this time, or for so many requests."""
+    """The length of a run: a time, or a number of requests."""
 
     seconds: float | None = None
     requests: int | None = None
@@ -43,10 +42,10 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What was seen while it was driven."""
+    """The measurements of one run."""
 
     ttfb_s: list[float] = field(default_factory=list)
-    """Of the requests that were answered as they should."""
+    """The time to first byte of each correct answer."""
     failures: Counter[str] = field(default_factory=Counter)
     wall_s: float = 0.0
 
@@ -56,16 +55,18 @@ class LoadResult:
 
     @property
     def rps(self) -> float:
-        """Of verified answers."""
+        """The correct answers per second."""
         return len(self.ttfb_s) / self.wall_s if self.wall_s else 0.0
 
 
 Done = Callable[["LoadClient", float, str | None], None]
-"""The lane, the time to the first byte of the body, and why the answer is wrong, if it is."""
+"""A callback with the client, the time to the first byte of the body, and the fault of the answer,
+if any.
+"""
 
 
 class LoadClient(Protocol):
-    """One client that asks one thing at a time."""
+    """One client with one request at a time."""
 
     def ask(self, done: Done) -> None: ...
 
@@ -73,8 +74,8 @@ class LoadClient(Protocol):
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One connection: sends a request, hands over its answer. Dials again when the other side has
-    closed it.
+    """One connection: sends a request, reports the response, and reconnects when the peer has
+    closed.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class _HttpConnection(asyncio.Protocol):
 
 
 class _RouterClient:
-    """Asks a router."""
+    """A client of a router."""
 
     def __init__(self, messages: BenchMessages, router: Address) -> None:
         self._expected = messages.stream_body
@@ -194,7 +195,7 @@ class _RouterClient:
 
 
 class _DirectClient:
-    """Does a router's work itself: asks P, then D with P's parameters."""
+    """A client without a router: sends requests to P, then to D with P's parameters."""
 
     def __init__(self, messages: BenchMessages, prefill: Address, decode: Address) -> None:
         self._messages = messages
@@ -248,8 +249,9 @@ async def connect_direct_client(
 
 
 async def run_load(clients: Sequence[LoadClient], load: LoadSpec) -> LoadResult:
-    """All lanes at once until the load is done and everything under way is answered. KVFerryError
-    when an answer never comes.
+    """Run all clients until the load is done and every request is answered.
+
+    Raise KVFerryError when an answer does not arrive in time.
     """
     runner = _LoadRunner(clients, load)
     try:
@@ -260,6 +262,8 @@ async def run_load(clients: Sequence[LoadClient], load: LoadSpec) -> LoadResult:
 
 
 class _LoadRunner:
+    """Keeps every client busy until the load is done."""
+
     def __init__(self, clients: Sequence[LoadClient], load: LoadSpec) -> None:
         self._clients = clients
         self._result = LoadResult()
@@ -298,7 +302,7 @@ class _LoadRunner:
 
 
 def _mismatch(answer: HttpResponse, expected: bytes) -> str | None:
-    """Why this answer is not what D sent, in few words."""
+    """Return a short reason why this answer is not what D sent; None if the answer is correct."""
     if answer.status == 200 and answer.body == expected:
         return None
     if answer.status == 200:

@@ -1,9 +1,8 @@
-"""What is said in the router benchmark: the client's request, P's answer, D's stream, and how each
-side sees that the others were heard.
+"""The messages of the router benchmark, and how the stub engines check the messages. Pure.
 
-P numbers its answers. D answers 200 only when the parameters of one of them came with the request,
-each once, as P wrote them. So a router that forgets, mixes up or changes parameters is seen by the
-client as failed requests. Pure.
+The messages are the client's request, P's answer and D's stream. P numbers its answers. D answers
+200 only if a request carries the parameters of one of P's answers, unchanged, and each answer only
+once. So the client sees failed requests if a router drops, swaps or changes parameters.
 """
 
 import json
@@ -20,10 +19,10 @@ __all__ = ["EVENTS", "PATH", "BenchMessages", "PrefillLedger", "json_answer", "p
 
 PATH = "/v1/completions"
 EVENTS = 16
-"""Of D's stream, each with a token, before `[DONE]`."""
+"""The number of events in D's stream before `[DONE]`; each event has one token."""
 MODEL = "stub"
 TOKEN_BYTES = 4
-"""Of prompt text to a token, roughly as in English."""
+"""The bytes of prompt text per token, roughly as in English."""
 BLOCK_TOKENS = 16
 SEED = 7
 _WORDS = (
@@ -55,7 +54,7 @@ _HEADERS = (
 
 
 class BenchMessages:
-    """All messages about one prompt, made beforehand."""
+    """All messages for one prompt, made in advance."""
 
     def __init__(self, prompt_bytes: int, writes: int = 1) -> None:
         self.prompt_bytes = prompt_bytes
@@ -67,7 +66,7 @@ class BenchMessages:
             "stream": True,
         }
         self.request_body = _json(fields)
-        """What a client sends to a router, and, with parameters, to D."""
+        """The body that a client sends to a router and, with parameters added, to D."""
         nothing = dict.fromkeys(
             ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         )
@@ -76,27 +75,28 @@ class BenchMessages:
             fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": requested}
         )
         self.params = _params(-(-prompt_bytes // TOKEN_BYTES))
-        """As P answers with them, but for the number in `remote_request_id`."""
+        """The parameters of P's answers, except for the number in `remote_request_id`."""
         whole = json_answer(200, _json(_completion() | {"kv_transfer_params": self.params}))
         self._answer_start, _, self._answer_end = whole.partition(_number(0))
         self.events = [_event(number) for number in range(EVENTS)] + [b"data: [DONE]\n\n"]
         self.stream_body = b"".join(self.events)
         self.stream = _stream(self.events, writes)
-        """D's, in as many segments as it is written in."""
+        """D's stream, in as many parts as D writes."""
 
     def answer(self, number: int) -> bytes:
-        """P's."""
+        """Return P's answer with this number."""
         return self._answer_start + _number(number) + self._answer_end
 
     def decode_body(self, answer_body: bytes) -> bytes:
-        """What a client that asks P and D itself sends to D."""
+        """Return the body that a client without a router sends to D."""
         params = _cut_params(answer_body)
         return b"%b,%b:%b}" % (self.request_body[:-1], _PARAMS, params or b"null")
 
 
 class PrefillLedger:
-    """What P has answered and D has not been asked about yet. `objection` is None for a request as
-    it should be.
+    """The numbers of P's answers that D has not seen yet.
+
+    The `*_mismatch` methods return None for a correct request, else the fault.
     """
 
     def __init__(self, messages: BenchMessages) -> None:
@@ -148,7 +148,7 @@ def json_answer(status: int, body: bytes) -> bytes:
 
 
 def _prompt(prompt_bytes: int) -> str:
-    """Words and line breaks, so long that its JSON text has this many bytes."""
+    """Return words and line breaks whose JSON text has this many bytes."""
     rng = random.Random(SEED)
     lines: list[str] = []
     size = 0
@@ -161,8 +161,9 @@ def _prompt(prompt_bytes: int) -> str:
 
 
 def _params(num_tokens: int) -> dict[str, Any]:
-    """The 13 keys of vLLM's connector and our own signed ticket, for blocks that lie scattered in
-    runs of eight.
+    """Return the 13 keys of vLLM's connector and our own signed ticket.
+
+    The blocks are scattered, in runs of eight.
     """
     rng = random.Random(SEED)
     count = -(-num_tokens // BLOCK_TOKENS)
@@ -241,8 +242,9 @@ def _event(number: int) -> bytes:
 
 
 def _stream(events: list[bytes], writes: int) -> list[bytes]:
-    """Each event is a chunk. Written in equal parts; the head with the first, the end with the
-    last.
+    """Return the stream with one HTTP chunk per event, in equal parts, one part per write.
+
+    The first part includes the head, the last part the end of the stream.
     """
     chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
     tail = [*chunks[EVENTS:], b"0\r\n\r\n"]
@@ -265,7 +267,7 @@ def _number(number: int) -> bytes:
 
 
 def _read_number(name: bytes) -> int | None:
-    """From the JSON text of a name."""
+    """Return the number in the JSON text of a request id."""
     digits = name[-1 - _SERIAL_DIGITS : -1]
     return int(digits) if digits.isdigit() and name[-1:] == b'"' else None
 
@@ -281,8 +283,10 @@ def _read_params(body: bytes) -> dict[str, msgspec.Raw] | None:
 
 
 def _hold(params: dict[str, msgspec.Raw], expected: dict[str, msgspec.Raw]) -> bool:
-    """Whether all that is expected is there and says the same. Mostly it does to the letter:
-    decoding it would cost the stubs, and so every router alike, more time than some routers take.
+    """Return whether `params` has all expected keys with equal values.
+
+    Usually the JSON texts are identical. Decoding the texts would cost the stub engines, and so
+    every router alike, more time than some routers take.
     """
     if params.items() >= expected.items():
         return True
@@ -292,15 +296,17 @@ def _hold(params: dict[str, msgspec.Raw], expected: dict[str, msgspec.Raw]) -> b
 
 
 def _is_same(value: msgspec.Raw, expected: msgspec.Raw) -> bool:
-    """As JSON: some routers write the texts anew."""
+    """Compare as JSON, because some routers serialise the parameters again."""
     if bytes(value).translate(None, b" ") == bytes(expected):
         return True
     return bool(msgspec.json.decode(value) == msgspec.json.decode(expected))
 
 
 def _cut_params(body: bytes) -> bytes | None:
-    """The JSON text of the parameters, which hold no object. Routers put them near the front or
-    last; the prompt between is searched if need be.
+    """Return the JSON text of the parameters, which contain no nested object.
+
+    Routers put the parameters near the front or at the end; only otherwise is the whole prompt
+    searched.
     """
     at = body.find(_PARAMS, 0, _NEAR_BYTES)
     if at < 0:

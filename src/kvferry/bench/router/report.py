@@ -1,5 +1,5 @@
-"""What the router benchmark saw, summed up: medians of the rounds, beside no router and beside the
-others. Pure.
+"""The results of the router benchmark: medians of the rounds, with ratios to other routers.
+Pure.
 """
 
 from collections import Counter
@@ -32,8 +32,10 @@ core; near 0 on a quiet machine."""
 
 
 class Router(StrEnum):
+    """The routers under test."""
+
     DIRECT = "direct"
-    """None: the client asks P and D itself."""
+    """No router: the client sends requests to P and D itself."""
     KVFERRY = "kvferry"
     TOY = "toy"
     VLLM_ROUTER = "vllm-router"
@@ -41,7 +43,7 @@ class Router(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One router driven once."""
+    """The measurements of one router in one round."""
 
     rps: float
     ttfb_p50_ms: float | None
@@ -51,7 +53,7 @@ class Sample:
     verified: int
     failures: Mapping[str, int]
     cpu_s_per_1k: float | None = None
-    """None: there is no router process."""
+    """The router's CPU seconds per 1,000 requests; None without a router process."""
     rss_mb: float | None = None
 
 

@@ -1,9 +1,8 @@
-"""Stub engines of the router benchmark: P answers with parameters at once, D with a stream, both
-from bytes made beforehand.
+"""Stub engines of the router benchmark: P answers at once with parameters, D with a stream.
 
-They live on the event loop of the load client, so that no time is spent on switching between
-processes. What is not as it should be is answered with 400 and the reason, which reaches the client
-through the router as a failed request.
+All answers are bytes made in advance. The stubs run on the event loop of the load client, so that
+no time is lost by switching processes. A wrong request is answered with status 400 and the reason,
+which reaches the client through the router as a failed request.
 """
 
 import asyncio
@@ -27,15 +26,15 @@ _STATUS_ANSWER = json_answer(
         {"status": "ok", "object": "list", "data": [{"id": "stub", "object": "model"}]}
     ).encode(),
 )
-"""Whatever else a router asks: health, models, metrics."""
+"""The answer to all other requests of a router: health, models, metrics."""
 
 StubReply = Callable[[HttpRequest], Sequence[bytes]]
-"""In chunks that are written one by one."""
+"""A function that returns the answer in parts, which are written one by one."""
 
 
 @dataclass(slots=True)
 class Stubs:
-    """Both engines. `ledger` is what they talk about now."""
+    """Both stub engines; `ledger` holds the messages of the current run."""
 
     ledger: PrefillLedger
     prefill: Address
@@ -54,7 +53,7 @@ class Stubs:
 
 
 class _StubConnection(asyncio.Protocol):
-    """One connection of a router to an engine."""
+    """One connection from a router to a stub engine."""
 
     def __init__(self, reply: StubReply, connections: set["_StubConnection"]) -> None:
         self._reply = reply
@@ -85,8 +84,9 @@ class _StubConnection(asyncio.Protocol):
             self._transport.write(_CONTINUE)
 
     def _write(self, chunks: Sequence[bytes]) -> None:
-        """The loop joins what is written in one turn of it, so every further segment waits for the
-        next.
+        """Write the first part now and each further part in the next tick of the event loop.
+
+        The loop joins all writes of one tick, so parts written at once would arrive together.
         """
         assert self._transport is not None
         self._transport.write(chunks[0])
@@ -100,6 +100,7 @@ class _StubConnection(asyncio.Protocol):
 
 @asynccontextmanager
 async def start_stubs(messages: BenchMessages) -> AsyncIterator[Stubs]:
+    """Start both stub engines on free ports of this event loop."""
     loop = asyncio.get_running_loop()
     stubs = Stubs(PrefillLedger(messages), Address(LOOPBACK, 0), Address(LOOPBACK, 0))
     connections: set[_StubConnection] = set()

@@ -1,10 +1,10 @@
-"""What vLLM's toy proxy for prefill and decode does, with the libraries that it uses: a program,
-run by an interpreter that has them.
+"""A stand-in for vLLM's toy proxy, with the same libraries; needs an interpreter with those
+libraries.
 
-Written from a description of its behaviour, for a benchmark. One httpx client per instance without
-limits or time-outs; P is asked for one token, D gets the client's request with P's parameters; each
-taken in turn; the answer is begun before D is asked and called JSON. Needs fastapi, httpx and
-uvicorn, and nothing of kvferry.
+Written for the benchmark from a description of the toy proxy's behaviour. One httpx client per
+instance, without limits or timeouts. P gets a request for one token; D gets the client's request
+with P's parameters. Instances are chosen round-robin. The response starts before D gets the
+request, and its content type is JSON. Needs fastapi, httpx and uvicorn, and nothing of kvferry.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PREFILL_PARAMS = {
 
 
 class Proxy:
-    """The instances of both roles, and one client's request after the other."""
+    """The proxy: one client per instance of both roles."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self._urls = {"prefill": prefill, "decode": decode}

@@ -1,1 +1,1 @@
-"""transfer."""
+"""`kvferry bench transfer`: KV transfers between two processes on every data transport."""

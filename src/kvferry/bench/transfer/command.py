@@ -1,9 +1,9 @@
-"""`kvferry bench transfer`: KV moved between two processes on every transport of this machine,
-beside memcpy and raw NIXL, in one run.
+"""`kvferry bench transfer` moves KV between two processes on every data transport of this machine.
 
-One process owns the memory and serves it; this one reads it through the transports as a transfer
-worker does. Every way moves the same bytes in turn, round after round, so that whatever else the
-machine does meets all of them; medians are told.
+The comparison is with memcpy and raw NIXL, in the same run. The producer process owns and serves
+the memory; this process reads through the transports, as a transfer worker does. All methods move
+the same bytes alternately, round after round, so that other load on the machine affects all methods
+alike; the results are medians.
 """
 
 import argparse
@@ -77,27 +77,27 @@ WARM_MOVES = 5
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is measured, and how often."""
+    """The sizes to measure, and how often."""
 
     segments_kib: tuple[int, ...]
     moved_mib: tuple[int, ...]
-    """Sizes of moves, the largest first: the memory is that large, smaller moves take a part of
-    it.
+    """The sizes of moves, the largest first.
+
+    The memory has the size of the largest move; smaller moves use a part of the memory.
     """
     regions: int
     rounds: int
     method_s: float = float("inf")
-    """About how long one way is measured for one size and pattern; slow ones take part in fewer
-    rounds.
-    """
+    """The approximate time for one method, size and pattern; a slow method skips rounds."""
     max_descriptors: int | None = None
-    """How many segments ways move at most that need long for each."""
+    """The largest number of descriptors of one move for methods that are slow per descriptor."""
     skips_failures: bool = False
-    """A way that does not work is left out; else it ends the benchmark."""
+    """Whether a method that fails is skipped; if not, a failure ends the benchmark."""
     slow_s: float | None = None
-    """Before each move that is timed there are some of the same kind: a GPU that was left alone is
-    slow at first, and so is a processor that has just done something else. Before one that takes
-    longer than this there is one. None: before none.
+    """The duration above which a move counts as slow for warming up; None: no warm-up moves.
+
+    Each timed move is preceded by moves of the same kind, because an idle GPU is slow at first, and
+    so is a processor that has just done other work. A slow move is preceded by one move only.
     """
 
     def shape(self, spread: int) -> Shape:
@@ -105,7 +105,7 @@ class Scope:
 
 
 HOST = Scope((4, 16, 64, 256, 1024), (256,), regions=8, rounds=9)
-"""256 MiB are far more than any cache of a processor holds."""
+"""256 MiB are far more than the cache of any processor."""
 GPU = Scope(
     (4, 16, 64, 256, 1024, 4096, 16384),
     (1024, 64),
@@ -116,8 +116,8 @@ GPU = Scope(
     skips_failures=True,
     slow_s=0.005,
 )
-"""NIXL takes some 9 µs for each descriptor on a GPU: a GiB in segments of 4 KiB would take 2.4 s a
-move.
+"""NIXL takes some 9 µs per descriptor on a GPU: 1 GiB in segments of 4 KiB would take 2.4 s per
+move, hence `max_descriptors`.
 """
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
 
@@ -171,6 +171,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def parse_plot(text: str) -> Path:
+    """For argparse: check that the plot can be written as an SVG file."""
     path = Path(text)
     if path.suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(
@@ -184,11 +185,13 @@ def parse_plot(text: str) -> Path:
 
 
 def parse_device(text: str) -> MemoryAllocator:
-    """For argparse. ConfigError, which says what to do, when there is no such device."""
+    """For argparse: return the allocator of a device; ConfigError explains how to fix a missing
+    device.
+    """
     index = first_gpu(text)
     if index is None:
         return HostAllocator()
-    # Imported only when asked for: it takes torch.
+    # Imported only on request, because the module imports torch.
     from kvferry.bench.transfer.device import DeviceAllocator
 
     allocator = DeviceAllocator(index)
@@ -232,6 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(
     allocator: MemoryAllocator, scope: Scope, spread: int, stop: StopRequest
 ) -> list[TransferCell]:
+    """Measure all sizes and patterns with all methods."""
     shape = scope.shape(spread)
     print_progress(f"two processes with {shape.total_bytes // MIB} MiB each")
     with (
@@ -275,7 +279,9 @@ def machine_facts(allocator: MemoryAllocator, scope: Scope, spread: int) -> dict
 
 
 def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
-    """Blocks, pattern and spread of every move that has room for a run of blocks in each region."""
+    """Yield blocks, pattern and spread of every move that has room for at least one run in each
+    region.
+    """
     for mib in scope.moved_mib:
         spread = shape.total_bytes // (mib * MIB)
         for kib in scope.segments_kib:
@@ -288,10 +294,11 @@ def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
 def _measure_cell(
     methods: Sequence[TransferMethod], move: Move, pattern: Pattern, scope: Scope, skipped: set[str]
 ) -> TransferCell:
+    """Measure one size and pattern: verify every method once, then time the methods alternately."""
     turns: dict[str, int] = {}
     for method in methods:
         with _skip_on_failure(method, scope, skipped):
-            method.verify()  # warm, and seen to bring the right bytes
+            method.verify()  # also warms up, and checks that the right bytes arrive
             most = scope.method_s / max(_timed(method)[0], 1e-9)
             turns[method.name] = int(min(scope.rounds, max(MIN_ROUNDS, most)))
     seconds: dict[str, list[float]] = {method.name: [] for method in methods}
@@ -330,8 +337,10 @@ def _timed(method: TransferMethod) -> tuple[float, Completion | None]:
 
 
 def _warm_up(method: TransferMethod, slow_s: float) -> Completion | None:
-    """What was said of a move that was looked at. There are others before and after it: what
-    looking at it leaves behind costs the next.
+    """Run warm-up moves; return the completion of an observed move, with the device time.
+
+    Other moves run before and after the observed move: observing leaves work behind that would slow
+    down the next move.
     """
     took, completion = _timed(method)
     if took > slow_s:
@@ -346,6 +355,7 @@ def _warm_up(method: TransferMethod, slow_s: float) -> Completion | None:
 
 @contextmanager
 def _skip_on_failure(method: TransferMethod, scope: Scope, skipped: set[str]) -> Iterator[None]:
+    """Skip a method from its first failure on, if the scope says so."""
     try:
         yield
     except KVFerryError as error:
@@ -356,7 +366,7 @@ def _skip_on_failure(method: TransferMethod, scope: Scope, skipped: set[str]) ->
 
 
 def _takes_part(turn: int, turns: int, of: int) -> bool:
-    """Whether something that takes part in so many of all turns does in this one: they are spread
+    """Whether a method with `turns` of `of` rounds takes part in this round; its rounds are spread
     evenly.
     """
     return turn * turns // of != (turn - 1) * turns // of
@@ -374,7 +384,7 @@ def _check_fits(allocator: MemoryAllocator, scope: Scope, spread: int) -> None:
 
 
 def _processor() -> str:
-    """The kernel's name for it where it has one (x86), else the architecture's part number."""
+    """Return the kernel's name of the processor if there is one (x86), else the CPU part number."""
     fields: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8") as info:
         for line in info:

@@ -1,9 +1,9 @@
-"""Memory of a GPU for `kvferry bench transfer`. Imported only where one is asked for: it takes
+"""GPU memory for `kvferry bench transfer`; imported only for a GPU, because the module imports
 torch.
 
-Each side takes twice its size: transports serve the first half; the second is what raw NIXL writes
-from and to, and what the device's own copy takes its bytes from. Beside GPUs torch has the
-processor, where tests run the same code.
+Each side allocates twice its size. Transports serve the first half. Raw NIXL writes from and to the
+second half, and the device's own copy reads from the second half. Tests run the same code with
+torch on the CPU.
 """
 
 import os
@@ -26,7 +26,7 @@ from kvferry.types import MemoryKind
 __all__ = ["DeviceAllocator"]
 
 MAX_SHARE = 0.9
-"""Of the memory that is free there."""
+"""The share of the free device memory that the benchmark may use."""
 COPY_S = 20.0
 ALWAYS_STAGED = BounceSettings(segment_bytes=1 << 40, min_descriptors=1)
 KEY = b"both sides of a benchmark have the same secret"
@@ -34,17 +34,17 @@ KEY = b"both sides of a benchmark have the same secret"
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocator:
-    """A GPU, by its number. Implements `MemoryAllocator`."""
+    """Allocates memory on one GPU; implements `MemoryAllocator`."""
 
     index: int | None
-    """None: the processor, by the same code."""
+    """The number of the GPU; None: the CPU, with the same code."""
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
 
     def check_device(self) -> None:
-        """ConfigError when torch has no such GPU."""
+        """Raise ConfigError if torch cannot use this GPU."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.index is not None and self.index >= count:
             found = f"it has {count}" if count else "it has none"
@@ -78,7 +78,7 @@ class DeviceAllocator:
 
 
 class DeviceBenchMemory:
-    """Implements `Memory`."""
+    """Memory of one side on a device; implements `Memory`."""
 
     serve_interval_s = 0.0
     move_s = 20.0
@@ -89,7 +89,7 @@ class DeviceBenchMemory:
         if is_gpu:
             torch.cuda.set_device(
                 device
-            )  # transports and NIXL use the context that is current here
+            )  # transports and NIXL use the CUDA context that is current here
         self.kind = MemoryKind.VRAM if is_gpu else MemoryKind.DRAM
         self.device = device.index or 0
         self._tensors: list[torch.Tensor] = [
@@ -118,8 +118,8 @@ class DeviceBenchMemory:
         return None
 
     def open_source(self, source: MemorySource | None) -> None:
-        """The device copies within itself: the spare half is given the same bytes as the producer's
-        memory.
+        """Fill the spare half with the same bytes as the producer's memory: the device copies
+        locally.
         """
         self._number(self._tensors[0][self._size_bytes :])
 
@@ -157,8 +157,10 @@ class DeviceBenchMemory:
         self._finish()
 
     def _finish(self) -> None:
-        """Until the device is through. Looked at without pause, not by a wait that the driver may
-        sleep in.
+        """Wait until the device has finished its work.
+
+        Polls without pause, because a blocking wait of the driver may sleep and would add to the
+        time.
         """
         if self.kind is MemoryKind.DRAM:
             return

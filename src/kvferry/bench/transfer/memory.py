@@ -1,7 +1,8 @@
-"""The memory of one side of `kvferry bench transfer`: what it takes to fill, move and check it,
-wherever it lies.
+"""The memory of one side of `kvferry bench transfer`, on the host or on a device.
 
-Every 8 bytes of a producer's memory say where they are, so that a reader can tell which it got.
+`Memory` is the contract for filling, moving and checking memory; this module implements the
+contract for the host, `kvferry.bench.transfer.device` for GPUs. Every 8 bytes of a producer's
+memory hold their own position, so that a reader can check which bytes arrived.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """Where another process finds a producer's memory."""
+    """How another process opens the memory of a producer."""
 
     pid: int
     fd: int
@@ -45,7 +46,7 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChecksums:
-    """Of each block the first word, the last one, and the sum of all."""
+    """The first word, the last word and the sum of all words of each block."""
 
     first: Words
     last: Words
@@ -53,72 +54,73 @@ class BlockChecksums:
 
 
 class Memory(Protocol):
-    """One side's memory. Whoever allocates it closes it."""
+    """The memory of one side; the owner that allocates the memory calls `close`."""
 
     kind: MemoryKind
     device: int
     serve_interval_s: float
-    """How long the producer may sleep between two turns of its transports."""
+    """How long the producer may sleep between two polls of its transports."""
     move_s: float
-    """How long a move may take before something is wrong."""
+    """The timeout of one move."""
     slow_transports: frozenset[str]
-    """Transports that need long for each descriptor: they move less at a time."""
+    """The transports that are slow per descriptor and therefore move fewer bytes at a time."""
 
     @property
     def address(self) -> int: ...
 
     @property
     def spare_address(self) -> int | None:
-        """As much memory again, which no transport serves: raw NIXL writes from there to there.
-        None: nothing is written.
+        """The address of a second range of the same size; raw NIXL writes between the spare ranges.
+
+        No transport serves this range. None: raw NIXL writes are not measured.
         """
 
     def transports(self) -> Mapping[str, DataTransport]:
-        """Every data transport that can carry such memory, fresh and unregistered, by the name it
-        is told under.
+        """Return every data transport that can move this kind of memory, new and unregistered, by
+        name.
         """
 
     def source(self) -> MemorySource | None:
-        """For `open_source` of the other side."""
+        """Return the argument for `open_source` on the other side."""
 
     def open_source(self, source: MemorySource | None) -> None:
-        """Make ready what `copy` and writes take their bytes from."""
+        """Prepare the bytes from which `copy` and raw NIXL writes read."""
 
     def fill(self) -> None:
-        """Let every 8 bytes say where they are."""
+        """Write its own position into every 8 bytes."""
 
     def overwrite(self) -> None:
-        """Overwrite everything, so that the next check is of the next move."""
+        """Overwrite everything, so that the next check covers only the next move."""
 
     def copy(self, size_bytes: int) -> None:
-        """One plain copy of as many bytes in one segment, until it is through: the fastest there
-        is.
-        """
+        """Copy this many contiguous bytes and wait for the end: the fastest possible copy."""
 
     def block_checksums(self, count: int) -> BlockChecksums:
-        """Of the memory, cut into so many blocks."""
+        """Return the checksums of the memory, divided into `count` blocks."""
 
     def set_timing(self, transport: DataTransport, timing: Timing) -> None:
-        """Whether completions of a transport that can tell say how long the device was at it."""
+        """Set whether completions include the device time, on transports that can measure device
+        time.
+        """
 
     def close(self) -> None: ...
 
 
 class MemoryAllocator(Protocol):
-    """Where memory is taken. Plain data: it travels to the other process."""
+    """Allocates memory; plain data, because the allocator is sent to the producer process."""
 
     def allocate(self, size_bytes: int) -> Memory: ...
 
     def check_capacity(self, size_bytes: int) -> None:
-        """ConfigError when two sides of this size do not fit."""
+        """Raise ConfigError if the memory of both sides does not fit."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What results are read beside."""
+        """Return facts about the memory to report with the results."""
 
 
 def check_moved(block_checksums: BlockChecksums, move: Move) -> None:
-    """KVFerryError unless every block that moved is its source, from the first to the last byte,
-    and no other was written.
+    """Raise KVFerryError unless every moved block equals its source and no other block was
+    written.
     """
     words = move.blocks.segment_bytes // 8
     expected = np.zeros(move.blocks.count, np.uint64)
@@ -136,7 +138,7 @@ def check_moved(block_checksums: BlockChecksums, move: Move) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostAllocator:
-    """Shared memory of this host. Implements `MemoryAllocator`."""
+    """Allocates shared memory of this host; implements `MemoryAllocator`."""
 
     def allocate(self, size_bytes: int) -> Memory:
         return HostBenchMemory(SharedMemory.allocate(size_bytes))
@@ -149,7 +151,7 @@ class HostAllocator:
 
 
 class HostBenchMemory:
-    """Implements `Memory`."""
+    """Memory of one side on the host; implements `Memory`."""
 
     kind = MemoryKind.DRAM
     device = 0
@@ -195,7 +197,7 @@ class HostBenchMemory:
         np.frombuffer(self._memory.buffer, np.uint8).fill(0)
 
     def copy(self, size_bytes: int) -> None:
-        """memcpy, from the producer's memory to ours."""
+        """Copy with memcpy, from the producer's memory to ours."""
         ctypes.memmove(self.address, self._source_address, size_bytes)
 
     def block_checksums(self, count: int) -> BlockChecksums:

@@ -1,9 +1,10 @@
-"""Which blocks one move of `kvferry bench transfer` carries. Pure but for the seeded random order.
+"""The blocks that one move of `kvferry bench transfer` reads. Pure; the random order is seeded.
 
-A side's memory is a few regions of equal size, as the layers of a cache are; the same blocks move
-in each of them.
+The memory of a side has a few regions of equal size, like the layers of a cache; the same blocks
+move in every region.
 
-    spread 1: every block moves         spread 2: every second one, at random, on each side its own
+    spread 1: every block moves
+    spread 2: every second block moves, chosen at random, separately on each side
 """
 
 from dataclasses import dataclass
@@ -17,17 +18,19 @@ from kvferry.transports.copy.segments import Offsets
 __all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "blocks_per_region", "plan_move"]
 
 RUN_BLOCKS = 8
-"""Adjacent blocks in a run, on both sides."""
+"""The number of adjacent blocks in a run, on both sides."""
 
 
 class Pattern(StrEnum):
+    """How the moved blocks lie in memory: each alone, or in runs of adjacent blocks."""
+
     SCATTERED = "scattered"
     RUNS = "runs"
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One side's memory, cut into blocks."""
+    """The memory of one side, divided into blocks."""
 
     segment_bytes: int
     regions: int
@@ -44,7 +47,10 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """`local_blocks[i]` is filled from `remote_blocks[i]`; numbered through all regions."""
+    """The blocks of one move: `local_blocks[i]` is read from `remote_blocks[i]`.
+
+    Block numbers count through all regions.
+    """
 
     blocks: Blocks
     local_blocks: Offsets
@@ -55,8 +61,10 @@ class Move:
         return len(self.local_blocks) * self.blocks.segment_bytes
 
     def part(self, most: int) -> "Move":
-        """About so many of its blocks, equally many in every region and whole runs of them; itself
-        where it has no more.
+        """Return a move of about `most` of the blocks; the same move if the move has no more
+        blocks.
+
+        Every region has the same number of blocks, and runs stay whole.
         """
         regions = self.blocks.regions
         taken = max(1, most // regions // RUN_BLOCKS) * RUN_BLOCKS
@@ -71,13 +79,16 @@ class Move:
         )
 
     def joined(self) -> "Move":
-        """As many bytes that lie together on both sides: the first blocks, in their order."""
+        """Return a move of the same size that is contiguous on both sides: the first blocks in
+        order.
+        """
         first = np.arange(len(self.local_blocks), dtype=np.int64)
         return Move(self.blocks, first, first)
 
     def segments(self) -> list[Segments]:
-        """As a transfer worker asks a transport for it: one entry for each region, and the same
-        arrays where the same blocks move.
+        """Return the move as a transfer worker requests a move: one entry per region.
+
+        Regions with the same offsets share the same arrays.
         """
         size, per_region = self.blocks.segment_bytes, self.blocks.per_region
         moved = len(self.local_blocks) // self.blocks.regions
@@ -99,14 +110,15 @@ class Move:
 
 
 def blocks_per_region(blocks: Blocks, pattern: Pattern, spread: int) -> int:
-    """How many of each region's blocks move; none when not even one run fits."""
+    """Return how many blocks of each region move; 0 if not even one run fits."""
     run = _run(pattern)
     return blocks.per_region // run // spread * run
 
 
 def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
-    """A `spread`th of every region's blocks, in random order on both sides. At least one run has to
-    fit.
+    """Choose one of `spread` blocks in every region, in random order on both sides.
+
+    Raise ValueError if not even one run fits.
     """
     random = np.random.default_rng(seed)
     run = _run(pattern)

@@ -1,8 +1,9 @@
-"""NIXL without kvferry: what somebody gets who asks it for every block by a descriptor of its own.
+"""The two processes of `kvferry bench transfer`: a producer that serves memory, a consumer that
+reads.
 
-As its own examples use it: descriptor lists of all blocks are prepared beforehand, a move names
-indices in them. Only the progress thread is off, because it would take one of the cores that
-everything else is measured on; both sides make progress by calling in.
+The consumer reads with every method: each transport, raw NIXL and memcpy. The producer exits when
+its pipe is closed, also if the consumer is killed. Every wait has a timeout. The consumer checks
+for a stop request between moves, so that a posted move is not torn down while in progress.
 """
 
 import contextlib
@@ -50,14 +51,21 @@ __all__ = [
 ]
 
 
+# -- raw NIXL --
+# NIXL without kvferry, with one descriptor per block. Used as in NIXL's own examples: the
+# descriptor lists of all blocks are prepared in advance, and a move names indices into the lists.
+# Only the progress thread is off, because the thread would use one of the cores on which everything
+# else is measured; both sides make progress by calling NIXL.
+
+
 NUM_THREADS = 4
-"""As vLLM asks for; our own transport does without."""
+"""The number of NIXL threads that vLLM asks for; our own transport uses none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorList:
-    """One side of a move: `count` blocks from an address on, one after the other, and which of them
-    move.
+    """One side of a move: `count` adjacent blocks from `address` on, and the indices of moved
+    blocks.
     """
 
     address: int
@@ -68,7 +76,7 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedTransfer:
-    """What was prepared: an operation, and for each side a list of NIXL's with indices in it."""
+    """An operation, and for each side a prepared NIXL descriptor list with indices."""
 
     operation: str
     local: Any
@@ -78,7 +86,7 @@ class PreparedTransfer:
 
 
 class RawNixl:
-    """One side's agent over one range of memory. Close it."""
+    """The NIXL agent of one side over one range of memory; the owner calls `close`."""
 
     def __init__(
         self, address: int, size_bytes: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0
@@ -108,8 +116,9 @@ class RawNixl:
     def prepare(
         self, operation: str, local: DescriptorList, remote: DescriptorList
     ) -> PreparedTransfer:
-        """Not timed: the lists of all blocks on both sides, and which of them move. `operation`:
-        READ or WRITE.
+        """Prepare the lists of all blocks on both sides and the indices that move; not timed.
+
+        `operation` is READ or WRITE.
         """
         near = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._rows(local), self._kind)
         far = self._agent.prep_xfer_dlist(self._peer, self._rows(remote), self._kind)
@@ -118,14 +127,14 @@ class RawNixl:
         return move
 
     def overwrite(self) -> None:
-        """Let go of what was prepared."""
+        """Release the prepared descriptor lists."""
         for move in self._prepared:
             for side in (move.local, move.remote):
                 self._agent.release_dlist_handle(side)
         self._prepared.clear()
 
     def run(self, move: PreparedTransfer, deadline: float, stop: StopRequest) -> None:
-        """The timed part, until everything has arrived."""
+        """Run one move until all bytes have arrived; the timed part."""
         verb = move.operation.lower()
         try:
             handle = self._agent.make_prepped_xfer(
@@ -145,7 +154,7 @@ class RawNixl:
             )
 
     def close(self) -> None:
-        """Without this the agent may crash the interpreter when that ends."""
+        """Release everything; without `close` the agent may crash the interpreter at exit."""
         with contextlib.suppress(*self._errors):
             self.overwrite()
             if self._peer:
@@ -160,13 +169,7 @@ class RawNixl:
         return rows
 
 
-# -------------------- transfer sides -------------------- The two processes of `kvferry bench
-# transfer`: a producer that owns memory and serves it, a consumer that reads it in every way there
-# is.
-#
-# The producer ends when its pipe does, so also when the consumer is killed. Whatever is waited for
-# has a deadline. A stop is noticed between moves: what one of them has posted is not torn down
-# under way.
+# -- producer and consumer --
 
 
 PRODUCER = PeerId(EngineId("producer"), Epoch("1"), 0)
@@ -178,7 +181,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One side's memory: as many regions as a model might have layers, of equal size."""
+    """The memory of one side: regions of equal size, like the layers of a model."""
 
     regions: int
     region_bytes: int
@@ -200,7 +203,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ProducerInfo:
-    """What the producer says of itself. `raw_nixl` is None where NIXL is not installed."""
+    """The message with which the producer reports its memory; `raw_nixl` is None without NIXL."""
 
     regions: list[Region]
     spare_address: int | None
@@ -211,25 +214,28 @@ class ProducerInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferMethod:
-    """One way to make a move, or a part of it."""
+    """One method to run a move or a part of a move."""
 
     name: str
     move: Move
     run: Callable[[], Completion | None]
-    """The timed part, and what a transport says of it."""
+    """Run the timed part; return the transport's completion, if any."""
     observe: Callable[[], Completion | None]
-    """The same, while it is looked at how long the device takes. Not timed."""
+    """Run the same move with the device time measured; not timed."""
     verify: Callable[[], None]
-    """Not timed: once more, into memory that has forgotten everything. KVFerryError when other
-    bytes came.
+    """Run the move once more into overwritten memory and check the bytes; not timed.
+
+    Raise KVFerryError if other bytes arrived.
     """
 
 
 def open_transports(
     memory: Memory, regions: Sequence[Region], only: str | None
 ) -> tuple[dict[str, DataTransport], RawNixl | None]:
-    """Every data transport over this memory, and NIXL bare. Without NIXL there is neither of the
-    two. `only`: that transport, and nothing else.
+    """Register the memory with every data transport and with raw NIXL.
+
+    Without NIXL neither the nixl transport nor raw NIXL is in the result. With `only`, register
+    that transport and nothing else.
     """
     usable = {}
     for name, transport in memory.transports().items():
@@ -245,16 +251,16 @@ def open_transports(
 
 
 def serve(pipe: Connection, shape: Shape, allocator: MemoryAllocator, only: str | None) -> None:
-    """The producer's whole life."""
+    """The main function of the producer process."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to both; the pipe's end is enough
+    )  # a terminal sends SIGINT to both processes; the end of the pipe is enough
     memory = allocator.allocate(shape.total_bytes)
     memory.fill()
     regions = shape.registered(memory.address, memory.kind, memory.device)
     transports, raw = open_transports(memory, regions, only)
     offers = {name: transport.offer() for name, transport in transports.items()}
-    with contextlib.suppress(EOFError, OSError):  # the other side has ended
+    with contextlib.suppress(EOFError, OSError):  # the consumer has exited
         pipe.send(
             ProducerInfo(
                 regions,
@@ -283,7 +289,10 @@ def start_producer(
     allocator: MemoryAllocator | None = None,
     only: str | None = None,
 ) -> Iterator[ProducerInfo]:
-    """`only`: the name of a transport, when the others are not wanted."""
+    """Start a producer process; return its report when the producer is ready.
+
+    `only` is the name of the one transport to open; None opens all.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -317,11 +326,11 @@ def _wait_for(pipe: Connection, stop: StopRequest) -> None:
                 f"the producer process was not ready within {START_S:.0f} s; is the machine "
                 "overloaded?"
             )
-    stop.check()  # Ctrl-C at a terminal may have ended the producer too
+    stop.check()  # Ctrl-C in a terminal may have ended the producer too
 
 
 class BenchConsumer:
-    """Reads from the producer in every way: each transport, raw NIXL and plain memcpy."""
+    """Reads from the producer with every method: each transport, raw NIXL and plain memcpy."""
 
     def __init__(
         self,
@@ -348,6 +357,9 @@ class BenchConsumer:
         allocator: MemoryAllocator | None = None,
         only: str | None = None,
     ) -> Iterator["BenchConsumer"]:
+        """Allocate memory, connect to the producer with all transports, and close all at the
+        end.
+        """
         with ExitStack() as stack:
             memory = (allocator or HostAllocator()).allocate(shape.total_bytes)
             stack.callback(memory.close)
@@ -376,8 +388,9 @@ class BenchConsumer:
         return self._raw is not None
 
     def methods(self, move: Move, max_descriptors: int | None) -> list[TransferMethod]:
-        """Every way to make this move, ready to be timed. Those that need long for a descriptor
-        move no more of it than is given here.
+        """Return every method for this move, ready to be timed.
+
+        Methods that are slow per descriptor move at most `max_descriptors` blocks.
         """
         part = move if max_descriptors is None else move.part(max_descriptors)
         copy = partial(self._copy, move)
@@ -398,22 +411,22 @@ class BenchConsumer:
         return methods
 
     def prepare(self, move: Move) -> None:
-        """What `read` is to read."""
+        """Set the move for `read`."""
         self._segments = move.segments()
 
     def read(self, transport_name: str) -> Completion:
-        """The move that was prepared, as a transfer worker does it: ask, then poll as often as the
-        transport wants to be polled.
+        """Run the prepared move as a transfer worker does: post the read, then poll at the
+        transport's interval.
         """
         return self._read(transport_name, self._segments)
 
     def overwrite(self) -> None:
-        """Overwrite what has arrived, so that the next check is of the next move."""
+        """Overwrite the memory, so that the next check covers only the next move."""
         self._memory.overwrite()
 
     def check(self, move: Move) -> None:
-        """KVFerryError unless every block that moved is its source, from the first to the last
-        byte, and no other was written.
+        """Raise KVFerryError unless every moved block equals its source and no other block was
+        written.
         """
         check_moved(self._memory.block_checksums(move.blocks.count), move)
 
@@ -449,6 +462,9 @@ class BenchConsumer:
             self._memory.set_timing(transport, Timing.OFF)
 
     def _raw_methods(self, move: Move, part: Move) -> list[TransferMethod]:
+        """Return the raw NIXL methods: scattered read and, with spare memory, contiguous read and
+        write.
+        """
         if self._raw is None:
             return []
         raw, here, there = self._raw, self._memory.address, self._producer.regions[0].address
@@ -463,6 +479,8 @@ class BenchConsumer:
         )
         methods = [TransferMethod(RAW_NIXL, part, read, read, partial(self._verify, read, part))]
         spare, their_spare = self._memory.spare_address, self._producer.spare_address
+        # Writes are measured only where both sides have spare memory, so that no served memory
+        # changes.
         if spare is None or their_spare is None:
             return methods
         one = partial(
@@ -509,8 +527,10 @@ class BenchConsumer:
         self.check(move)
 
     def _verify_write(self, steps: Sequence[PreparedTransfer], move: Move) -> None:
-        """What was written is in the producer's spare memory: that is overwritten, written to, and
-        fetched.
+        """Check a write: the written bytes are in the producer's spare memory.
+
+        The steps overwrite the spare memory, write to the spare memory and read the spare memory
+        back.
         """
         self.overwrite()
         for step in steps:

@@ -1,5 +1,5 @@
-"""The figures of `kvferry bench transfer`: what was measured, as rows for programs and as a table
-for people. Pure.
+"""The results of `kvferry bench transfer`: rows for programs, a table and a plot for people.
+Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,16 +29,20 @@ MEMCPY = "memcpy"
 RAW_NIXL = "raw nixl"
 RAW_NIXL_WRITE = "raw nixl write"
 RAW_NIXL_CONTIGUOUS = "raw nixl contiguous"
-"""What moves without a transport of ours: plain copy; NIXL READ and WRITE, a descriptor for each
-block; NIXL READ of one long segment.
+"""The methods without a transport of ours.
+
+These are a plain copy, NIXL READ and WRITE with one descriptor per block, and NIXL READ of one
+contiguous segment.
 """
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCell:
-    """What was measured for one size of segments and one pattern: seconds by way, and how many
-    copies or descriptors each transport used.
+    """The measurements for one segment size and pattern: seconds by method, and copies by
+    transport.
+
+    `copies` is the number of copies or descriptors that a transport used.
     """
 
     move: Move
@@ -46,9 +50,9 @@ class TransferCell:
     seconds: Mapping[str, Sequence[float]]
     copies: Mapping[str, int]
     parts: Mapping[str, Move] = field(default_factory=dict)
-    """Ways that moved only a part of it, and which."""
+    """The methods that moved only a part of the move, and the part."""
     device_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of those that know it: how long the device was at it."""
+    """The device time of each move, for methods that can measure device time."""
 
     def part(self, method: str) -> Move:
         return self.parts.get(method, self.move)
@@ -59,7 +63,7 @@ class TransferCell:
 
 
 def make_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
-    """One for each transport, size and pattern."""
+    """Return one row per transport, segment size and pattern."""
     return [
         {
             "transport": transport,
@@ -77,7 +81,7 @@ def make_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
 
 
 def make_device_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
-    """The same, with what else matters on a GPU."""
+    """Return the same rows with more columns for GPUs."""
     more = [
         {
             "moved_bytes": cell.move.total_bytes,
@@ -96,6 +100,7 @@ def make_device_rows(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
 
 
 def make_baselines(cells: Sequence[TransferCell]) -> list[dict[str, Any]]:
+    """Return the speeds of the methods without a transport of ours."""
     return [
         {
             "segment_bytes": cell.move.blocks.segment_bytes,
@@ -153,7 +158,7 @@ def table(
 
 
 def largest(cells: Sequence[TransferCell]) -> list[TransferCell]:
-    """Those of the largest move."""
+    """Return the cells of the largest move."""
     most = max(cell.move.total_bytes for cell in cells)
     return [cell for cell in cells if cell.move.total_bytes == most]
 
@@ -192,8 +197,9 @@ def _microseconds(cell: TransferCell, method: str) -> float | None:
     return None if median is None else rounded(1e6 * median, 1)
 
 
-# -------------------- transfer plot -------------------- The plot of `kvferry bench transfer`,
-# written as SVG by hand: a drawing of four lines does not deserve a plotting library. Pure.
+# -- plot --
+# The plot as SVG, written without a plotting library, because a drawing of four lines does not need
+# one.
 
 
 WIDTH, HEIGHT = 720, 300
@@ -205,7 +211,7 @@ TICKS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """Share of memcpy against the size of segments, a panel for each pattern, a line for each
+    """Draw the share of memcpy speed by segment size: one panel per pattern, one line per
     transport.
     """
     transports = list(dict.fromkeys(row["transport"] for row in rows))

@@ -1,1 +1,1 @@
-"""vllm."""
+"""Benchmarks inside real vLLM servers, with kvferry's connector and vLLM's own NixlConnector."""

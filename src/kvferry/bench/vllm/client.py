@@ -1,8 +1,7 @@
-"""The requests a benchmark makes to vLLM servers: a prefill that is kept for a peer, a first token
-with the clock running, a metric.
+"""Requests to vLLM servers: a prefill for a peer, the time to the first token, and metrics.
 
-Blocking, each with a deadline. A stream is read to its end, so that a server is done with it before
-the next one.
+Requests block and have a timeout. A stream is read to its end, so that the server has finished the
+request before the next one.
 """
 
 import http.client
@@ -38,26 +37,27 @@ REMOTE_DECODE_PARAMS = {
     "remote_port": None,
 }
 FIRST_TOKEN_ID, END_TOKEN_ID = 10, 500
-"""Ordinary tokens of the tiny model, and of any other."""
+"""The range of token ids in prompts: ordinary tokens of the tiny model and of any other model."""
 TRANSFER_TIME = "vllm:nixl_xfer_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTransferTotals:
-    """What a decode server says of its transfers since it was started."""
+    """The transfer count and time that a decode server has reported since its start."""
 
     count: int
     seconds: float
 
     def mean_since(self, before: "ServerTransferTotals") -> float | None:
-        """Seconds a transfer took since then; None when there was none."""
+        """Return the mean seconds per transfer since `before`; None if there was no transfer."""
         count = self.count - before.count
         return (self.seconds - before.seconds) / count if count > 0 else None
 
 
 class PromptMaker:
-    """Prompts of random tokens, no two alike, so that no cache knows one. The same ones for the
-    same seed.
+    """Makes prompts of random tokens, all different, so that no prompt is in a cache.
+
+    The same seed gives the same prompts.
     """
 
     def __init__(self, seed: int) -> None:
@@ -68,7 +68,7 @@ class PromptMaker:
 
 
 def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
-    """P computes the prompt and keeps its blocks; the parameters with which D finds them."""
+    """Let P compute the prompt and lease the blocks; return the parameters for D."""
     with VllmConnection(address) as connection:
         answer = json.loads(
             connection.post({**_body(tokens), "kv_transfer_params": REMOTE_DECODE_PARAMS}).read()
@@ -82,7 +82,7 @@ def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
 def time_to_first_token_s(
     address: Address, tokens: Sequence[int], params: dict[str, Any] | None = None
 ) -> float:
-    """From sending the request to the first event of the stream that carries a token."""
+    """Return the seconds from sending the request to the first event of the stream with a token."""
     body = {**_body(tokens), "stream": True}
     if params is not None:
         body["kv_transfer_params"] = params
@@ -99,7 +99,7 @@ def time_to_first_token_s(
 
 
 def read_transfers(address: Address) -> ServerTransferTotals | None:
-    """None when this server tells nothing of transfer times."""
+    """Read the transfer totals; None if this server reports no transfer times."""
     with VllmConnection(address) as connection:
         text = connection.get("/metrics").decode()
     found = {
@@ -113,7 +113,7 @@ def read_transfers(address: Address) -> ServerTransferTotals | None:
 
 
 class VllmConnection:
-    """One request. An answer other than 200 is a TransportError with what the server said."""
+    """One request; a status other than 200 raises TransportError with the server's message."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

@@ -1,9 +1,9 @@
-"""`kvferry bench vllm-handover`: from P's answer to D's first token, with our connector and with
-vLLM's own, in one run.
+"""`kvferry bench vllm-handover` measures from P's answer to D's first token inside real vLLM.
 
-Both pairs of servers are alive all the time, but only one may move: the other stands still
-(SIGSTOP) until its round comes. Each round asks for a few prompts of every length, after warm-up
-requests that are not counted. docs/benchmarks.md says why.
+Our connector and vLLM's own are measured in one run. Both pairs of servers are alive all the time,
+but one pair is always paused (SIGSTOP) while the other pair has its round. Each round sends a few
+prompts of every length, after warm-up requests that are not counted. docs/benchmarks.md gives the
+reasons.
 """
 
 import argparse
@@ -56,8 +56,10 @@ EXAMPLES = """\
 
 SAMPLES_PER_ROUND = 5
 SETTLE_S = 1.0
-"""After standing still: connections that were silent for too long are given up first, and come up
-again with the warm-up requests.
+"""The wait after a pause.
+
+Connections that were silent for too long are closed first; the warm-up requests open new
+connections.
 """
 WARM_UPS = 2
 WARM_UP_TOKENS = 128
@@ -67,16 +69,16 @@ SEED = 1
 
 @dataclass(slots=True)
 class VllmHandoverSamples:
-    """Seconds, of one connector and one prompt length."""
+    """The measurements of one connector and one prompt length, in seconds."""
 
     handover_s: list[float] = field(default_factory=list)
-    """From P's answer to D's first token."""
+    """The time from P's answer to D's first token."""
     floor_s: list[float] = field(default_factory=list)
-    """D's first token for a prompt wholly in its own cache."""
+    """The time to D's first token for a prompt that is completely in D's own cache."""
     transfer_s: list[float] = field(default_factory=list)
-    """The bytes alone, as D counts it."""
+    """The time to move the bytes alone, as D measures."""
     prefill_s: list[float] = field(default_factory=list)
-    """D's first token for a prompt that it computes itself."""
+    """The time to D's first token for a prompt that D computes itself."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -130,15 +132,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rounds(samples: int) -> list[int]:
-    """How many of each length every round takes: short rounds, so that whatever else the machine
-    does meets both connectors alike.
+    """Return the number of samples of each round.
+
+    Rounds are short, so that other load on the machine affects both connectors alike.
     """
     whole, rest = divmod(samples, SAMPLES_PER_ROUND)
     return [SAMPLES_PER_ROUND] * whole + ([rest] if rest else [])
 
 
 def make_rows(samples: Mapping[str, Mapping[int, VllmHandoverSamples]]) -> list[dict[str, Any]]:
-    """One for each prompt length."""
+    """Return one row per prompt length."""
     rows = []
     for length, ours in samples[OURS].items():
         stock = samples[STOCK][length]
@@ -169,7 +172,7 @@ def make_rows(samples: Mapping[str, Mapping[int, VllmHandoverSamples]]) -> list[
 
 
 def parse_lengths(text: str) -> list[int]:
-    """For argparse: `128,512`, each once, in the order given."""
+    """For argparse: parse lengths like `128,512`; drop duplicates, keep the order."""
     parts = text.split(",")
     if not all(
         re.fullmatch(r"[0-9]{1,4}", part) and 2 <= int(part) <= MAX_PROMPT_TOKENS for part in parts
@@ -194,14 +197,14 @@ def _measure_round(
 def _measure(
     pair: ServerPair, prompts: PromptMaker, length: int, into: VllmHandoverSamples
 ) -> None:
-    """The same prompt through P and D, and once more to D alone; then another one to D alone."""
+    """Send one prompt through P and D, then again to D alone, then a new prompt to D alone."""
     prompt = prompts.make(length)
     before = read_transfers(pair.decode)
     params = prefill(pair.prefill, prompt)
     into.handover_s.append(time_to_first_token_s(pair.decode, prompt, params))
     into.floor_s.append(time_to_first_token_s(pair.decode, prompt))
-    # The time of a transfer comes with the step after it, so it is there once another request has
-    # been answered.
+    # vLLM reports the time of a transfer with the next step, so the time is available once another
+    # request has been answered.
     after = read_transfers(pair.decode)
     taken = after.mean_since(before) if before is not None and after is not None else None
     into.transfer_s += [] if taken is None else [taken]
@@ -214,7 +217,7 @@ def _ms(values: Sequence[float], share: float = 0.5) -> float | None:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The columns that answer the question; the rest is in the JSON."""
+    """Return the most important columns as a table; the JSON output has all columns."""
     columns = {
         "prompt": "prompt_tokens",
         "ours p50": "ours_ms_p50",

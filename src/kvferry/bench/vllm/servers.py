@@ -1,7 +1,6 @@
-"""Real vLLM servers as child processes: their command lines, their environment, waiting for them,
-pausing them, ending them.
+"""Real vLLM servers as child processes: command lines, environment, start, pause and stop.
 
-Whatever ends the one who started them, kill -9 included, no process is left behind (see
+However the benchmark ends, kill -9 included, no process is left behind (see
 `kvferry.cli.cluster.processes`).
 """
 
@@ -55,8 +54,9 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 NON_EPHEMERAL_PORTS = range(20_000, 32_768)
-"""Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in
-the moment after it was looked at.
+"""Ports below the range from which Linux assigns ports to outgoing connections.
+
+A port from the ephemeral range could be taken in the moment between the check and its use.
 """
 MODEL_NAME = "tiny"
 START_S = 240.0
@@ -68,16 +68,16 @@ REAPER_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """One server to start. The model is small, float32 and eager, as the CPU build wants it."""
+    """One server to start; the model is small, float32 and eager, as vLLM's CPU build requires."""
 
     name: str
     model: Path
     port: int
     transfer: Mapping[str, Any] | None = None
-    """`--kv-transfer-config`; None: a server that knows nothing of transfers."""
+    """The value of `--kv-transfer-config`; None: a server without a connector."""
     side_channel_port: int | None = None
     core: int | None = None
-    """Its worker computes on this core alone; None: wherever vLLM puts it."""
+    """The only core of the server's worker; None: vLLM chooses."""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class VllmServer:
         return command
 
     def variables(self) -> dict[str, str]:
-        """What it finds in its environment beside what we have in ours."""
+        """Return the variables that the server gets in addition to our own environment."""
         own = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -125,9 +125,7 @@ class VllmServer:
 
 
 class RunningServers:
-    """Healthy servers in the order they were asked for. They can be stopped in their tracks and let
-    go on.
-    """
+    """Healthy servers, in the order of the request; the servers can be paused and resumed."""
 
     def __init__(
         self, group: int, processes: Sequence[ChildProcess], addresses: Sequence[Address]
@@ -137,12 +135,13 @@ class RunningServers:
         self.addresses = tuple(addresses)
 
     def pause(self) -> None:
-        """Every process of every server stands still: it takes no time from others and answers
-        nobody.
+        """Stop every process of every server with SIGSTOP: the processes use no CPU and answer
+        nothing.
         """
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Let the processes continue."""
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -155,8 +154,9 @@ class RunningServers:
 
 @contextmanager
 def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
-    """Started side by side and healthy; gone after the block. They share one secret, so that they
-    may hand over to each other.
+    """Start servers in parallel; yield when all are healthy, and stop all after the block.
+
+    The servers share one secret, so that one server may transfer KV to another.
     """
     directory = Path(tempfile.gettempdir()) / f"kvferry-vllm-{secrets.token_hex(8)}"
     shared = {"KVFERRY_SECRET": secrets.token_hex(32)}
@@ -174,7 +174,7 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
             _wait_healthy(running)
             yield running
         finally:
-            # Who stands still cannot end.
+            # A paused process cannot exit.
             running.resume()
             for process in processes:
                 process.terminate()
@@ -183,15 +183,16 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
 
 
 def default_python() -> Path:
-    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else
-    our own.
+    """Return the interpreter of the environment that `make setup-vllm` makes, if in this directory.
+
+    Otherwise return our own interpreter.
     """
     beside = Path(".venv-vllm/bin/python")
     return beside.absolute() if beside.exists() else Path(sys.executable)
 
 
 def check_vllm(python: Path) -> None:
-    """ConfigError when there is no vLLM, before anything slow is started."""
+    """Raise ConfigError if this interpreter has no vLLM, before anything slow is started."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         done = subprocess.run(
@@ -209,7 +210,7 @@ def check_vllm(python: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on right now, all different. KVFerryError when there are not so many."""
+    """Return different ports that are free now; raise KVFerryError if there are not enough."""
     found: list[int] = []
     for port in random.SystemRandom().sample(NON_EPHEMERAL_PORTS, len(NON_EPHEMERAL_PORTS)):
         if len(found) == count:
@@ -250,8 +251,9 @@ def _with_log(process: ChildProcess, what: str) -> str:
     return "\n".join([f"{what}; last log lines:", *(f"  {line}" for line in process.tail(40))])
 
 
-# -------------------- vllm pairs -------------------- A prefill and a decode server with one
-# connector, as an operator of a two-core machine starts them, and what both benchmarks ask for.
+# -- server pairs --
+# A prefill server and a decode server with one connector, as an operator of a two-core machine
+# starts the servers; and arguments that both benchmarks share.
 
 
 OURS, STOCK = "ours", "stock"
@@ -268,8 +270,10 @@ _TRANSFER = {
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """`connector`: OURS or STOCK. `transfer` is added to its configuration; `environments` are
-    added by role, prefill and decode.
+    """The settings of a pair of servers.
+
+    `connector` is OURS or STOCK. `transfer` is added to the connector's configuration;
+    `environments` holds extra variables by role.
     """
 
     connector: str
@@ -281,6 +285,8 @@ class PairSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
+    """A running prefill server and decode server."""
+
     servers: RunningServers
 
     @property
@@ -294,7 +300,7 @@ class ServerPair:
 
 @contextmanager
 def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
-    """P computes on core 0, D on core 1."""
+    """Start a pair of servers; P computes on core 0, D on core 1."""
     print_progress(
         f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector "
         "(about a minute)"
@@ -334,7 +340,7 @@ def add_vllm_arguments(parser: Parser) -> None:
 
 @contextmanager
 def model_directory(given: Path | None) -> Iterator[Path]:
-    """The operator's model, or a tiny one for the occasion."""
+    """Yield the operator's model, or a tiny model that is removed afterwards."""
     if given is not None:
         if not (given / "config.json").is_file():
             raise ConfigError(
@@ -343,7 +349,7 @@ def model_directory(given: Path | None) -> Iterator[Path]:
             )
         yield given
         return
-    # Imported here because it brings torch, which takes a second.
+    # Imported here because the module imports torch, which takes a second.
     from kvferry.engine.make_model.writer import make_model
 
     with TemporaryDirectory(prefix="kvferry-bench-") as directory:
@@ -352,7 +358,7 @@ def model_directory(given: Path | None) -> Iterator[Path]:
 
 
 def parse_count(text: str) -> int:
-    """For argparse: how many of something, at least one."""
+    """For argparse: parse a count from 1 to 99999."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(
             f"must be a whole number from 1 to 99999, got {text[:80]!a}"
@@ -361,12 +367,12 @@ def parse_count(text: str) -> int:
 
 
 def vllm_python(given: Path | None) -> Path:
-    """ConfigError when it has no vLLM."""
+    """Return the interpreter to use; raise ConfigError if the interpreter has no vLLM."""
     python = given or default_python()
     check_vllm(python)
     return python
 
 
 def print_progress(what: str) -> None:
-    """On the way, for people: standard output is for results."""
+    """Print a progress message to standard error, because standard output is for results."""
     print(f"kvferry: {what}", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""`kvferry bench vllm-steps`: the time the engine's own thread spends in the connector per step,
-measured inside real vLLM.
+"""`kvferry bench vllm-steps` measures the time of vLLM's main threads in the connector, per step.
 
-One pair of servers after the other gets the same load: requests through P and D side by side, then
-leases that nobody takes up for a while. `kvferry.vllm.stopwatch` times every call the engine makes
-and leaves totals in files; they are read before and after each part.
+Two pairs of servers, one after the other, get the same load: concurrent requests through P and D,
+then leases whose blocks no D reads for a while. `kvferry.vllm.stopwatch` times every call from the
+engine and writes totals to files; the benchmark reads the files before and after each part.
 """
 
 import argparse
@@ -64,7 +63,7 @@ WRAPPED = {
 }
 SIDES = ("scheduler", "worker")
 STEP_METHODS = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}
-"""Called exactly once in each step."""
+"""The method of each side that is called exactly once in each step."""
 STARTUP_METHODS = frozenset(
     {
         "bind_gpu_block_pool",
@@ -78,14 +77,16 @@ STARTUP_METHODS = frozenset(
         "set_xfer_handshake_metadata_pp_aware",
     }
 )
-"""Called when an engine starts; no part of a step."""
+"""The methods that are called when an engine starts and are no part of a step."""
 PROMPT_TOKENS = (40, 128, 512, 1500)
 WARM_UPS = 4
 IDLE_LEASES = 4
 IDLE_S = 3.0
 SETTLE_S = 2.0
-"""Longer than a server needs to be done with its last request, and than the stopwatch takes to
-write.
+"""The wait before the totals are read.
+
+The wait is longer than a server needs to finish its last request, and than the interval at which
+the stopwatch writes.
 """
 MOST_EXPENSIVE = 3
 SEED = 2
@@ -93,9 +94,7 @@ SEED = 2
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of one method: how often it was called, the seconds it took, those on the core, and the
-    longest call.
-    """
+    """The totals of one method: calls, wall-clock seconds, CPU seconds, and the longest call."""
 
     calls: int = 0
     total_s: float = 0.0
@@ -105,7 +104,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SideTotals:
-    """Of one connector in one process, by method."""
+    """The totals of one connector in one process, by method."""
 
     side: str
     methods: Mapping[str, Totals]
@@ -136,12 +135,12 @@ class SideTotals:
 
 
 Measured = Mapping[tuple[str, str], SideTotals]
-"""By role and side."""
+"""The totals by role and side."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTotals:
-    """Of one connector: under load, idle with leases, and how long D's first tokens took under
+    """The totals of one connector under load and idle with leases, and D's first-token times under
     load.
     """
 
@@ -200,7 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_totals(directory: Path) -> Measured:
-    """What the stopwatches have written so far."""
+    """Read what the stopwatches have written so far."""
     found: dict[tuple[str, str], SideTotals] = {}
     for role in ROLES:
         for side in SIDES:
@@ -223,7 +222,7 @@ def read_totals(directory: Path) -> Measured:
 
 
 def subtract(after: Measured, before: Measured) -> Measured:
-    """What happened in between. The longest call is the longest of all."""
+    """Return the totals between two readings; `max_s` is the longest call since the start."""
     return {
         key: SideTotals(
             totals.side,
@@ -237,7 +236,7 @@ def subtract(after: Measured, before: Measured) -> Measured:
 
 
 def make_rows(measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """One for each role and side."""
+    """Return one row per role and side."""
     rows = []
     for (role, side), ours in measured[OURS].items():
         stock = measured[STOCK][role, side]
@@ -263,7 +262,7 @@ def make_rows(measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
 
 
 def make_handover(seconds: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """From P's answer to D's first token while others are served as well, in milliseconds."""
+    """Return the milliseconds from P's answer to D's first token under concurrent load."""
     found = {
         f"{connector}_ms_p{round(share * 100)}": rounded((quantile(values, share) or 0.0) * 1000)
         for connector, values in seconds.items()
@@ -290,7 +289,7 @@ def _settings(connector: str, python: Path, model: Path, directory: Path) -> Pai
 
 
 def _measure(pair: ServerPair, directory: Path, requests: int, concurrency: int) -> PairTotals:
-    """Under load, and idle with leases. The prompts are the same for everyone."""
+    """Measure under load, then idle with leases; all connectors get the same prompts."""
     prompts = PromptMaker(SEED)
     _send(pair, [prompts.make(length) for length in PROMPT_TOKENS[:WARM_UPS]], 1)
     start = _read_settled(directory)

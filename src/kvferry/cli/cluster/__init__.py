@@ -1,1 +1,3 @@
-"""cluster."""
+"""The processes of a cluster on one machine: `kvferry up` and the benchmarks start and stop engines
+and a router.
+"""

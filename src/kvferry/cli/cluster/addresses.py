@@ -1,5 +1,6 @@
-"""Addresses as people use them: whether one can be listened on, what to dial for it, a request to
-try. Opens sockets for a moment.
+"""Addresses for users and child processes: checks, example requests and announcements.
+
+The functions open sockets only for a moment.
 """
 
 import errno
@@ -22,12 +23,15 @@ __all__ = [
 ]
 
 
+# Errors of an address that does not exist on this machine.
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def check_listenable(address: Address) -> None:
-    """ConfigError when a server could not listen there now. Before anything slow is started: the
-    server itself binds only at the end.
+    """Raise ConfigError if a server could not listen on this address now.
+
+    Called before anything slow is started, because the server itself binds only after the model is
+    loaded.
     """
     try:
         found = socket.getaddrinfo(
@@ -38,7 +42,7 @@ def check_listenable(address: Address) -> None:
             f"--host {address.host!a} cannot be resolved; give an address of this machine"
         ) from None
     refusals = [_refusal(socket.AddressFamily(family), where) for family, _, _, _, where in found]
-    # `localhost` is two addresses, of which a container may have one.
+    # `localhost` has two addresses, and a container may have only one of the two.
     absent = [error for error in refusals if error is not None and error.errno in ABSENT]
     refused = next(
         (error for error in refusals if error is not None and error.errno not in ABSENT), None
@@ -56,16 +60,14 @@ def check_listenable(address: Address) -> None:
 
 
 def dialable(address: Address) -> Address:
-    """The same, or the loopback for an address that means every interface and that nobody can
-    dial.
-    """
+    """Return an address that a client can connect to: loopback in place of a wildcard address."""
     if not is_wildcard(address.host):
         return address
     return Address("::1" if ":" in address.host else LOOPBACK, address.port)
 
 
 def curl_command(address: Address, model_name: str) -> str:
-    """A request to copy into a shell."""
+    """Return a request that the user can copy into a shell."""
     body = json.dumps({"model": model_name, "prompt": "Hello", "max_tokens": 16, "stream": True})
     return (
         f"curl -N http://{dialable(address)}/v1/completions -H 'Content-Type: application/json' "
@@ -78,7 +80,7 @@ def _refusal(family: socket.AddressFamily, where: tuple[object, ...]) -> OSError
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # Its own IPv4 twin is asked for by itself.
+                # The IPv4 address of the same name is checked separately.
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(where)
     except OSError as error:
@@ -86,17 +88,20 @@ def _refusal(family: socket.AddressFamily, where: tuple[object, ...]) -> OSError
     return None
 
 
-# -------------------- announce -------------------- How a child process tells its parent where it
-# listens: one line on a pipe whose number is in the environment.
-#
-# The child binds port 0 itself, so no port is picked by one process and taken by another.
+# -- announcements --
+# A child process announces its address to the parent with one line on a pipe; the file descriptor
+# of the pipe is in the environment. The child binds port 0 itself, so there is no port that the
+# parent picks and another process takes first.
 
 
 ANNOUNCE_FD_VARIABLE = "KVFERRY_ANNOUNCE_FD"
 
 
 def announce_address(address: Address, environ: MutableMapping[str, str]) -> None:
-    """Child side, once, when connections are accepted. Without a waiting parent it does nothing."""
+    """In the child: announce the address once, when the server accepts connections.
+
+    Without a waiting parent the function does nothing.
+    """
     text = environ.pop(ANNOUNCE_FD_VARIABLE, "")
     if not text.isdecimal():
         return
@@ -104,11 +109,13 @@ def announce_address(address: Address, environ: MutableMapping[str, str]) -> Non
         with open(int(text), "w", encoding="ascii", errors="replace") as pipe:
             pipe.write(f"{address.host} {address.port}\n")
     except OSError:
-        # The parent has stopped listening; it will stop us too.
+        # The parent has closed the pipe and will stop this process too.
         return
 
 
 def parse_announcement(line: bytes) -> Address | None:
-    """Parent side. None: the child closed the pipe without an address, so it has failed."""
+    """In the parent: parse the line; None if the child closed the pipe without an address, that is,
+    failed.
+    """
     host, _, port = line.decode("ascii", errors="replace").strip().partition(" ")
     return Address(host, int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None

@@ -1,5 +1,6 @@
-"""The few HTTP calls that `kvferry up` makes to what it has started. Blocking, each with a
-deadline, never through a configured proxy.
+"""The HTTP requests that `kvferry up` sends to the processes of the cluster.
+
+Requests block, have a timeout, and never use a configured proxy.
 """
 
 import http.client
@@ -27,7 +28,7 @@ _METRICS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TransportTotals:
-    """What one data transport has moved."""
+    """The number of transfers, bytes and seconds of one data transport."""
 
     transport: str
     transfers: int = 0
@@ -48,6 +49,7 @@ class TransportTotals:
 
 
 def is_healthy(address: Address) -> bool:
+    """Return whether /health answers 200."""
     try:
         return _call(address, "GET", "/health", None, _HEALTH_S)[0] == 200
     except TransportError:
@@ -55,7 +57,7 @@ def is_healthy(address: Address) -> bool:
 
 
 def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str:
-    """The text of one completion. TransportError with what the server said instead."""
+    """Return the text of one completion; raise TransportError with the server's error message."""
     status, body = _call(
         address, "POST", "/v1/completions", json.dumps(request).encode(), timeout_s
     )
@@ -70,7 +72,7 @@ def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str
 
 
 def read_transport_totals(address: Address) -> list[TransportTotals]:
-    """What an engine's transports have moved so far, from its /metrics."""
+    """Return what the transports of an engine have moved so far, read from /metrics."""
     status, body = _call(address, "GET", "/metrics", None, _METRICS_S)
     if status != 200:
         raise TransportError(f"{address} answered /metrics with status {status}")
@@ -81,7 +83,7 @@ def read_transport_totals(address: Address) -> list[TransportTotals]:
 
 
 def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTotals]:
-    """One entry per transport that moved something, the busiest first."""
+    """Return one entry per transport that moved data, the busiest transport first."""
     totals: dict[str, TransportTotals] = {}
     for part in parts:
         totals[part.transport] = totals.get(part.transport, TransportTotals(part.transport)) + part
@@ -92,6 +94,7 @@ def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTota
 
 
 def _samples(text: str) -> Iterable[TransportTotals]:
+    """Yield one entry per sample; `sum_transport_totals` adds the entries of a transport."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == "kvferry:transfer_bytes_total":

@@ -1,4 +1,8 @@
-"""Which processes make a cluster on one machine: their command lines and environments. Pure."""
+"""A cluster on this machine: prefill, decode and router processes, from start to a clean exit.
+
+`UpOptions` and `LocalLaunch` are pure and make the command lines; `LocalCluster` runs the processes
+and is used by one thread; `StartupView` shows the progress.
+"""
 
 import json
 import sys
@@ -32,21 +36,21 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 TINY = "tiny"
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
-"""By `--mode`."""
+"""The connector of each `--mode`."""
 GPU_CACHE_BYTES = "1G"
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `kvferry up` was asked for."""
+    """The options of `kvferry up`."""
 
     prefill: int = 1
     decode: int = 1
     model: Path | None = None
-    """None: a tiny one is made for the occasion."""
+    """The checkpoint; None: `kvferry up` writes a tiny checkpoint."""
     port: int = 8000
     transports: tuple[str, ...] = ()
-    """Empty: the best that works here."""
+    """The data transport to use; empty: the best transport that works on this machine."""
     tensor_parallel_size: int = 1
     mode: str = "pull"
     device: str = "cpu"
@@ -69,12 +73,12 @@ class UpOptions:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The name that clients use for the model."""
         return TINY if self.model is None else self.model.resolve().name
 
 
 class Launch(Protocol):
-    """The command lines of one cluster."""
+    """Makes the command lines of one cluster."""
 
     def engine(self) -> Sequence[str]: ...
 
@@ -85,7 +89,7 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalLaunch:
-    """Embedded engines that take any free port, and a router on the one the user asked for."""
+    """Launches embedded engines on free ports, and a router on the port that the user chose."""
 
     options: UpOptions
     model: Path
@@ -102,13 +106,13 @@ class LocalLaunch:
             *("--served-model-name", self.options.model_name),
             *("--tensor-parallel-size", str(self.options.tensor_parallel_size)),
             *self._device(),
-            # Peers that could fetch what an engine keeps end together with it.
+            # Do not wait for peers to fetch blocks: all engines of the cluster stop together.
             *("--drain-timeout", "0"),
             *("--kv-transfer-config", json.dumps(transfer)),
         ]
 
     def _device(self) -> list[str]:
-        """Engines that share a GPU must not each take what is left of it."""
+        """Limit the cache: engines on one GPU must not each take all the memory that is left."""
         device = self.options.device
         return (
             []
@@ -124,7 +128,10 @@ class LocalLaunch:
         return command
 
     def make_model(self) -> list[str]:
-        """With as many KV heads as there are ranks, where the usual two are too few."""
+        """Return the command that writes the tiny model, with at least one KV head per rank.
+
+        The default model has two KV heads, which is enough for two ranks.
+        """
         ranks = self.options.tensor_parallel_size
         return _kvferry(
             "make-model", str(self.model), *(("--heads", str(2 * ranks)) if ranks > 2 else ())
@@ -132,8 +139,10 @@ class LocalLaunch:
 
 
 def child_environment(environ: Mapping[str, str], secret_file: Path) -> dict[str, str]:
-    """Side channels take any free port of the loopback; the secret is the operator's, or one for
-    this cluster alone.
+    """Return the environment of child processes.
+
+    Side channels listen on free loopback ports. The secret is the operator's, or a secret for this
+    cluster alone.
     """
     own = {
         "KVFERRY_SIDE_CHANNEL_HOST": LOOPBACK,
@@ -150,13 +159,15 @@ def _kvferry(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvferry", *arguments]
 
 
-# -------------------- startup view -------------------- What `kvferry up` shows while processes
-# start: a spinner each on a terminal, plain lines elsewhere.
+# -- startup view --
+# The progress display while processes start: a spinner per process on a terminal, plain lines
+# elsewhere.
 
 
 class StartupView:
-    """`begin`, `show` and `finish` each step by name, in any order. A context manager: the display
-    ends with it.
+    """Shows steps by name; use as a context manager, which ends the display.
+
+    The caller calls `begin`, `show` and `finish` for each step; steps may overlap.
     """
 
     def __init__(self, console: Console) -> None:
@@ -180,7 +191,9 @@ class StartupView:
             self._console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
     def show(self, name: str, what: str) -> None:
-        """A stage on the way; elsewhere than on a terminal it would only be noise."""
+        """Show the current stage of a step; only on a terminal, because stages would flood a log
+        file.
+        """
         if self._progress is not None:
             self._progress.update(
                 self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}"
@@ -217,19 +230,23 @@ class StartupView:
             self._progress.stop()
 
 
-# -------------------- local cluster -------------------- Prefill, decode and router processes on
-# this machine, from start to a clean end. Used by one thread.
+# -- local cluster --
 
 
 _POLL_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 15.0
-"""More than an engine's own `--shutdown-timeout`, so that its streams can end with a word."""
+"""The time for all processes to exit after Ctrl-C.
+
+The value is larger than an engine's `--shutdown-timeout`, so that an engine can end its streams
+with an error message.
+"""
+# The prefix of lines that `kvferry serve` prints for the user, as opposed to log lines.
 _STAGE_PREFIX = "kvferry: "
 
 
 class LocalCluster:
-    """Starts engines side by side, then the router that knows their ports. `close` ends all that
-    was started.
+    """Starts engines in parallel, then a router with the engines' ports; `close` stops all
+    processes.
     """
 
     def __init__(
@@ -243,8 +260,9 @@ class LocalCluster:
         self.decoders: tuple[Address, ...] = ()
 
     def start(self, prefill: int, decode: int, view: StartupView) -> Address:
-        """The router's address, once everybody is healthy. KVFerryError names the one that
-        failed.
+        """Start all processes; return the router's address when all processes are healthy.
+
+        KVFerryError names the process that failed.
         """
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
         engines = [self._start(name, self._launch.engine(), view) for name in names]
@@ -256,26 +274,28 @@ class LocalCluster:
         return self._wait_healthy([router], view)[0]
 
     def run_to_end(self, name: str, command: Iterable[str], view: StartupView) -> None:
-        """A preparatory process that does its work and goes."""
+        """Run a preparatory process until the process exits."""
         child = self._start(name, list(command), view)
         child.wait(self._start_timeout_s)
         view.finish(name, "done")
 
     def check_alive(self) -> None:
+        """Raise KVFerryError if a process that was serving has exited."""
         for child in self._children:
             if child.is_serving:
                 child.check_alive()
 
     def last_log_lines(self) -> list[tuple[str, list[str]]]:
-        """Name and last log lines of everyone who has ended badly, or, when all live, of
-        everyone.
+        """Return name and last log lines of each failed process; of all processes if none has
+        failed.
         """
         ended = [child for child in self._children if child.has_failed]
         return [(child.name, child.tail()) for child in ended or self._children]
 
     def close(self) -> None:
-        """The router first, so that nobody is asked who is gone. Requests get the time that router
-        and engines give them after Ctrl-C.
+        """Stop all processes, the router first, so that no request is sent to a stopped engine.
+
+        Running requests get the time that router and engines allow after Ctrl-C.
         """
         for child in reversed(self._children):
             child.interrupt()
@@ -284,8 +304,8 @@ class LocalCluster:
             child.close(max(0.0, deadline - time.monotonic()))
 
     def terminate_all(self) -> None:
-        """Let `close` wait for no request. May be called from a signal handler in the middle of
-        it.
+        """Make `close` stop waiting for requests; a signal handler may call this method during
+        `close`.
         """
         for child in reversed(self._children):
             child.terminate()
@@ -298,6 +318,7 @@ class LocalCluster:
         return child
 
     def _wait_healthy(self, children: list[ChildProcess], view: StartupView) -> list[Address]:
+        """Wait until every child is healthy; return the addresses in the order of `children`."""
         deadline = time.monotonic() + self._start_timeout_s
         found: dict[str, Address] = {}
         while len(found) < len(children):
@@ -318,7 +339,7 @@ class LocalCluster:
 
 
 def _stage(child: ChildProcess) -> str:
-    """What it last said of itself to people, as opposed to its log."""
+    """Return the last stage that the process printed for the user."""
     stages = [
         line.removeprefix(_STAGE_PREFIX) for line in child.tail() if line.startswith(_STAGE_PREFIX)
     ]

@@ -1,6 +1,6 @@
-"""Processes that one command starts and that must not outlive it.
+"""Child processes that must not outlive the command that started the processes.
 
-`ProcessGroup` owns the group: whatever happens to us, its guardian stops every member.
+`ProcessGroup` owns the process group: however this process ends, the reaper stops every member.
 `ChildProcess` owns one member: its log, its announcement and its end. The owner's thread makes
 every call; one reader thread per child fills the log.
 """
@@ -33,10 +33,14 @@ _REAPER_TIMEOUT_S = 10.0
 
 
 class ProcessGroup:
-    """A process group with a guardian in it, and a directory that is removed with it."""
+    """A process group with a reaper as the leader, and a directory that is removed with the
+    group.
+    """
 
     def __init__(self, directory: Path, grace_s: float = 10.0) -> None:
-        """`grace_s`: how long members may take to end before they are killed."""
+        """`grace_s` is the time that members have to exit after SIGTERM before the reaper kills
+        them.
+        """
         self._directory = directory
         self._grace_s = grace_s
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -50,6 +54,7 @@ class ProcessGroup:
             str(self._directory),
         ]
         quiet = subprocess.DEVNULL
+        # The reaper waits for the end of its stdin: the kernel closes our end even after kill -9.
         self._reaper = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0
         )
@@ -61,8 +66,8 @@ class ProcessGroup:
         return self._reaper.pid
 
     def close(self) -> None:
-        """Stop whoever is left and remove the directory. KVFerryError when that did not work
-        out.
+        """Stop all remaining members and remove the directory; raise KVFerryError if that
+        failed.
         """
         if self._reaper is None:
             return
@@ -90,7 +95,7 @@ class ProcessGroup:
 
 
 class ProcessHandle(Protocol):
-    """What is asked of a process; `subprocess.Popen` is one."""
+    """The methods of `subprocess.Popen` that ChildProcess uses."""
 
     @property
     def pid(self) -> int: ...
@@ -101,7 +106,7 @@ class ProcessHandle(Protocol):
     def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """`subprocess.TimeoutExpired` when it takes longer."""
+        """Wait for the exit code; raise `subprocess.TimeoutExpired` after the timeout."""
 
     def send_signal(self, sig: int) -> None: ...
 
@@ -109,11 +114,15 @@ class ProcessHandle(Protocol):
 
 
 class ProcessStarter(Protocol):
+    """Starts a process; tests pass other starters than `spawn_process`."""
+
     def __call__(
         self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int
     ) -> ProcessHandle:
-        """It inherits the file `announcement`, and what it writes can be read from its `stdout`.
-        OSError when it cannot be started.
+        """Start a process that inherits the file descriptor `announcement` and writes to its
+        `stdout`.
+
+        Raise OSError if the process cannot be started.
         """
 
 
@@ -132,7 +141,7 @@ def spawn_process(
 
 
 class ChildProcess:
-    """One process with its log. `close` is idempotent and returns when the process is gone."""
+    """One process and its log; `close` is idempotent and returns when the process has exited."""
 
     def __init__(
         self,
@@ -179,12 +188,14 @@ class ChildProcess:
         return self._process.pid
 
     def tail(self, lines: int = 20) -> list[str]:
-        """The last lines it wrote."""
+        """Return the last lines that the process wrote."""
         return list(self._log)[-lines:]
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has said where it listens, so that it must not end by itself any more."""
+        """Whether the process has announced its address; a serving process must not exit by
+        itself.
+        """
         return self._address is not None
 
     @property
@@ -192,7 +203,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() not in (None, 0)
 
     def check_alive(self) -> None:
-        """KVFerryError once the process has ended, for whatever reason."""
+        """Raise KVFerryError if the process has exited, whatever the exit code."""
         code = self._process.poll() if self._process else None
         if code is not None:
             how = (
@@ -203,9 +214,12 @@ class ChildProcess:
             raise KVFerryError(f"{self.name} {how}")
 
     def poll_address(self) -> Address | None:
-        """Where it listens, as soon as it has said so. KVFerryError when it ended instead."""
+        """Return the address once the process has announced one; raise KVFerryError if the process
+        exited.
+        """
         if self._address is None and select.select([self._announcements], [], [], 0)[0]:
-            # The line is far shorter than a pipe's atomic write, so it comes whole or not at all.
+            # The line is far shorter than a pipe's atomic write, so one read returns the whole
+            # line.
             self._address = parse_announcement(os.read(self._announcements, 4096))
             if self._address is None:
                 self._wait_for_end()
@@ -218,7 +232,9 @@ class ChildProcess:
         return self._address
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has done its work. KVFerryError when it takes longer or fails."""
+        """Wait until the process has exited with code 0; raise KVFerryError on failure or
+        timeout.
+        """
         assert self._process is not None
         try:
             code = self._process.wait(timeout_s)
@@ -228,17 +244,18 @@ class ChildProcess:
             self.check_alive()
 
     def terminate(self) -> None:
-        """Ask it to end; `close` waits for it."""
+        """Send SIGTERM; `close` waits for the exit."""
         self._send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """Ask it to end as Ctrl-C would; `close` waits for it."""
+        """Send SIGINT, as Ctrl-C does; `close` waits for the exit."""
         self._send_signal(signal.SIGINT)
 
     def close(self, grace_s: float = 10.0) -> None:
-        """End it, by kill when it does not go by itself. One that was asked before is not asked
-        again while the patience lasts: engines take a second signal as the wish that they break
-        off.
+        """Stop the process, with SIGKILL if the process does not exit within `grace_s`.
+
+        A process that was already signaled gets no second signal within the grace period, because
+        an engine takes a second signal as a request to cancel its running requests.
         """
         if self._process is None:
             return
@@ -250,13 +267,13 @@ class ChildProcess:
                 self._process.wait(_REAP_S)
         self._process = None
         os.close(self._announcements)
-        # Its own children may hold the pipe a little longer. The group's guardian ends them, and
-        # the reader with them.
+        # Children of the process may hold the pipe a little longer. The reaper stops those
+        # children, and then the reader thread ends too.
         assert self._reader is not None
         self._reader.join(_LOG_DRAIN_S)
 
     def _send_signal(self, number: signal.Signals) -> None:
-        # Once: a signal handler may ask while `close` is about to let go of it.
+        # Read the attribute once: a signal handler may call this method while `close` clears it.
         process = self._process
         if process is not None:
             self._was_signaled = True
@@ -271,8 +288,8 @@ class ChildProcess:
         return True
 
     def _wait_for_end(self) -> None:
-        """A closed announcement usually means that it is ending; give it the moment to become an
-        exit code and last lines.
+        """Wait for the exit code and the last log lines: a process that closes the pipe is usually
+        exiting.
         """
         deadline = time.monotonic() + _REAP_S
         while (

@@ -1,9 +1,9 @@
-"""A process that outlives its starter briefly: it stops every other process in its process group
-and removes a directory.
+"""The reaper process: stops all other processes of its process group and removes a directory.
 
-`kvferry up` starts it first, as the leader of a group, and every other process into that group. It
-waits for the end of its standard input, which comes when the starter closes it or dies, kill -9
-included. Imports nothing but the standard library, so that it is small.
+`kvferry up` starts the reaper first, as the leader of a group, and then all other processes into
+the group. The reaper waits for the end of its standard input, which is closed when the starter
+closes the pipe or dies, kill -9 included. Imports only the standard library, so that the process is
+small.
 """
 
 import os
@@ -20,10 +20,12 @@ _POLL_INTERVAL_S = 0.02
 
 
 def main(arguments: list[str]) -> int:
-    """`guardian PATIENCE_S DIRECTORY`: how long others may take after SIGTERM before they are
-    killed.
+    """Run `python -m kvferry.cli.cluster.reaper GRACE_S DIRECTORY`; return 0 if the group is empty.
+
+    GRACE_S is the time that members have to exit after SIGTERM before the reaper sends SIGKILL.
     """
     grace_s, directory = float(arguments[0]), arguments[1]
+    # The reaper must survive every signal that is sent to the whole group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     while sys.stdin.buffer.read(4096):
@@ -34,8 +36,9 @@ def main(arguments: list[str]) -> int:
 
 
 def members_of_group(group: int) -> set[int]:
-    """Living processes of a process group. Zombies are dead: they wait for their parent, not for
-    us.
+    """Return the living processes of a process group, without zombies.
+
+    A zombie is dead and waits for its parent, not for the reaper.
     """
     return {
         int(entry.name)
@@ -45,11 +48,13 @@ def members_of_group(group: int) -> set[int]:
 
 
 def _stop_others(number: signal.Signals, grace_s: float) -> bool:
-    """Whether we are alone in the group in the end."""
+    """Signal all other members; return whether the reaper is alone in the group before the
+    deadline.
+    """
     deadline = time.monotonic() + grace_s
     signaled: set[int] = set()
     while others := members_of_group(os.getpgrp()) - {os.getpid()}:
-        # Newcomers are told too: a process may have been forked while we looked.
+        # Signal new members too: a process may have been forked while the reaper listed the group.
         for pid in others - signaled:
             _signal(pid, number)
         signaled |= others
@@ -68,7 +73,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def _is_member(entry: Path, group: int) -> bool:
     try:
-        # pid (name, which may hold anything) state parent group …
+        # The fields are: pid (name) state parent group ...; the name may hold any character, also
+        # ")".
         state, _, found = (
             (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
         )

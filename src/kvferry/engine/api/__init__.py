@@ -1,1 +1,3 @@
-"""The OpenAI-compatible HTTP front-end of the embedded engine, in its own process."""
+"""The OpenAI-compatible HTTP front-end of the embedded engine; the front-end runs in its own
+process.
+"""

@@ -1,7 +1,8 @@
-"""From a checked request and its token ids to what the engine is asked: lengths, vocabulary,
-sampling, ids. Pure.
+"""Admission turns a checked HTTP request and its token ids into requests for the engine core.
 
-`nonces` bring the randomness, so that an id is never trusted to be unique because a client sent it.
+Admission checks prompt lengths and token ids against the model, fills in the sampling parameters
+and makes the engine request ids. The caller passes the random part of each id (`nonces`), because
+an X-Request-Id that a client sent is not unique. Pure: the caller passes `now` where time matters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,31 +17,37 @@ __all__ = ["MAX_SEQUENCES", "IgnoredTransfers", "RequestAdmission", "check_token
 
 
 MAX_SEQUENCES = 1024
-"""Prompts times n of one HTTP request."""
+"""The limit on prompts times `n` in one HTTP request."""
 
 _MIN_TEMPERATURE = 0.01
-"""Lower ones overflow the softmax; vLLM raises them to this too."""
+"""The lowest temperature above 0: lower values overflow the softmax. vLLM has the same limit."""
 
+# A seed plus a sample index must still fit a signed 64-bit integer.
 _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmission:
-    """One HTTP request on its way into the engine."""
+    """One HTTP request, checked and tokenised, on its way into the engine."""
 
     request: GenerationRequest
     request_id: str
-    """As the client sees it: `cmpl-…` or `chatcmpl-…`."""
+    """The id that the client sees: `cmpl-…` or `chatcmpl-…`."""
     prompts: Sequence[list[int]]
     max_tokens: int | None
-    """What the client asked for, if it did."""
+    """The limit that the client asked for; None if the client sent no limit."""
     default_max_tokens: int | None
-    """Otherwise; None: as many as fit. Clipped to what fits, unlike the client's own."""
+    """The limit when the client sent none, clipped to the room in the model; None means all the
+    room.
+
+    A limit from the client is not clipped: a client limit that does not fit is refused.
+    """
     logprobs: int | None
 
     def add_requests(self, ready: CoreReady, nonces: Sequence[str]) -> list[AddRequest]:
-        """One per choice, choices of the same prompt next to each other. RequestRefused when one
-        does not fit the model.
+        """Return one engine request per choice, with choices of the same prompt next to each other.
+
+        Raise RequestRefused when a prompt or a limit does not fit the model.
         """
         samples = self.request.samples
         if len(self.prompts) * samples > MAX_SEQUENCES:
@@ -57,8 +64,8 @@ class RequestAdmission:
                 request_id=f"{self.request_id}-{index}-{nonces[index]}",
                 prompt_token_ids=self.prompts[which],
                 sampling=sampling[which],
-                # The params describe one prompt's KV. Other prompts of the same body are computed
-                # plainly.
+                # The transfer parameters describe the KV of one prompt. The engine computes the
+                # other prompts of the same body without a transfer.
                 kv_transfer_params=self.request.kv_transfer_params if which == 0 else None,
                 cache_salt=self.request.cache_salt or "",
                 family=f"{self.request_id}-{nonces[0]}" if which == 0 and samples > 1 else None,
@@ -116,6 +123,9 @@ class RequestAdmission:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise RequestRefused if a token id is outside the vocabulary; `param` names the request
+    field.
+    """
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestRefused(
@@ -125,22 +135,26 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         )
 
 
-# -------------------- unused transfers -------------------- Requests that ask an engine without a
-# connector for a KV transfer: they are computed plainly, and the log says so now and then. Pure.
+# -- ignored transfers --
+# An engine without a connector computes the prompt itself when a request asks for a KV transfer,
+# and logs a warning at most once per interval.
 
 
+# The request parameters with which a client asks for a transfer.
 _ASKING = ("do_remote_prefill", "do_remote_decode")
 
 
 @dataclass(slots=True)
 class IgnoredTransfers:
-    """Makes at most one note per interval, however many requests there are."""
+    """Rate limit for the warning: at most one note per interval, however many requests arrive."""
 
     interval_s: float = 60.0
     _next_at: float = field(default=float("-inf"), init=False)
 
     def note(self, params: Mapping[str, Any] | None, now: float) -> str | None:
-        """A sentence for the log, when one is due."""
+        """Return a sentence for the log when a transfer was asked for and a note is due, else
+        None.
+        """
         asked = [name for name in _ASKING if params and params.get(name) is True]
         if not asked or now < self._next_at:
             return None

@@ -1,5 +1,9 @@
-"""The routes that generate nothing: health, models, version, metrics, transfers, tokenize and
-detokenize.
+"""The aiohttp application of the embedded engine, and the handlers of all routes that generate no
+text.
+
+Those routes are health, models, version, metrics, transfer records, tokenize and detokenize; the
+routes that generate are in `kvferry.engine.api.completions`. Runs on the event loop of the API
+process.
 """
 
 import logging
@@ -51,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of GET /v1/models."""
+
     id: str
     max_model_len: int
     created: int
@@ -61,22 +67,30 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
+    """The body of GET /v1/models."""
+
     data: list[ModelCard]
     object: str = "list"
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """Not an OpenAI error: it is for whoever routes requests, and waits for the end."""
+    """The body of GET /health while the server drains.
+
+    This body is not an OpenAI error: the reader is a router, which polls until the counts reach 0.
+    """
 
     requests: int
-    """HTTP requests that are being served."""
+    """The number of HTTP requests that the server is still answering."""
     leases: int
-    """Finished prefills whose blocks a peer may still fetch."""
+    """The number of finished requests whose blocks a peer may still read."""
     blocks: int
+    """The number of blocks that the requests and leases hold."""
     status: str = "draining"
 
 
 class Tokenized(msgspec.Struct, frozen=True):
+    """The body of the answer to POST /tokenize."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -84,6 +98,9 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 async def handle_health(http: web.Request) -> web.Response:
+    """Answer 200 while the engine serves; 503 while the server drains or after the core has
+    died.
+    """
     context = context_of(http)
     if not context.engine.is_alive:
         raise RequestRefused("the engine core is not running", status=503)
@@ -118,8 +135,8 @@ async def handle_metrics(http: web.Request) -> web.Response:
     try:
         status = await context.engine.status()
     except KVFerryError as error:
-        # A scrape must not fail because the core is busy or dead: that is when its other numbers
-        # matter.
+        # A scrape must not fail because the core is busy or dead: exactly then the operator needs
+        # the metrics of the front-end.
         _log.warning("metrics without the core's part: %s", error)
         status = None
     return web.Response(
@@ -129,8 +146,10 @@ async def handle_metrics(http: web.Request) -> web.Response:
 
 
 async def handle_transfers(http: web.Request) -> web.Response:
-    """Where the time of requests went whose KV came from a peer: of one, by the id that its client
-    sent, or of the newest.
+    """Return the timing records of requests whose KV came from a peer.
+
+    With a request id in the path (the id that the client sent), return the records of that request,
+    else the newest records.
     """
     name = http.match_info.get("request_id", "")
     try:
@@ -179,11 +198,10 @@ def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-# -------------------- app --------------------
-# The aiohttp application: routes, one guard around every request, and what is closed at the end.
-#
-# The guard gives each request its id and turns whatever goes wrong into an OpenAI-style error, so
-# that no handler can answer with a traceback and no client can take the server down.
+# -- app --
+# The routes, one middleware around every request, and the clean-up at the end. The middleware gives
+# each request its id and turns every exception into an OpenAI-style error, so that no handler can
+# answer with a traceback and no client can take the server down.
 
 
 _MAX_REQUEST_ID_CHARS = 256
@@ -195,9 +213,11 @@ def build_app(
     settings: ApiSettings | None = None,
     metric_sources: Sequence[MetricSource] = (),
 ) -> web.Application:
-    """An application that serves one engine. Call it on the loop it will run on.
+    """Build an application that serves one engine; call from the event loop that will run the
+    application.
 
-    ConfigError when the model folder has no usable tokenizer or chat template."""
+    Raise ConfigError when the model folder has no usable tokenizer or chat template.
+    """
     settings = settings or ApiSettings()
     tokenizer = ModelTokenizer.load(options.model)
     model_name = options.served_model_name or str(options.model)
@@ -234,7 +254,7 @@ def build_app(
 
 
 def _transfer_mode(options: EngineOptions) -> str:
-    """`pull` or `push`; empty without a connector, or with one that knows nothing of it."""
+    """Return `pull` or `push`; empty without a connector, or if the connector class has no mode."""
     if options.kv_transfer is None:
         return ""
     return getattr(KVConnectorFactory.get_connector_class(options.kv_transfer), "transfer_mode", "")
@@ -242,11 +262,15 @@ def _transfer_mode(options: EngineOptions) -> str:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware: set the request id, admit the request, and turn every exception into an error
+    body.
+    """
     REQUEST_ID.set("")
     try:
         REQUEST_ID.set(_request_id(request))
         if request.method in ("GET", "HEAD"):
-            # Looking at a server that stops must go on working, and must not keep it.
+            # Health checks and scrapes must still work while the server stops, and must not delay
+            # the stop.
             return await handler(request)
         async with context_of(request).drain.admit():
             return await handler(request)
@@ -260,6 +284,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response
     except ConnectionResetError:
+        # The client is gone, so there is no connection to send an error on; aiohttp handles the
+        # exception.
         raise
     except Exception:
         _log.exception("a request failed method=%s path=%s", request.method, request.path)
@@ -269,13 +295,17 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _shown_route(request: web.Request) -> str:
-    """A path may hold bytes that are no text."""
+    """Return method and path for an error message; a path may hold bytes that are not valid
+    text.
+    """
     return f"{request.method} {request.path}".encode(errors="replace").decode()
 
 
 def _request_id(http: web.Request) -> str:
-    """The client's X-Request-Id, if it is fit for logs and headers, or a fresh one. Not unique: the
-    engine's ids get a random tail.
+    """Return the client's X-Request-Id if the id is fit for logs and headers, else a random id.
+
+    A client id need not be unique: each engine request id gets a random suffix (see
+    `RequestAdmission`).
     """
     given = http.headers.get("X-Request-Id")
     if not given:
@@ -288,10 +318,12 @@ def _request_id(http: web.Request) -> str:
 
 
 async def _add_request_id(http: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler of aiohttp: copy the request id into the response headers."""
     if request_id := REQUEST_ID.get(""):
         response.headers["X-Request-Id"] = request_id
 
 
 async def _close_prompt_reader(app: web.Application) -> AsyncIterator[None]:
+    """Clean-up context of aiohttp: close the prompt reader when the application ends."""
     yield
     app[CONTEXT].prompts.close()

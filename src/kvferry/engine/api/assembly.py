@@ -1,8 +1,8 @@
-"""Finding stop strings in text that arrives in segments.
+"""Assembly turns the tokens of one choice into the text that the client sees. Pure.
 
-Text that might be the beginning of a stop string is held back until it cannot be one any more, so
-nothing that has been emitted is ever part of a stop string. What comes out does not depend on how
-the text was cut into segments. Pure.
+A `TextAssembler` detokenises the tokens, cuts the text at stop strings and sets the finish reason.
+The result does not depend on how the engine grouped the tokens into outputs, nor on how the text
+was cut into chunks.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["Delta", "StopMatcher", "StopScan", "TextAssembler"]
 
 @dataclass(frozen=True, slots=True)
 class StopScan:
-    """What one segment of text led to: text that may be shown, and the stop string that was
+    """The result of one chunk of text: text that may be shown, and the stop string that was
     completed, if any.
     """
 
@@ -27,16 +27,20 @@ class StopScan:
 
 @dataclass(slots=True)
 class StopMatcher:
-    """Looks for the stop string that is completed first; of two completed by the same character,
-    the longer.
+    """Finds stop strings in text that arrives in chunks.
+
+    Text that may be the beginning of a stop string is held back until later text rules a match out,
+    so emitted text is never part of a stop string. The stop string that is completed first wins; if
+    two stop strings are completed by the same character, the longer stop string wins.
     """
 
     stops: Sequence[str]
     _held: str = field(default="", init=False)
 
     def push(self, chunk: str) -> StopScan:
-        """Take the next segment. After a hit the matcher is spent: `text` ends where the stop
-        string begins.
+        """Take the next chunk and return the text that may be shown.
+
+        After a hit the matcher is used up: `text` ends where the stop string begins.
         """
         if not self.stops:
             return StopScan(chunk)
@@ -52,7 +56,9 @@ class StopMatcher:
         return StopScan(text[:cut])
 
     def finish(self) -> str:
-        """No more text follows: what was held back is no stop string after all."""
+        """Return the text that was held back: no more text follows, so no stop string can be
+        completed.
+        """
         held, self._held = self._held, ""
         return held
 
@@ -64,11 +70,15 @@ class StopMatcher:
         ]
         if not found:
             return None
+        # `min` compares the end of the match first, then the start: the smaller start is the longer
+        # stop.
         _, start, stop = min(found)
         return start, stop
 
     def _longest_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
+        """Return the length of the longest suffix of `text` that is a proper prefix of a stop
+        string.
+        """
         longest = 0
         for stop in self.stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -78,15 +88,13 @@ class StopMatcher:
         return longest
 
 
-# -------------------- assembly -------------------- From a sequence's tokens to what a client is
-# shown of them: text, stop strings, finish reasons. Pure.
-#
-# The result does not depend on how the engine grouped the tokens into outputs.
+# -- assembly --
+# The text of one choice, built from the engine's outputs.
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one engine output adds to one choice."""
+    """The tokens and text that one engine output adds to one choice."""
 
     index: int
     text: str
@@ -103,23 +111,28 @@ class Delta:
 
 @dataclass(slots=True)
 class TextAssembler:
-    """One choice. After a delta with a finish reason it is spent."""
+    """Builds the text of one choice; after a delta with a finish reason the assembler is used
+    up.
+    """
 
     index: int
     detokeniser: Detokeniser
     stops: StopMatcher
     min_tokens: int = 0
-    """Stop strings count only after this many tokens."""
+    """Stop strings have an effect only after this many tokens."""
     includes_stop: bool = False
+    """Whether the text ends with the stop string or stop token that ended the choice."""
     silent_stop_ids: frozenset[int] = frozenset()
-    """Stop tokens that are not worth a stop reason: the model's own end of sequence."""
+    """Stop tokens without a stop reason in the answer: the model's own end-of-sequence tokens."""
     echo_text: str = ""
-    """Text before the first token, for `echo`."""
+    """Text in front of the first token, for the `echo` option."""
     _seen: int = field(default=0, init=False)
 
     def push(self, output: RequestOutput) -> Delta:
+        """Take one engine output and return the delta for the client."""
         parts = [self.echo_text]
         self.echo_text = ""
+        # A stop token is the last token of the last output; its text is shown only on request.
         hidden = (
             len(output.tokens) - 1
             if output.finish_reason == "stop" and not self.includes_stop
@@ -144,7 +157,9 @@ class TextAssembler:
         return self._delta(output, parts, len(output.tokens), output.finish_reason, named)
 
     def _show(self, chunk: str, parts: list[str]) -> str | None:
-        """Add what may be shown of a segment; the stop string that it completes, if any."""
+        """Append the part of the chunk that may be shown; return the stop string that the chunk
+        completes.
+        """
         if self._seen <= self.min_tokens:
             parts.append(chunk)
             return None

@@ -1,4 +1,8 @@
-"""POST /v1/completions."""
+"""The handlers and answer formats of POST /v1/completions and POST /v1/chat/completions.
+
+A handler decodes the body, tokenises the prompt and passes both to a `GenerationResponder`; a
+formatter turns the engine's deltas into OpenAI bodies. Runs on the event loop of the API process.
+"""
 
 from collections.abc import Sequence
 
@@ -27,10 +31,13 @@ from kvferry.errors import RequestRefused
 __all__ = ["ChatFormatter", "CompletionFormatter", "handle_chat", "handle_completion"]
 
 
+# The default of the OpenAI API for completions; chat has no default limit.
 _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One choice of a completion, in a whole answer and in a chunk."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -41,7 +48,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionFormatter:
-    """Shapes completions; whole answers and chunks have the same form."""
+    """Formats completions; whole answers and chunks of a stream have the same fields."""
 
     def __init__(
         self, request: CompletionRequest, submission: Submission, names: TokenNames
@@ -86,6 +93,7 @@ class CompletionFormatter:
             choice.logprobs = completion_logprobs(
                 tokens, self._names, self._request.logprobs, offset
             )
+            # The text offsets of the next chunk continue after the token names of this chunk.
             self._name_offsets[part.index] += sum(len(name) for name in choice.logprobs.tokens)
         if self._request.return_token_ids:
             choice.token_ids = part.token_ids
@@ -95,6 +103,7 @@ class CompletionFormatter:
 
 
 async def handle_completion(http: web.Request) -> web.StreamResponse:
+    """Answer POST /v1/completions."""
     context = context_of(http)
     request = decode_body(await read_body(http), CompletionRequest)
     context.check_model(request.model)
@@ -127,28 +136,36 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
 def _prompt_text(
     http: web.Request, request: CompletionRequest, which: int, token_ids: list[int]
 ) -> str:
-    """What `echo` shows of a prompt: the text as it was sent, or the text of its token ids."""
+    """Return the prompt text for `echo`: the text that the client sent, or the decoded token
+    ids.
+    """
     sent = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
     if which < len(sent) and isinstance(sent[which], str):
         return str(sent[which])
     return context_of(http).tokenizer.decode(token_ids, SpecialTokens.WITHOUT)
 
 
-# -------------------- chat --------------------
+# -- chat --
 # POST /v1/chat/completions.
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
+    """The message of a choice in a whole chat answer."""
+
     content: str
     role: str = "assistant"
 
 
 class MessageDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The part of the message that one chunk of a stream adds."""
+
     role: str | None = None
     content: str | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
+    """One choice of a chat answer: `message` is set in a whole answer, `delta` in a chunk."""
+
     index: int
     message: AssistantMessage | UnsetType = UNSET
     delta: MessageDelta | UnsetType = UNSET
@@ -159,7 +176,9 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatFormatter:
-    """Shapes chat answers; in a stream, the assistant's role comes before a choice's first text."""
+    """Formats chat answers; in a stream, a chunk with the role precedes the first text of each
+    choice.
+    """
 
     def __init__(self, request: ChatRequest, submission: Submission, names: TokenNames) -> None:
         self._request = request
@@ -227,6 +246,7 @@ class ChatFormatter:
 
 
 async def handle_chat(http: web.Request) -> web.StreamResponse:
+    """Answer POST /v1/chat/completions."""
     context = context_of(http)
     request = decode_body(await read_body(http), ChatRequest)
     context.check_model(request.model)

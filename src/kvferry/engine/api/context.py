@@ -1,4 +1,10 @@
-"""What the front-end needs of an engine core; `kvferry.engine.client.EngineClient` is one."""
+"""The state that all HTTP handlers share: the engine, the tokenizer, settings, metrics and the
+drain.
+
+The module also has the `Engine` protocol, through which handlers use the engine core
+(`kvferry.engine.client.EngineClient` implements the protocol), and `read_body`. One `ApiContext`
+exists per process; the application owns the context, and only the event loop of the API uses it.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -31,6 +37,8 @@ __all__ = [
 
 
 class Engine(Protocol):
+    """The engine core, as the front-end sees it."""
+
     @property
     def ready(self) -> CoreReady: ...
 
@@ -38,46 +46,53 @@ class Engine(Protocol):
     def is_alive(self) -> bool: ...
 
     async def died(self) -> str:
-        """Wait until the core is gone; the reason."""
+        """Wait until the core has died; return the reason."""
 
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
-        """All requests enter before the same step. Closing a stream that has not ended aborts its
-        request.
+        """Submit requests; all enter the core before the same step.
+
+        Closing a stream that has not ended aborts its request.
         """
 
     def abandon(self, request_id: str) -> None:
-        """The answer of this request reached nobody. Harmless for unknown ones."""
+        """Report that the answer to this request did not reach the client; unknown ids are
+        ignored.
+        """
 
     async def status(self, timeout_s: float = 5.0) -> CoreStatus: ...
 
     async def transfer_records(
         self, name: str = "", timeout_s: float = 5.0
     ) -> list[TransferRecord]:
-        """Of requests of that name whose KV came from a peer; of the newest, without one."""
+        """Return records of requests whose KV came from a peer: of the request `name`, else the
+        newest.
+        """
 
     def drain(self) -> None:
-        """Keep count, from now on, of who still needs the core."""
+        """Ask the core to count, from now on, the requests and leases that still need the core."""
 
     @property
     def remaining(self) -> Remaining | None:
-        """The count; None before the first."""
+        """The latest count from the core; None before the first count arrives."""
 
     async def drained(self) -> None:
-        """Wait until nobody does."""
+        """Wait until no request and no lease needs the core."""
 
 
-# -------------------- drain -------------------- Which requests are being served, so that a
-# stopping server can let them finish or, at last, break them off. Runs on the API's loop.
+# -- drain --
+# The requests that the server is answering. A stopping server waits for these requests to finish
+# and cancels the remaining requests at the end. Runs on the event loop of the API.
 
 
 _RETRY_AFTER_S = 1
-"""Another instance can serve it at once; this one will not come back before its replacement
-does.
+"""The Retry-After of a refused request: another instance can serve the request at once.
+
+This instance does not serve again until its replacement has started.
 """
 
 
 class RequestDrain:
-    """Knows the live requests; once closed, admits no more."""
+    """Holds the live requests; after `close`, admits no more requests."""
 
     def __init__(self) -> None:
         self._live: set[asyncio.Timeout] = set()
@@ -88,13 +103,14 @@ class RequestDrain:
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether a cancellation means that the server is stopping: a stream then says so before it
-        ends.
+        """Whether a cancellation means that the server is stopping; a stream then ends with that
+        error.
         """
         return self._is_cancelling
 
     @property
     def refusal(self) -> RequestRefused:
+        """The 503 error for requests that arrive, or are cancelled, while the server stops."""
         return RequestRefused(
             "the server is stopping: send the request to another",
             status=503,
@@ -111,13 +127,15 @@ class RequestDrain:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Around one generation. RequestRefused with 503 when the server is stopping, once
-        `cancel_all` was called also in the middle.
+        """Hold this context around one request.
+
+        Raise RequestRefused with status 503 when the server is stopping; after `cancel_all`, also
+        raise in the middle of a request.
         """
         if self._is_closed:
             raise self.refusal
-        # A deadline that is set when there is one: it cancels this request and nothing else,
-        # however deep it waits.
+        # A timeout without a deadline. `cancel_all` sets the deadline to now, which cancels this
+        # request and nothing else, however deep the handler waits.
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -125,6 +143,7 @@ class RequestDrain:
                 self._idle.clear()
                 yield
         except TimeoutError:
+            # A TimeoutError of the handler's own must pass through unchanged.
             if not scope.expired():
                 raise
             raise self.refusal from None
@@ -134,36 +153,39 @@ class RequestDrain:
                 self._idle.set()
 
     def close(self) -> None:
+        """Admit no more requests; live requests go on."""
         self._is_closed = True
 
     def cancel_all(self) -> None:
-        """Cancel what is still live."""
+        """Cancel the requests that are still live."""
         self._is_cancelling = True
         for scope in self._live:
             scope.reschedule(asyncio.get_running_loop().time())
 
     async def wait_idle(self) -> None:
-        """Until no request is live."""
+        """Wait until no request is live."""
         await self._idle.wait()
 
 
-# -------------------- context -------------------- What every handler works with: the engine, the
-# model's text side, settings and metrics; and how a body is read.
-#
-# Owned by the application; one per process, used on its loop.
+# -- context --
+# The settings of the front-end, the shared context, and how a handler reads a body.
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
+    """Limits of the HTTP front-end."""
+
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0
-    """For a client to send its body."""
+    """The time a client has to send its body."""
     stall_timeout_s: float = 120.0
-    """For a client to read what was sent, before its request is aborted."""
+    """The time a client may leave the sent data unread before its request is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
+    """The objects that every handler uses."""
+
     engine: Engine
     model_name: str
     tokenizer: ModelTokenizer
@@ -172,9 +194,10 @@ class ApiContext:
     metrics: ApiMetrics
     drain: RequestDrain
     ignored_transfers: IgnoredTransfers | None
-    """For an engine without a connector; others use what they are sent."""
+    """The rate limit for warnings, set only for an engine without a connector."""
 
     def check_model(self, model: str | None) -> None:
+        """Raise RequestRefused with status 404 if the request names another model."""
         if model is not None and model != self.model_name:
             raise RequestRefused(
                 f"the model {model!r} does not exist here; this server has {self.model_name!r}",
@@ -185,7 +208,7 @@ class ApiContext:
 
 CONTEXT: web.AppKey[ApiContext] = web.AppKey("context", ApiContext)
 REQUEST_ID: ContextVar[str] = ContextVar("kvferry_request_id")
-"""The id of the HTTP request that the current task serves, as in its X-Request-Id header."""
+"""The id of the HTTP request that the current task serves, as in the X-Request-Id header."""
 
 
 def context_of(http: web.Request) -> ApiContext:
@@ -193,8 +216,9 @@ def context_of(http: web.Request) -> ApiContext:
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The raw body, whatever its content type says. RequestRefused when it is too large, broken or
-    does not arrive in time.
+    """Return the raw body, whatever the content type is.
+
+    Raise RequestRefused when the body is too large, is malformed or does not arrive in time.
     """
     settings = context_of(http).settings
     too_large = RequestRefused(
@@ -212,7 +236,8 @@ async def read_body(http: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
     except web.RequestPayloadError as error:
-        # Its text quotes the bytes at fault.
+        # The text of this exception quotes the malformed bytes, so the answer does not include that
+        # text.
         raise RequestRefused(
             "the request body cannot be read: it is cut short, or its chunks or its compression "
             "are broken"

@@ -1,7 +1,7 @@
-"""Server-sent events to one client.
+"""Generation runs one HTTP request in the engine and sends the answer, streamed or whole.
 
-Headers go out with the first event, so that whatever fails before it can still be answered with a
-status. A client that does not read holds up nobody but itself, and only until the stall deadline.
+A `GenerationResponder` submits the choices of the request, a `Generation` merges the outputs of the
+choices, and an `EventStream` writes server-sent events. Runs on the event loop of the API process.
 """
 
 import asyncio
@@ -36,11 +36,17 @@ from kvferry.web.errors import error_body
 __all__ = ["EventStream", "Generation", "GenerationResponder", "Submission"]
 
 
+# -- event stream --
+# Server-sent events to one client. Headers are sent with the first event, so a failure before the
+# first event can still be answered with an HTTP status. A client that does not read delays only its
+# own request, and only until the stall timeout.
+
+
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
 class EventStream:
-    """One response. ConnectionResetError from any method means that the client is gone."""
+    """One streamed response; ConnectionResetError from any method means that the client is gone."""
 
     def __init__(self, http: web.Request, stall_timeout_s: float) -> None:
         self._http = http
@@ -52,7 +58,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, *payloads: bytes) -> None:
-        """Write events, in one segment; returns when the client's buffer has room again."""
+        """Write the events with one write; return when the client's buffer has room again."""
         if not self.response.prepared:
             await self.response.prepare(self._http)
         await self._bounded(
@@ -60,6 +66,7 @@ class EventStream:
         )
 
     async def finish(self) -> None:
+        """Send the end marker of the OpenAI API and end the response."""
         await self.send(b"[DONE]")
         await self._bounded(self.response.write_eof())
 
@@ -75,15 +82,14 @@ class EventStream:
             ) from None
 
 
-# -------------------- generation -------------------- The sequences of one HTTP request, running in
-# the engine: their outputs merged as they come, and aborted when the request is left.
-#
-# Runs on the API's loop. Whatever way a handler ends (answer sent, stop string, error, client
-# gone), leaving the context closes every stream, and that aborts what still runs.
+# -- generation --
+# The sequences of one HTTP request in the engine. However a handler ends (answer sent, stop string,
+# error, client gone), leaving the context closes every stream, and closing a stream aborts a
+# sequence that still runs.
 
 
 class Generation:
-    """An async context; entering it hands the requests to the engine, all in one frame."""
+    """An async context that submits requests to the engine on entry, all in one message."""
 
     def __init__(
         self, engine: Engine, requests: Sequence[AddRequest], assemblers: Sequence[TextAssembler]
@@ -116,8 +122,9 @@ class Generation:
             stream.close()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What each choice gains, as it comes, until all have finished. RequestRefused when the
-        engine fails one of them.
+        """Yield the delta of each output in order of arrival, until all choices have finished.
+
+        Raise RequestRefused when the engine fails one of the choices.
         """
         async with aclosing(_merged(self._streams)) as outputs:
             async for position, output in outputs:
@@ -127,6 +134,8 @@ class Generation:
                         status=_error_status(output),
                     )
                 delta = self._assemblers[position].push(output)
+                # A stop string ends the choice here while the engine still generates: closing
+                # aborts the request.
                 if delta.finish_reason is not None:
                     self._streams[position].close()
                 yield delta
@@ -139,13 +148,15 @@ def _error_status(output: RequestOutput) -> int:
 async def _merged(
     streams: Sequence[OutputStream],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams with their position, in order of arrival. A stream closed by the
-    consumer is not asked again.
+    """Yield the outputs of all streams with the stream's position, in order of arrival.
+
+    A stream that the consumer has closed ends and is not read again.
     """
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
         return
+    # One pending `anext` per stream; the tasks are replaced as outputs arrive.
     waiting = {
         asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(streams)
     }
@@ -166,8 +177,8 @@ async def _merged(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-# -------------------- answering -------------------- One generation request from admission to the
-# last byte of its answer, streamed or whole. Runs on the API's loop.
+# -- answering --
+# One generation request, from admission to the last byte of the answer.
 
 
 _log = logging.getLogger(__name__)
@@ -176,11 +187,11 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What was asked of the engine, as replies quote it."""
+    """The requests that were submitted to the engine, with the values that every reply repeats."""
 
     request_id: str
     created: int
-    """Unix seconds."""
+    """The creation time in Unix seconds."""
     model: str
     requests: Sequence[AddRequest]
 
@@ -191,7 +202,7 @@ class Submission:
 
 
 class GenerationResponder:
-    """Lives as long as one HTTP request."""
+    """Answers one generation request; one instance per HTTP request."""
 
     def __init__(self, http: web.Request, prefix: str, request: GenerationRequest) -> None:
         self._http = http
@@ -208,7 +219,9 @@ class GenerationResponder:
         )
 
     def submission(self, admission: RequestAdmission) -> Submission:
-        """Check the request against the model; RequestRefused when it does not fit."""
+        """Check the request against the model; raise RequestRefused when the request does not
+        fit.
+        """
         self._note_unused_transfer()
         count = len(admission.prompts) * self._request.samples
         requests = admission.add_requests(
@@ -229,8 +242,9 @@ class GenerationResponder:
     async def answer(
         self, submission: Submission, replies: ResponseFormatter, echo_texts: Sequence[str]
     ) -> web.StreamResponse:
-        """Run it and answer. `echo_texts` hold, per prompt, text that precedes each of its choices;
-        may be empty.
+        """Run the submission and answer the client.
+
+        `echo_texts` holds, per prompt, the text in front of each choice of the prompt, or is empty.
         """
         assemblers = [
             self._assembler(index, echo_texts) for index in range(len(submission.requests))
@@ -253,8 +267,11 @@ class GenerationResponder:
     async def _respond_or_abandon(
         self, submission: Submission, answering: Awaitable[web.StreamResponse]
     ) -> web.StreamResponse:
-        """Write the answer here and now: if its ticket cannot be delivered, the engine keeps blocks
-        that nobody will come for.
+        """Send the answer before returning to aiohttp, to learn whether the client received the
+        answer.
+
+        If the ticket in the answer is not delivered, no peer will ever fetch the blocks, and the
+        engine must free the blocks at once (docs/decisions/010-tickets-that-reach-no-reader.md).
         """
         try:
             response = await answering
@@ -291,8 +308,8 @@ class GenerationResponder:
         return TextAssembler(
             index,
             self._context.tokenizer.detokeniser(special),
-            # The decode side applies stop strings: cutting the prefill short would throw away the
-            # KV it was run for.
+            # The decode side applies stop strings. Ending the prefill leg at a stop string would
+            # discard the KV that the decode leg needs.
             StopMatcher(() if request.is_prefill_for_peer else request.stop_strings),
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output),
@@ -373,13 +390,14 @@ class GenerationResponder:
                 closing.kv_transfer_params = tally.kv_transfer_params
             await events.send(_encode(closing))
         if self._request.is_turn and tally.kv_transfer_params is not None:
-            # An event of its own, so that a router can take it out: it is not for the client.
+            # A separate event, so that a router can remove the event: the parameters of the
+            # retained turn are not meant for the client.
             retained = replies.closing()
             retained.kv_transfer_params = tally.kv_transfer_params
             await events.send(_encode(retained))
 
     async def _fail(self, events: EventStream, refusal: RequestRefused) -> None:
-        """With a status while that is possible, else as an event."""
+        """Report the error as an HTTP status if no event has been sent yet, else as an event."""
         if not events.has_started:
             raise refusal
         try:

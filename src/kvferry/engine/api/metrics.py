@@ -1,5 +1,9 @@
-"""What the connector has carried, as Prometheus families: `kvferry:*` per transport, and vLLM's
-`vllm:nixl_*` names for existing dashboards.
+"""GET /metrics of the embedded engine, in the Prometheus text format.
+
+The names are vLLM's where vLLM has the metric (`vllm:*`, and `vllm:nixl_*` for existing
+dashboards), else `kvferry:*`. The core's counters are in a `CoreStatus`, which the front-end
+requests at each scrape; the latency histograms are in the front-end. Other modules add families
+with a `MetricSource`.
 """
 
 import time
@@ -32,6 +36,9 @@ __all__ = ["ApiMetrics", "MetricSource", "RequestTimer", "engine_families", "tra
 
 
 def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
+    """Yield the connector's counters, gauges and histograms; nothing for an engine without a
+    connector.
+    """
     stats = status.connector_stats
     if not stats and not status.transfers:
         return
@@ -61,6 +68,7 @@ def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
 
 
 def _transport_families(status: CoreStatus) -> Iterator[Metric]:
+    """Yield counters with one sample per data transport."""
     for name, field, help_text in (
         ("kvferry:transfers", "transfers", "Transfers by data transport."),
         ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data transport."),
@@ -86,6 +94,7 @@ def _counter(name: str, help_text: str, value: float, model_name: str) -> Metric
 
 def _histogram(name: str, observed: Mapping[str, Any], model_name: str) -> Metric:
     bounds = HISTOGRAMS[name]
+    # The connector counts each bucket alone; Prometheus wants cumulative counts.
     counts = accumulate(observed["buckets"].get(str(index), 0) for index in range(len(bounds) + 1))
     buckets = list(zip([*(str(bound) for bound in bounds), "+Inf"], counts, strict=True))
     family = HistogramMetricFamily(f"vllm:nixl_{name}", "As in vLLM.", labels=["model_name"])
@@ -93,15 +102,15 @@ def _histogram(name: str, observed: Mapping[str, Any], model_name: str) -> Metri
     return family
 
 
-# -------------------- metrics --------------------
-# /metrics in the Prometheus text format, under vLLM's names.
-#
-# The engine's numbers come from the core's `CoreStatus`, fetched at each scrape; the latency
-# histograms are kept here. Other parts add their own families through `MetricSource`s.
+# -- front-end metrics --
+# The latency histograms, the core's counters and the text output.
 
 
 MetricSource = Callable[[CoreStatus, str], Iterable[Metric]]
-"""Families made of a status, for the model of that name. Called at each scrape; returns quickly."""
+"""A function that makes families from a status, for the named model; called at each scrape.
+
+The function must return quickly, because the function runs on the event loop.
+"""
 
 _FIRST_TOKEN_BUCKETS_S = (
     0.001,
@@ -149,7 +158,7 @@ _LATENCY_BUCKETS_S = (
 
 
 class ApiMetrics:
-    """What the front-end measures itself, and how everything is written out."""
+    """Holds the front-end's own histograms and writes all families as text."""
 
     def __init__(
         self, model_name: str, sources: Sequence[MetricSource] = (), transfer_mode: str = ""
@@ -172,12 +181,12 @@ class ApiMetrics:
         )
 
     def timer(self) -> "RequestTimer":
-        """Starts now, for one HTTP request."""
+        """Return a timer for one HTTP request; the timer starts now."""
         return RequestTimer(self._first_token, self._latency)
 
     def render(self, status: CoreStatus | None) -> bytes:
-        """Everything in the text format; without a status (the core does not answer) only what is
-        measured here.
+        """Return all families as text; without a status (the core does not answer), only the
+        front-end's.
         """
         families = (
             []
@@ -194,7 +203,7 @@ class ApiMetrics:
 
 
 class RequestTimer:
-    """The latencies of one HTTP request's choices."""
+    """Measures the latencies of the choices of one HTTP request."""
 
     def __init__(self, first_token: Histogram, latency: Histogram) -> None:
         self._first_token = first_token
@@ -212,7 +221,7 @@ class RequestTimer:
 
 
 def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
-    """The core's counters and gauges."""
+    """Yield the counters and gauges of the engine core."""
     usage = status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0
     gauges: dict[str, tuple[str, float]] = {
         "vllm:num_requests_running": ("Requests in the running batch.", status.num_running),
@@ -283,7 +292,7 @@ def _labelled(family: Family, samples: Mapping[tuple[str, ...], float]) -> Famil
 
 
 class _Families:
-    """Lets `generate_latest` write families that were made for this one scrape."""
+    """A collector for `generate_latest`, holding families that were made for one scrape."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families

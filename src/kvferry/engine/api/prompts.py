@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: messages to prompt text, in a jinja2 sandbox.
+"""Prompts in all forms of the API (text, texts, token ids, chats) become token ids.
 
-The template comes with the checkpoint, the messages from strangers. Read-only after loading, so any
-thread may use it.
+A `ChatTemplate` renders messages as text, a `PromptReader` tokenises. Long texts are tokenised on
+one worker thread, so that one long prompt does not delay the streams of other clients.
 """
 
 import asyncio
@@ -24,6 +24,12 @@ from kvferry.errors import ConfigError, RequestRefused
 __all__ = ["ChatTemplate", "PromptReader", "template_message"]
 
 
+# -- chat template --
+# The chat template of a checkpoint, rendered in a jinja2 sandbox: the template comes from the
+# checkpoint's author and the messages from clients, and neither is trusted. A template is read-only
+# after loading, so any thread may render.
+
+
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -33,11 +39,11 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template raises when messages have a shape it does not expect."""
+"""The exceptions that a template raises when messages have an unexpected shape."""
 
 
 class ChatTemplate:
-    """Use `load`."""
+    """The chat templates of a checkpoint; make one with `load`."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
@@ -53,8 +59,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate":
-        """From chat_template.jinja, else from tokenizer_config.json; without either, chat requests
-        are refused.
+        """Read chat_template.jinja, else tokenizer_config.json; without either, refuse chat
+        requests.
         """
         config = _read_json(folder / "tokenizer_config.json")
         specials = {
@@ -73,8 +79,9 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt, ending where the assistant is to speak. `variables` are the template's own
-        switches.
+        """Return the prompt text, which ends where the assistant's answer begins.
+
+        `variables` are the template's own switches.
         """
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get(
             "default"
@@ -105,11 +112,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike jinja2's own, without HTML escapes: models were trained on plain JSON."""
+    """Replace jinja2's filter, which escapes HTML: models were trained on plain JSON."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:
+    """The `raise_exception` function of templates: refuse messages that the template does not
+    support.
+    """
     raise jinja2.TemplateError(message)
 
 
@@ -118,6 +128,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -134,6 +145,9 @@ def _token_text(token: Any) -> str:
 
 
 def _named_templates(value: Any, folder: Path) -> dict[str, str]:
+    """Return the templates by name; tokenizer_config.json has one string or a list of named
+    templates.
+    """
     if value is None:
         return {}
     if isinstance(value, str):
@@ -148,15 +162,12 @@ def _named_templates(value: Any, folder: Path) -> dict[str, str]:
     )
 
 
-# -------------------- prompts --------------------
-# Prompts in all their forms (text, texts, token ids, chats) to token ids.
-#
-# Long texts are tokenised on one worker thread, so that they do not hold up other clients' streams;
-# the owner calls `close`.
+# -- prompt reader --
+# The owner of a PromptReader calls `close`, which ends the worker thread.
 
 
 _INLINE_CHARS = 4096
-"""Shorter texts are tokenised on the loop: a hop to a thread costs more."""
+"""Shorter texts are tokenised on the event loop: handing work to a thread would cost more."""
 
 Result = TypeVar("Result")
 
@@ -176,7 +187,7 @@ class PromptReader:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
-        """The token ids of each prompt of the body."""
+        """Return the token ids of each prompt in the body."""
         special = (
             SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
         )
@@ -187,8 +198,9 @@ class PromptReader:
         ]
 
     async def chat(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        """The token ids of the rendered conversation. The template has its special tokens in it
-        already.
+        """Return the token ids of the rendered conversation.
+
+        The template has already inserted the special tokens, so the tokenizer adds none by default.
         """
         messages = [
             template_message(message, position)
@@ -210,6 +222,9 @@ class PromptReader:
         )
 
     async def text(self, text: str, special: SpecialTokens) -> list[int]:
+        """Tokenise one text; raise RequestRefused for a text that cannot fit the model, however it
+        is split.
+        """
         if len(text) > self._max_model_len * self._tokenizer.longest_token_chars:
             raise RequestRefused(
                 f"the prompt has {len(text)} characters, which cannot fit into this model's "
@@ -219,14 +234,17 @@ class PromptReader:
         return await self._off_loop(len(text), lambda: self._tokenizer.encode(text, special))
 
     async def _off_loop(self, size_chars: int, work: Callable[[], Result]) -> Result:
+        """Run `work` on the event loop if the text is short, else on the worker thread."""
         if size_chars < _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 
 def template_message(message: ChatMessage, position: int) -> dict[str, Any]:
-    """A message as templates know it: text content, and tool arguments as objects rather than JSON
-    in a string.
+    """Return a message in the form that templates expect: content as text, tool arguments as
+    objects.
+
+    Clients send tool arguments as JSON in a string.
     """
     shown: dict[str, Any] = {
         "role": message.role,
@@ -295,5 +313,5 @@ def _split_prompts(prompt: str | Sequence[Any] | None) -> list[str | list[int]]:
 
 
 def _is_token_list(value: Any) -> TypeGuard[list[int]]:
-    # `type(…) is int`, because True is an int too.
+    # `type(...) is int` and not isinstance, because True is an int too.
     return isinstance(value, list) and all(type(entry) is int for entry in value)

@@ -1,5 +1,7 @@
-"""Log probabilities in the two forms of the OpenAI API: completions (columns) and chat (one record
-per token). Pure.
+"""The parts that completion and chat answers share: logprobs, usage, collected choices. Pure.
+
+`ResponseFormatter` is the contract between answering (`kvferry.engine.api.generation`) and the two
+answer formats (`kvferry.engine.api.completions`).
 """
 
 from collections.abc import Sequence
@@ -27,11 +29,18 @@ __all__ = [
 ]
 
 
+# -- logprobs --
+# Log probabilities in the two forms of the OpenAI API: columns for completions, one record per
+# token for chat.
+
+
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""The value that stands for minus infinity, because JSON has no infinity."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a completion: one list per column, one entry per token."""
+
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
@@ -39,12 +48,16 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
+    """One alternative to a token of a chat answer."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """One token of a chat answer with its alternatives."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -52,13 +65,13 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a chat answer."""
+
     content: list[ChatTokenLogprob]
 
 
 class TokenNames:
-    """How tokens are spelled in logprobs: as text, or as `token_id:17` when the client asked for
-    that.
-    """
+    """Spells tokens in logprobs: as text, or as `token_id:17` if the client asked for token ids."""
 
     def __init__(self, tokenizer: ModelTokenizer, template: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +95,7 @@ class TokenNames:
 def completion_logprobs(
     tokens: Sequence[SampledToken], names: TokenNames, limit: int, offset: int
 ) -> CompletionLogprobs:
-    """`offset` is the length of all token names before these."""
+    """Return the columns for `tokens`; `offset` is the total length of all earlier token names."""
     spelled = [names.name(token.token_id) for token in tokens]
     offsets: list[int] = []
     for name in spelled:
@@ -117,7 +130,9 @@ def chat_logprobs(tokens: Sequence[SampledToken], names: TokenNames, limit: int)
 
 
 def _ranked(token: SampledToken, limit: int) -> list[tuple[int, float]]:
-    """The alternatives, and the chosen token if it is not one of them."""
+    """Return the alternatives, plus the chosen token if the alternatives do not include that
+    token.
+    """
     top = list(token.top_logprobs[:limit])
     if token.logprob is not None and all(token_id != token.token_id for token_id, _ in top):
         top.append((token.token_id, token.logprob))
@@ -128,8 +143,8 @@ def _finite(value: float | None) -> float:
     return _LEAST if value is None else max(value, _LEAST)
 
 
-# -------------------- replies -------------------- What completions and chat answers have in
-# common: usage, collected choices, and the seam between answering and shaping. Pure.
+# -- replies --
+# Usage, collected choices and the contract of a formatter.
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -144,7 +159,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """One JSON body, whole or one chunk of a stream. What is UNSET is left out of it."""
+    """One JSON body: a whole answer or one chunk of a stream. UNSET fields are left out of the
+    JSON.
+    """
 
     id: str
     object: str
@@ -158,7 +175,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """One choice, collected."""
+    """All the text and tokens of one choice, for an answer that is not streamed."""
 
     index: int
     parts: list[str] = field(default_factory=list)
@@ -182,26 +199,27 @@ class CollectedChoice:
 
 
 class ResponseFormatter(Protocol):
-    """How one kind of request is answered."""
+    """Formats the answers to one kind of request."""
 
     def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
-        """Everything at once; the caller adds usage and kv_transfer_params."""
+        """Return the whole answer; the caller adds usage and kv_transfer_params."""
 
     def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
-        """One step of a stream: usually one chunk; at a choice's beginning there may be one before
-        it.
+        """Return the chunks for one delta: usually one; the first delta of a choice may need
+        two.
         """
 
     def closing(self) -> ResponseBody:
-        """A last chunk without choices, for usage."""
+        """Return a chunk without choices, for usage or kv_transfer_params at the end of a
+        stream.
+        """
 
 
 class UsageCounter:
-    """Counts what has been generated, for `usage`, and remembers the first choice's
-    kv_transfer_params.
-    """
+    """Counts tokens for `usage`, and holds the kv_transfer_params of the first choice."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], samples: int) -> None:
+        # Choices of one prompt are adjacent, so every `samples`-th entry is a new prompt.
         self._prompt_tokens = sum(len(prompt) for prompt in prompts[::samples])
         self._samples = samples
         self._unfinished = len(prompts)

@@ -1,8 +1,7 @@
-"""What clients send, as types; decoding a body checks it once, and every refusal is a sentence.
-Pure.
+"""The request bodies of the API as types; decoding checks a body once. Pure.
 
-Field names and meanings are vLLM's. Fields that nobody knows are ignored, as there; fields that are
-known but not served and would change the output are refused (`refuse_unserved`).
+Field names and meanings are vLLM's. Unknown fields are ignored, as in vLLM; known fields that the
+engine does not support and that would change the output are refused (`_refuse_unserved`).
 """
 
 import re
@@ -26,8 +25,9 @@ __all__ = [
 
 _INT64_MAX = 2**63 - 1
 _MAX_NESTING = 32
-"""Of kv_transfer_params and chat values; what the core and templates walk through must not exhaust
-their stacks.
+"""The nesting limit of kv_transfer_params and chat values.
+
+The core and the templates walk through these values recursively and must not overflow the stack.
 """
 
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -36,12 +36,14 @@ _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
+    """The options of a stream."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class UnservedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Known fields that this engine does not serve; harmless values of them are let through."""
+    """Known fields that this engine does not support; values that change nothing are accepted."""
 
     frequency_penalty: Any = None
     presence_penalty: Any = None
@@ -69,7 +71,7 @@ class UnservedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerFields(UnservedFields, frozen=True, kw_only=True):
-    """Which model answers, and in what form."""
+    """The fields that choose the model and the form of the answer."""
 
     model: str | None = None
     stream: bool | None = None
@@ -84,7 +86,7 @@ class AnswerFields(UnservedFields, frozen=True, kw_only=True):
 
 
 class SamplingFields(AnswerFields, frozen=True, kw_only=True):
-    """How tokens are chosen and when they end."""
+    """The fields that control sampling and the end of generation."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: _PositiveCount | None = None
@@ -100,19 +102,23 @@ class SamplingFields(AnswerFields, frozen=True, kw_only=True):
 
 
 class GenerationRequest(SamplingFields, frozen=True, kw_only=True):
-    """What completions and chat have in common."""
+    """The fields and properties that completions and chat share."""
 
     @property
     def is_prefill_for_peer(self) -> bool:
-        """A prefill whose KV a decode peer will fetch: one serves all n of its samples."""
+        """Whether a decode peer will fetch the KV of this prefill; one prefill serves all `n`
+        samples.
+        """
         return bool(
             self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode") is True
         )
 
     @property
     def is_turn(self) -> bool:
-        """What is left of it may be kept for the next turn of its conversation, and whoever sent it
-        wants to know.
+        """Whether this request is a turn of a conversation.
+
+        The engine may retain the blocks of a turn for the next turn, and the answer tells the
+        router so.
         """
         return (
             not self.is_prefill_for_peer
@@ -131,6 +137,8 @@ class GenerationRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
     prompt: str | list[Any] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -138,6 +146,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation."""
+
     role: str
     content: str | list[Any] | None = None
     name: str | None = None
@@ -147,6 +157,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: _PositiveCount | None = None
     logprobs: bool | None = None
@@ -157,7 +169,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a prompt, or of a chat."""
+    """The body of POST /tokenize: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -170,6 +182,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /detokenize."""
+
     model: str | None = None
     tokens: list[_Count]
 
@@ -178,7 +192,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """Decode and check a request body; RequestRefused says what is wrong with it and where."""
+    """Decode and check a request body; RequestRefused names the fault and its place in the body."""
     if not raw.strip():
         raise RequestRefused("the request body is empty: send a JSON object")
     try:
@@ -196,6 +210,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
     return body
 
 
+# The two forms of msgspec's validation messages: with a location, and for a missing field.
 _LOCATION = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<where>(?P<field>\w*).*)`$", re.DOTALL)
 
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`(?: - at `\$\.?(?P<where>.*)`)?$")
@@ -220,8 +235,8 @@ def _lower_first(text: str) -> str:
 
 
 def _refuse_extremes(value: Any, name: str, depth: int) -> None:
-    """Nothing that the core's message format or a template cannot carry: deep nesting, integers
-    beyond 64 bits.
+    """Refuse values that the core's message format or a template cannot handle: deep nesting,
+    integers over 64 bits.
     """
     if depth > _MAX_NESTING:
         raise RequestRefused(f"{name} is nested more than {_MAX_NESTING} levels deep", param=name)
@@ -242,7 +257,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
-"""Values besides null, 0, false and the empty ones that change nothing."""
+"""Values that change nothing, besides null, 0, false and empty values, which are always
+accepted.
+"""
 
 
 def _refuse_unserved(request: GenerationRequest) -> None:

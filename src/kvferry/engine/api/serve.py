@@ -1,5 +1,7 @@
-"""SIGINT and SIGTERM as events of the running loop, from before the engine core is started until
-the last request has been answered.
+"""`serve` runs one engine's HTTP front-end until a signal arrives or the engine core dies.
+
+The module also has the signal handling and the listening sockets, which other commands use too. All
+code runs on the event loop of the calling process. `serve` owns the sockets, not the engine.
 """
 
 import asyncio
@@ -38,24 +40,31 @@ __all__ = [
 ]
 
 
+# -- stop signals --
+# SIGINT and SIGTERM as events of the running loop, from before the engine core is started until the
+# last request has been answered.
+
+
 WorkResult = TypeVar("WorkResult")
 
 
 @dataclass(frozen=True, slots=True)
 class StoppedBySignal:
-    """A signal came before the work was done."""
+    """The outcome when a signal arrived before the work was done."""
 
     number: int
 
     @property
     def exit_code(self) -> int:
-        """As shells report a signal."""
+        """The exit code that a shell reports for a signal."""
         return 128 + self.number
 
 
 class StopSignals:
-    """Counts them. SIGTERM, a supervisor's, asks to drain; SIGINT is a person at the keyboard, who
-    waits.
+    """Holds the first and second stop signal as events.
+
+    SIGTERM is sent by a supervisor and asks to drain; SIGINT is sent by a person at the keyboard,
+    who waits for the exit.
     """
 
     def __init__(self) -> None:
@@ -65,7 +74,7 @@ class StopSignals:
 
     @property
     def asks_to_drain(self) -> bool:
-        """What the first signal means."""
+        """Whether the first signal was SIGTERM."""
         return self._number == signal.SIGTERM
 
     def on_signal(self, number: signal.Signals) -> None:
@@ -78,8 +87,9 @@ class StopSignals:
     async def run_unless_stopped(
         self, work: Coroutine[Any, Any, WorkResult]
     ) -> WorkResult | StoppedBySignal:
-        """The result of `work`; Stopped when a signal comes first, after `work` has been cancelled
-        and has cleaned up.
+        """Return the result of `work`, or StoppedBySignal when a signal arrives first.
+
+        In the second case `work` has been cancelled and has cleaned up.
         """
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self.first.wait())
@@ -96,6 +106,7 @@ class StopSignals:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
+    """Catch SIGINT and SIGTERM on the running loop for the duration of the context."""
     loop = asyncio.get_running_loop()
     signals = StopSignals()
     caught = (signal.SIGINT, signal.SIGTERM)
@@ -108,20 +119,22 @@ def stop_signals() -> Iterator[StopSignals]:
             loop.remove_signal_handler(number)
 
 
-# -------------------- listening --------------------
-# Listening sockets for a host name and a port, one per address that the name has on this machine.
-#
-# `localhost` is two addresses, and one of them (IPv6, in many containers) may not exist: what
-# exists is used, all on the same port. The caller owns the sockets.
+# -- listening --
+# Listening sockets for a host name and a port, one per local address of the name. `localhost` has
+# two addresses, and one of the two (IPv6, in many containers) may not exist: every address that
+# exists is bound, all on the same port. The caller owns the sockets.
 
 
 _BACKLOG = 1024
+# Errors of an address that does not exist on this machine.
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 async def open_listeners(host: str, port: int) -> list[socket.socket]:
-    """ConfigError when the name is unknown, nothing can be bound, or a port is taken; no socket is
-    left open then.
+    """Bind every address of `host` and return the listening sockets.
+
+    Raise ConfigError when the name is unknown, no address can be bound, or the port is taken; no
+    socket is left open then.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, got {port}")
@@ -133,6 +146,8 @@ async def open_listeners(host: str, port: int) -> list[socket.socket]:
                 listeners.append(
                     _bind_listener(
                         family,
+                        # With port 0 the kernel chooses the port of the first socket; the other
+                        # sockets reuse that port.
                         (where[0], address_of(listeners[0]).port, *where[2:])
                         if listeners
                         else where,
@@ -160,7 +175,7 @@ def address_of(listener: socket.socket) -> Address:
 
 
 async def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Without repeats, IPv4 first: it is what most people type."""
+    """Resolve the host without duplicates, IPv4 first: most people type an IPv4 address."""
     infos = await asyncio.get_running_loop().getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -175,7 +190,8 @@ def _bind_listener(family: int, where: tuple[Any, ...]) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Its own IPv4 twin has its own socket.
+            # The IPv4 address of the same name has its own socket, so this socket must not take
+            # IPv4 too.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(where)
         listener.listen(_BACKLOG)
@@ -186,18 +202,18 @@ def _bind_listener(family: int, where: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-# -------------------- serve -------------------- Serving one engine over HTTP until a signal or the
-# engine's death: what `kvferry serve` runs. Owns the sockets, not the engine.
+# -- serve --
 
 
 _CANCEL_TIMEOUT_S = 0.1
-"""How long aiohttp waits, twice, before it cancels handlers; draining has given them their time
-already.
+"""How long aiohttp waits, twice, before aiohttp cancels handlers.
+
+The value is small because draining has already given the handlers their time.
 """
 
 _ERROR_REPLY_TIMEOUT_S = 2.0
-"""For running requests to be answered with the reason when the core has died, or when their time is
-up.
+"""How long running requests have to be answered with an error when the core has died or the grace
+period is over.
 """
 
 Result = TypeVar("Result")
@@ -216,14 +232,15 @@ async def serve(
     metric_sources: Sequence[MetricSource] = (),
     on_listening: Callable[[str, Address], None] | None = None,
 ) -> None:
-    """Serve until a signal, then let what is under way finish, for a while (a second signal cuts it
-    short), and end the rest with an error that says so. After SIGINT that is running requests, for
-    `shutdown_timeout_s`; after SIGTERM also what peers may still fetch, for `drain_timeout_s`,
-    while newcomers and /health hear of it. `signals`: those of a caller who has been listening for
-    longer.
+    """Serve until a signal arrives, then let running work finish, and end the rest with an error.
 
-    KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound.
-    The caller closes the client.
+    After SIGINT the server waits up to `shutdown_timeout_s` for running requests. After SIGTERM the
+    server waits up to `drain_timeout_s` for running requests and for blocks that peers may still
+    fetch; meanwhile new requests and /health are answered with 503. A second signal ends the wait.
+    A caller that has caught signals since before the start passes `signals`.
+
+    Raise KVFerryError with the reason when the core dies, and ConfigError when the address cannot
+    be bound. The caller closes the client.
     """
     app = build_app(client, options, settings, metric_sources)
     runner = make_runner(app)
@@ -249,8 +266,10 @@ async def serve(
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """Handlers are cancelled when their client leaves, which aborts the client's requests;
-    malformed HTTP is no traceback in the log.
+    """Return a runner that cancels a handler when its client leaves, which aborts the engine
+    requests.
+
+    Malformed HTTP from a client leaves no traceback in the log.
     """
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_server_fault)
@@ -264,6 +283,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
 
 
 def _is_server_fault(record: logging.LogRecord) -> bool:
+    """Log filter: drop records about malformed HTTP, which is the client's fault."""
     return not (
         record.exc_info
         and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError)
@@ -271,17 +291,18 @@ def _is_server_fault(record: logging.LogRecord) -> bool:
 
 
 def announce(model_name: str, address: Address) -> None:
+    """Print the address for the user."""
     print(f"kvferry: serving {model_name} on http://{address}", flush=True)
 
 
 def run_on_fast_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`, on uvloop where it is installed."""
+    """Run `main` as `asyncio.run` does, on uvloop where uvloop is installed."""
     with asyncio.Runner(loop_factory=fast_loop_factory()) as runner:
         return runner.run(main)
 
 
 def fast_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, or None for asyncio's own where it is not installed."""
+    """Return uvloop's loop factory, or None (asyncio's own loop) where uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -290,7 +311,7 @@ def fast_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> Address:
-    """Start serving; the first address, for people to use."""
+    """Start serving; return the first address, which is shown to the user."""
     listeners = await open_listeners(host, port)
     address = address_of(listeners[0])
     for listener in listeners:
@@ -299,7 +320,9 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> Address:
 
 
 async def _until_stopped(client: Engine, signals: StopSignals) -> str | None:
-    """Why the core died, or None when a signal came first."""
+    """Wait for a signal or the core's death; return the reason of the death, or None after a
+    signal.
+    """
     died = asyncio.ensure_future(client.died())
     stopped = asyncio.ensure_future(signals.first.wait())
     try:
@@ -312,8 +335,10 @@ async def _until_stopped(client: Engine, signals: StopSignals) -> str | None:
 async def _drain(
     app: web.Application, client: Engine, signals: StopSignals, grace_s: float
 ) -> str | None:
-    """Refuse new requests; wait for those under way and for peers that may still come for their
-    blocks, for the grace period or until the second signal. Why the core died, if it did.
+    """Refuse new requests and wait for running requests and for blocks that peers may still fetch.
+
+    The wait ends with the grace period or with the second signal. Return the reason if the core
+    died, else None.
     """
     drain = app[CONTEXT].drain
     drain.close()
@@ -341,8 +366,8 @@ async def _drain(
 
 
 async def _until_drained(app: web.Application, client: Engine) -> None:
-    # One after the other: no request comes in any more, and the core counts what a request leaves
-    # before its last output is seen here.
+    # The order matters: after the first wait no request can arrive any more, and the core counts
+    # the leases of a request before the front-end sees the request's last output.
     await app[CONTEXT].drain.wait_idle()
     await client.drained()
 
@@ -350,8 +375,8 @@ async def _until_drained(app: web.Application, client: Engine) -> None:
 async def _finish(
     runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float
 ) -> None:
-    """Take no new requests; wait for the running ones, for the grace period or until the second
-    signal; then end those that are left.
+    """Stop listening; wait for running requests, for the grace period or until the second signal;
+    then cancel the remaining requests.
     """
     for site in list(runner.sites):
         await site.stop()

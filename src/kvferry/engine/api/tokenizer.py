@@ -1,9 +1,9 @@
-"""Token ids to text, segment by segment, never half a character and never looking back further than
-a few tokens.
+"""The tokenizer of a checkpoint: text to token ids and back, also one token at a time. Pure.
 
-Two ways. Byte-level vocabularies (GPT-2 style: Llama 3, Qwen) say exactly which bytes a token is,
-so an incremental UTF-8 decoder is right by construction. For every other decoder a short window of
-tokens is decoded again for each new one. Pure.
+A detokeniser returns text as tokens arrive, never half a character, and looks back only a few
+tokens. Byte-level vocabularies (GPT-2 style: Llama 3, Qwen) give the exact bytes of each token, so
+an incremental UTF-8 decoder is correct by construction. For all other decoders, a short window of
+tokens is decoded again for each new token.
 """
 
 import codecs
@@ -21,23 +21,27 @@ __all__ = ["ByteDetokeniser", "Detokeniser", "ModelTokenizer", "SpecialTokens", 
 
 
 _MAX_UNFINISHED_TOKENS = 4
-"""A UTF-8 character has at most four bytes and a token at least one: longer unfinished text is
-garbage, not a character.
+"""The limit on tokens held back as an unfinished character.
+
+A UTF-8 character has at most four bytes and a token at least one byte, so a longer unfinished text
+is not a character.
 """
 
 _REPLACEMENT = "\ufffd"
 
 
 class Detokeniser(Protocol):
+    """Turns the tokens of one choice into text, token by token."""
+
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
 
     def finish(self) -> str:
-        """The rest: a replacement character for what was left unfinished."""
+        """Return the remaining text, with a replacement character for an unfinished character."""
 
 
 class ByteDetokeniser:
-    """For vocabularies whose tokens are byte strings."""
+    """A detokeniser for vocabularies whose tokens are byte strings."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -51,12 +55,12 @@ class ByteDetokeniser:
 
 
 class WindowDetokeniser:
-    """For any decoder, as long as a token's text depends on a few tokens before it only.
+    """A detokeniser for any decoder whose text for a token depends only on a few earlier tokens.
 
         window:  | context (already shown) | unfinished |
 
-    `decode` sees the whole window, so that a space before a word is kept; only what goes beyond the
-    context's text is new.
+    `decode` gets the whole window, so that a space in front of a word is not lost. New text is the
+    text beyond the text of the context.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -69,6 +73,7 @@ class WindowDetokeniser:
         self._window.append(token_id)
         text = self._decode(self._window)
         chunk = text[len(self._shown) :]
+        # Hold the text back while the last character may be unfinished.
         if (not chunk or text.endswith(_REPLACEMENT)) and len(
             self._window
         ) - self._context < _MAX_UNFINISHED_TOKENS:
@@ -82,15 +87,14 @@ class WindowDetokeniser:
         return chunk
 
     def _slide(self) -> None:
+        """Drop the old context and make the tokens that were just shown the new context."""
         del self._window[: self._context]
         self._context = len(self._window)
         self._shown = self._decode(self._window)
 
 
-# -------------------- tokenizer --------------------
-# A checkpoint's tokenizer.json: text to token ids and back.
-#
-# Read-only after loading, so any thread may use it.
+# -- tokenizer --
+# The tokenizer.json of a checkpoint. Read-only after loading, so any thread may use a tokenizer.
 
 
 class SpecialTokens(Enum):
@@ -101,9 +105,10 @@ class SpecialTokens(Enum):
 
 
 class ModelTokenizer:
-    """Use `load`."""
+    """The tokenizer of one checkpoint; make one with `load`."""
 
     def __init__(self, tokenizer: Any) -> None:
+        # The file may ask for truncation or padding, which would change a prompt silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -121,6 +126,9 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "ModelTokenizer":
+        """Read tokenizer.json from the model folder; raise ConfigError if the file is missing or
+        malformed.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -142,9 +150,7 @@ class ModelTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
-        """The text of all the ids at once, exactly what the incremental way gives segment by
-        segment.
-        """
+        """Return the text of all ids at once; the same text as decoding token by token."""
         detokeniser = self.detokeniser(special)
         return "".join(
             [*(detokeniser.push(token_id) for token_id in token_ids), detokeniser.finish()]
@@ -161,14 +167,14 @@ class ModelTokenizer:
         )
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for an id that the vocabulary does not know."""
+        """Return the bytes of one token; empty for an id outside the vocabulary."""
         known = self._bytes_of.get(token_id)
         if known is None:
             known = self._bytes_of[token_id] = self._look_up_bytes(token_id)
         return known
 
     def text_of(self, token_id: int) -> str:
-        """One token on its own, as logprobs show it; a part of a character is a replacement
+        """Return the text of one token for logprobs, with a replacement character for part of a
         character.
         """
         known = self._text_of.get(token_id)
@@ -188,8 +194,8 @@ class ModelTokenizer:
         if not self._is_byte_level:
             return self.text_of(token_id).encode()
         alphabet = _byte_alphabet()
-        # A token with any character outside the alphabet (an added one with a space, say) stands
-        # for itself.
+        # A token with a character outside the alphabet (for example an added token with a space)
+        # stands for its own text.
         return (
             bytes(alphabet[char] for char in token)
             if all(char in alphabet for char in token)
@@ -202,7 +208,7 @@ class ModelTokenizer:
 
 
 class _WithoutSpecials:
-    """Drops special tokens before they reach the detokeniser."""
+    """Drops special tokens in front of another detokeniser."""
 
     def __init__(self, inner: Detokeniser, special_ids: frozenset[int]) -> None:
         self._inner = inner
@@ -217,8 +223,10 @@ class _WithoutSpecials:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies: itself if visible in
-    Latin-1, else the next free one from 256.
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    A byte that is visible in Latin-1 is its own character; the other bytes are numbered from 256
+    on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,10 +1,13 @@
-"""What changes the blocks a sequence holds, for all its KV-cache groups at once: beginning,
-growing, forgetting, publishing, ending.
+"""The block allocator: every operation that changes which blocks a sequence holds.
 
-    group 0, looks back for ever   | 4 5 6 7 8 9 |         places 0, 1, …: one per block of tokens, in all groups equally many
-    group 1, with a window         | . . . . 2 3 |         . is a hole: no token from the next one on looks there
+    group 0, full attention   | 4 5 6 7 8 9 |   table entries 0, 1, ...: one per block of tokens,
+    group 1, with a window    | . . . . 2 3 |   equally many in all groups
+                                                . is a hole: no later token attends to this block
 
-Pure. Each operation happens wholly or changes nothing.
+Each operation covers all KV-cache groups of the sequence at once
+(docs/decisions/015-groups-in-the-embedded-engine.md).
+
+Pure. Each operation happens completely or changes nothing.
 """
 
 from dataclasses import dataclass
@@ -20,13 +23,13 @@ __all__ = ["BlockAllocation", "BlockAllocator"]
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocation:
-    """The blocks a sequence would begin with."""
+    """The blocks that a sequence would start with; nothing is held yet."""
 
     match: Match
     tables: tuple[GroupTable, ...]
-    """Holes and blocks that are shared with others."""
+    """One table per group, with holes and with cached blocks shared between sequences."""
     missing: tuple[int, ...]
-    """Per group, how many new blocks follow them."""
+    """Number of new blocks per group, which follow the blocks of the table."""
 
     @property
     def shared(self) -> list[int]:
@@ -35,10 +38,12 @@ class BlockAllocation:
 
 @dataclass(slots=True)
 class BlockAllocator:
+    """Changes the blocks of sequences; the scheduler owns the allocator."""
+
     limits: SchedulerLimits
     pool: BlockPool
 
-    # -- beginning --
+    # -- admission --
 
     def find_cached(self, seq: Sequence) -> CachedPrefix:
         limits = self.limits
@@ -55,18 +60,20 @@ class BlockAllocator:
     def plan_allocation(
         self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int
     ) -> BlockAllocation:
-        """How `num_tokens` tokens would be held, of which `match` need no computing. Nothing is
-        held by this.
+        """Plan how a sequence would hold `num_tokens` tokens, of which `match` need no computation.
+
+        The plan holds no blocks.
         """
         table_length = self.limits.blocks_for(num_tokens)
-        # A prompt that is there as a whole still has its last token computed, which looks further
-        # back than the one after it.
+        # Even if the whole prompt is cached, the last token is computed. The window of the last
+        # token begins earlier than the window of the token after it.
         first_computed = min(match.total_tokens, seq.num_tokens - 1)
         tables = []
         for group, blocks in zip(self.limits.groups, cached.tables, strict=True):
             first = self.limits.first_needed(group, first_computed)
-            # Of the block that a load's edge falls into, the producer may have had only a part:
-            # somebody whose window reaches further back must not find it.
+            # The producer may have filled only a part of the block at the edge of a load. The block
+            # must not be published, because a sequence whose window reaches further back would read
+            # the missing part.
             edge = self.limits.blocks_for(group.first_visible_token(match.total_tokens))
             tables.append(
                 GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge))
@@ -76,11 +83,11 @@ class BlockAllocator:
         )
 
     def num_left(self, allocation: BlockAllocation) -> int:
-        """How many blocks would be free beside it; negative when it does not fit."""
+        """Return how many blocks would stay free; negative when the allocation does not fit."""
         return self.pool.num_free_beside(allocation.shared) - sum(allocation.missing)
 
     def allocate(self, seq: Sequence, allocation: BlockAllocation) -> None:
-        """Let a sequence that holds nothing have a placement that fits."""
+        """Give an allocation that fits to a sequence that holds no blocks."""
         block_requests = [
             BlockRequest(table.last, count)
             for table, count in zip(allocation.tables, allocation.missing, strict=True)
@@ -97,8 +104,9 @@ class BlockAllocator:
     # -- running --
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make place for so many tokens in all; False, and nothing has changed, when there are too
-        few blocks.
+        """Extend the tables to `num_tokens` tokens.
+
+        Returns False, with nothing changed, if too few blocks are free.
         """
         missing = self.limits.blocks_for(num_tokens) - seq.table_length
         if missing <= 0:
@@ -111,13 +119,14 @@ class BlockAllocator:
         return True
 
     def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """How many blocks must come back before there is place for so many tokens."""
+        """Return how many blocks must be freed before the tables can hold `num_tokens` tokens."""
         missing = self.limits.blocks_for(num_tokens) - seq.table_length
         return max(0, missing * len(seq.tables) - self.pool.num_free)
 
     def free_unseen_blocks(self, seq: Sequence, position: int) -> None:
-        """Give back the blocks that no token from `position` on looks at. What was given back
-        before is not looked at again.
+        """Free the blocks that no token at or after `position` attends to.
+
+        A freed block becomes a hole and is not needed again.
         """
         for number, group in self.limits.windowed_groups:
             table = seq.tables[number]
@@ -129,9 +138,7 @@ class BlockAllocator:
                 table.num_holes = first
 
     def num_still_needed(self, seq: Sequence) -> int:
-        """At most so many blocks more than it holds will a sequence hold at once, until all its
-        known tokens are computed.
-        """
+        """Return an upper bound of the additional blocks for the known tokens of a sequence."""
         table_length = self.limits.blocks_for(seq.num_tokens)
         return sum(
             max(0, min(table_length - table.num_holes, most) - table.num_held)
@@ -139,9 +146,7 @@ class BlockAllocator:
         )
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are full and computed, or loaded and not to be written
-        again.
-        """
+        """Publish the blocks that are full and will not be written again (computed or loaded)."""
         if not self.limits.enable_prefix_caching:
             return
         num_full = seq.num_computed_tokens // self.limits.block_size
@@ -151,10 +156,10 @@ class BlockAllocator:
                 self.pool.publish(table.block_ids[index], hashes[index], number)
             table.num_published = max(table.num_published, num_full)
 
-    # -- the end --
+    # -- release --
 
     def release(self, seq: Sequence) -> None:
-        """Give back everything."""
+        """Free all blocks of a sequence."""
         for table in seq.tables:
             self.pool.release(table.held)
         seq.tables = ()

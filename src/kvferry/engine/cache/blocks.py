@@ -1,11 +1,10 @@
-"""Free blocks as maximal runs of adjacent ones, so that whoever needs many gets few runs: a
-transfer moves a run as one segment.
+"""The blocks of a paged KV cache: the block pool, the free blocks and the block tables.
 
-Runs are sorted into classes by length, [2^k, 2^(k+1)) each, so that a run that is long enough, and
-hardly longer than needed, is found without a search. Small needs use up small runs and leave the
-long ones whole.
+`BlockPool` knows the holders of each block, the free blocks, and the blocks with a known prefix.
+`FreeExtents` keeps free blocks as maximal contiguous ranges (extents), because a transfer moves an
+extent as one segment.
 
-Pure. Adding a block and taking a run are O(1), whatever their number.
+Pure. Every operation is O(1) per block and happens completely or changes nothing.
 """
 
 from array import array
@@ -31,21 +30,29 @@ __all__ = [
 
 
 _MAX_CANDIDATES = 8
-"""Runs of the class that may or may not hold enough: so many are looked at."""
+"""How many extents `take` examines in the class whose extents may be too short."""
 
 
 class FreeExtents:
+    """Free blocks as maximal extents, so that a request for many blocks gets few extents.
+
+    Extents are sorted into classes by length, [2^k, 2^(k+1)) each, so that an extent that is long
+    enough, and not much longer than needed, is found without a search. Small requests use up short
+    extents and leave long extents whole. Adding a block and taking an extent are O(1), regardless
+    of the number of extents.
+    """
+
     def __init__(self, num_blocks: int) -> None:
-        """Blocks 0 to `num_blocks` - 1, as one run."""
+        """Start with one extent of the blocks 0 to `num_blocks` - 1."""
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
-        # Ordered dicts forget their first entry in O(1); plain ones step over all that have left
+        # An OrderedDict finds its first entry in O(1); a plain dict steps over all entries deleted
         # before it.
         self._classes: list[OrderedDict[int, None]] = [
             OrderedDict() for _ in range(num_blocks.bit_length())
         ]
         self._occupied = 0
-        """Bit k: class k is not empty."""
+        """Bit k is set if class k is not empty."""
         self._num_blocks = num_blocks
         if num_blocks:
             self._link(0, num_blocks)
@@ -57,6 +64,7 @@ class FreeExtents:
         return (block for start, end in self._end_of.items() for block in range(start, end))
 
     def add(self, block: int) -> None:
+        # Merge the block with the extents before and after it.
         start, end = self._start_of.get(block, block), self._end_of.get(block + 1, block + 1)
         if start < block:
             self._unlink(start, block)
@@ -66,13 +74,14 @@ class FreeExtents:
         self._num_blocks += 1
 
     def take_after(self, block: int, count: int) -> range:
-        """Up to `count` blocks that follow `block`, which is not free itself."""
+        """Take up to `count` blocks that directly follow `block`, which is not free itself."""
         end = self._end_of.get(block + 1)
         return range(0) if end is None or not count else self._cut(block + 1, end, count)
 
     def take(self, count: int) -> list[range]:
-        """`count` blocks, or all there are: one run where one is long enough, else the longest
-        ones.
+        """Take `count` blocks, or all that are free.
+
+        Prefers one extent that is long enough, else the longest extents.
         """
         taken: list[range] = []
         while count and self._occupied:
@@ -82,6 +91,8 @@ class FreeExtents:
         return taken
 
     def _choose(self, count: int) -> int:
+        # Every extent of class `min_class` or higher holds `count` blocks; an extent of the class
+        # below may.
         min_class = (count - 1).bit_length()
         found = self._occupied >> min_class << min_class
         if found:
@@ -115,31 +126,31 @@ class FreeExtents:
             self._occupied &= ~(1 << size)
 
 
-# -------------------- blocks -------------------- The blocks of a paged KV cache: who holds them,
-# which are free, and which still hold a known prefix.
+# -- block pool --
+# A block is *held* (its number of holders is above zero) or *free*. A block published under a hash
+# keeps its contents when the block becomes free. Sequences can share the block again until the pool
+# forgets the contents in order to reuse the block, the least recently freed block first. All
+# KV-cache groups share one pool; the published blocks are known per group.
 #
-# A block is *held* (its count of holders is above zero) or *free*. A block that has been published
-# under a hash keeps its contents when it becomes free, and can be shared again until it is
-# forgotten, so that it can be reused: the least recently freed first. All KV-cache groups take from
-# the same blocks; what is published is known per group.
-#
-#     allocate -> held, blank --publish--> held, published --release--> free, published --share--> held, published
-#         ^            |                                                       |
-#         +------------+---release--> free, blank <------------- forget -------+
-#
-# Pure. Every operation is O(1) per block and happens wholly or changes nothing.
+#                    held, blank --publish--> held, published
+#                     ^     |                   |       ^
+#              allocate   release            release   share
+#                     |     v                   v       |
+#                    free, blank <--forget-- free, published
 
 
 _HASH_BYTES = 16
 _BLANK_SHARE = 8
-"""One in so many free blocks is blank, where the others are published. Single blocks that were
-freed at different times seldom lie side by side; out of a stock of blank ones long runs can be
-chosen. In a full cache an eighth makes four to twelve times fewer runs than none.
+"""One in eight free blocks stays blank, even if all others are published.
+
+Single blocks that were freed at different times are rarely adjacent, but a stock of blank blocks
+contains long extents. In a full cache, a stock of an eighth gives four to twelve times fewer
+extents than no stock.
 """
 
 
 def hash_root(cache_salt: str) -> bytes:
-    """Where the hash chain of a prompt begins; different salts never share blocks."""
+    """Return the start of a prompt's hash chain; different salts never share blocks."""
     return blake2b(
         cache_salt.encode("utf-8", "surrogatepass"),
         digest_size=_HASH_BYTES,
@@ -148,20 +159,21 @@ def hash_root(cache_salt: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of one full block that follows `parent`."""
+    """Return the hash of one full block that follows `parent`."""
     return blake2b(array("q", token_ids).tobytes(), digest_size=_HASH_BYTES, key=parent).digest()
 
 
 @dataclass(slots=True)
 class GroupTable:
-    """The blocks of one sequence in one KV-cache group, from token 0 on. Holes come first:
-    attention forgets what is furthest back.
+    """The blocks of one sequence in one KV-cache group, from token 0 on.
+
+    Holes come first, because local attention drops the earliest tokens.
     """
 
     block_ids: list[int] = field(default_factory=list)
     num_holes: int = 0
     num_published: int = 0
-    """Leading places that the pool knows by their hashes, or that must not be published."""
+    """Number of leading entries that are published, or that must not be published."""
 
     @property
     def held(self) -> list[int]:
@@ -178,9 +190,7 @@ class GroupTable:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks of one sequence as connectors see them: a list per KV-cache group, `HOLE` where
-    there is none any more.
-    """
+    """The blocks of one sequence, per KV-cache group, for connectors; `HOLE` for freed blocks."""
 
     tables: Sequence[GroupTable]
 
@@ -189,20 +199,22 @@ class BlockTable:
 
 
 class BlockRequest(NamedTuple):
-    """New blocks for one group of a sequence."""
+    """A request for new blocks in one group of a sequence."""
 
     after: int
-    """The block they are to follow if they can; `HOLE` for none."""
+    """The new blocks should directly follow this block; `HOLE` means no preference."""
     num_blocks: int
 
 
 class BlockPool:
+    """Holders and published hashes of all blocks."""
+
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         self._num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
-        """Of those that have a hash."""
+        """The group of each block that has a hash."""
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._free_blank = FreeExtents(num_blocks)
         self._free_published: OrderedDict[int, None] = OrderedDict()
@@ -217,26 +229,26 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds. Free blocks with known contents are not in use."""
+        """Number of blocks with a holder; free blocks with known contents do not count."""
         return self._num_blocks - self.num_free
 
     @property
     def published(self) -> Sequence[Mapping[bytes, int]]:
-        """Per group, the block of each known hash. They are held by nobody for being found here."""
+        """The block of each published hash, per group; an entry here does not hold the block."""
         return self._block_of
 
     def num_free_beside(self, block_ids: Iterable[int]) -> int:
-        """How many blocks would be free if these were held."""
+        """Return how many blocks would be free if `block_ids` were held."""
         return self.num_free - sum(not self._holders[block] for block in block_ids)
 
     def acquire(
         self, shared: Sequence[int], block_requests: Sequence[BlockRequest]
     ) -> list[list[int]] | None:
-        """Hold `shared`, which are published or held, once more, and new blocks for each want. The
-        new ones, or None (and nothing changed) when there are too few.
+        """Add a holder to the `shared` blocks and allocate new blocks for each request.
 
-        Runs of adjacent blocks are preferred where they cost nothing: a transfer moves a run as one
-        segment.
+        `shared` blocks must be published or held. Returns the new blocks, or None, with nothing
+        changed, if too few blocks are free. Contiguous blocks are preferred where they cost
+        nothing: a transfer moves an extent as one segment.
         """
         if self.num_free_beside(shared) < sum(count for _, count in block_requests):
             return None
@@ -247,8 +259,10 @@ class BlockPool:
         return self._take(block_requests)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up one hold on each. The last in the list is the first to be reused: a prefix is
-        worth more than its tail.
+        """Remove one holder from each block.
+
+        The last block of the list is reused first: the start of a prefix is worth more than its
+        end.
         """
         for block in block_ids:
             if block < 0 or self._holders[block] < 1:
@@ -263,8 +277,9 @@ class BlockPool:
                 self._free_published[block] = None
 
     def publish(self, block: int, block_hash: bytes, group: int = 0) -> None:
-        """Say that a held block is full and its contents are those of `block_hash`. The first block
-        of a hash stays its block.
+        """Register a held block as full, with the contents of `block_hash`.
+
+        If another block already has the hash, that block keeps it and this call changes nothing.
         """
         if block < 0 or not self._holders[block]:
             raise LocalProtocolError(f"block {block} was published while nobody holds it")
@@ -274,8 +289,9 @@ class BlockPool:
             self._block_of[group][block_hash] = block
 
     def forget(self, block: int) -> None:
-        """Let nobody find a block any more: its contents are not what its hash says, or will not
-        be. Blocks without a hash are ignored.
+        """Remove the hash of a block whose contents are wrong or will be overwritten.
+
+        Blocks without a hash are ignored.
         """
         block_hash = self._hash_of[block]
         if block_hash is None:
@@ -287,8 +303,9 @@ class BlockPool:
             self._free_blank.add(block)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """LocalProtocolError unless the pool is consistent and `held` (one list per holder) is
-        exactly what is held.
+        """Raise LocalProtocolError unless the pool is consistent and `held` is complete.
+
+        `held` has one list per holder; together the lists must contain exactly the held blocks.
         """
         expected = [0] * self._num_blocks
         for block_ids in held:
@@ -327,7 +344,9 @@ class BlockPool:
                 raise LocalProtocolError("the published hashes and the blocks' own disagree")
 
     def _take(self, block_requests: Sequence[BlockRequest]) -> list[list[int]]:
-        """For each want, blocks that continue the run in front of it, then others in long runs."""
+        """Return new blocks per request: adjacent blocks of `after` first, then long extents."""
+        # Every request first extends its own range: `_take_blank` could otherwise use blocks
+        # adjacent to a later request.
         self._make_blank(sum(block_request.num_blocks for block_request in block_requests))
         fresh = [
             [] if block_request.after == HOLE else list(self._free_blank.take_after(*block_request))
@@ -340,9 +359,7 @@ class BlockPool:
         return fresh
 
     def _make_blank(self, count: int) -> None:
-        """Forget the contents of the least recently freed blocks until `count` and the stock are
-        blank.
-        """
+        """Forget the least recently freed blocks until `count` blocks and the stock are blank."""
         wanted = count + (self.num_free - count) // _BLANK_SHARE if count else 0
         for _ in range(wanted - len(self._free_blank)):
             self.forget(next(iter(self._free_published)))

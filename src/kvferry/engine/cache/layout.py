@@ -1,13 +1,16 @@
-"""Which layers share a block table. Pure.
+"""The layout of a rank's KV cache: KV-cache groups, the cache tensor of each layer, and the memory.
 
-All groups draw blocks from one pool: there are as many slots of memory per block as the largest
-group has layers, layer j of every group lies in slot j, and a block belongs to one group at a time.
-So groups are cut to the size of the scarcest kind, and few slots stay unused.
+A KV-cache group is a set of layers that share a block table. All groups draw blocks from one pool.
+Each block has as many slots of memory as the largest group has layers, layer j of every group uses
+slot j, and a block belongs to one group at a time. Groups therefore have the size of the scarcest
+kind of layer, and few slots stay unused.
 
     layers     w0 w1 f2 w3 w4 f5        (f: full attention, w: with a window)
     groups     0: f2 f5    1: w0 w1    2: w3 w4
-    slot 0        f2          w0          w3         the same memory, other blocks
+    slot 0        f2          w0          w3         the same memory, different blocks
     slot 1           f5          w1          w4
+
+Pure, except that `LayerCache.write` changes the cache tensor.
 """
 
 import mmap
@@ -28,7 +31,7 @@ __all__ = ["CacheLayout", "LayerCache", "form_groups", "plan_cache_layout"]
 
 
 def form_groups(config: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """Full attention first, then windows, the widest first."""
+    """Return the groups of a model: full attention first, then windows, the widest first."""
     kinds: dict[int | None, list[str]] = {}
     for number, layer in enumerate(config.layers):
         kinds.setdefault(layer.window, []).append(config.layer_name(number))
@@ -40,35 +43,36 @@ def form_groups(config: ModelConfig) -> tuple[KVCacheGroup, ...]:
     )
 
 
-# -------------------- kv cache -------------------- One layer's paged KV cache: writing the tokens
-# of a step into their slots and gathering whole sequences out of it.
+# -- layer cache --
+# One layer's paged KV cache: writes the tokens of a step into their slots and gathers whole
+# sequences.
 #
-# HND:     [num_blocks, kv_heads, block_size, 2 * head_dim]      the last dimension is K, then V
-# NHD:     [num_blocks, block_size, kv_heads, 2 * head_dim]
-# latent:  [num_blocks, block_size, width]                       the whole is K, its first part is V too
+#  HND:     [num_blocks, kv_heads, block_size, 2 * head_dim]   the last dimension is K, then V
+#  NHD:     [num_blocks, block_size, kv_heads, 2 * head_dim]
+#  latent:  [num_blocks, block_size, width]                    K is the whole, V its first part
 #
-# The format of the cache may be narrower than that of the arithmetic. Values beyond its range are
-# stored as its largest, never as infinite: an infinite key would make NaN of all that its sequence
-# computes.
+# The format of the cache may be narrower than the format of the arithmetic. A value beyond the
+# range of the cache's format is stored as the largest finite value: an infinite key would turn
+# everything that its sequence computes into NaN.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
+    """The cache tensor of one layer; here a slot is the space of one token in a block."""
+
     name: str
     group: int
-    """Whose block tables count."""
+    """Index of the KV-cache group whose block tables apply."""
     tensor: torch.Tensor
     layout: KVLayout
     value_width: int
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, content: torch.Tensor) -> None:
-        """Token i, [kv_heads, width] of `content`, goes into slot `offsets[i]` of block
-        `blocks[i]`.
-        """
+        """Write token i, [kv_heads, width], into slot `offsets[i]` of block `blocks[i]`."""
         largest = torch.finfo(self.tensor.dtype).max
         if largest < torch.finfo(content.dtype).max:
-            # Not in a format that cannot hold the bound: bfloat16 would round that of float16 up,
-            # to what becomes infinite.
+            # Clamp in float32 or wider: bfloat16 would round the largest float16 up to a value that
+            # becomes infinite.
             content = content.to(torch.promote_types(content.dtype, torch.float32)).clamp(
                 -largest, largest
             )
@@ -76,8 +80,9 @@ class LayerCache:
         by_token[blocks, offsets] = content.to(self.tensor.dtype).view(by_token.dtype)
 
     def gather(self, block_tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[sequences, blocks] of block ids -> a copy, [sequences, kv_heads, blocks * block_size,
-        width].
+        """Copy the given blocks, [sequences, blocks] of block ids.
+
+        The result is [sequences, kv_heads, blocks * block_size, width].
         """
         chosen = self._bits.index_select(0, block_tables.reshape(-1)).view(self.tensor.dtype)
         blocks = chosen.unflatten(0, block_tables.shape)
@@ -88,7 +93,7 @@ class LayerCache:
         return copied.flatten(2, 3)
 
     def keys_and_values(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both of them in what `gather` returned."""
+        """Split the result of `gather` into keys and values."""
         if self._is_latent:
             return context, context[..., : self.value_width]
         return context[..., : -self.value_width], context[..., -self.value_width :]
@@ -99,25 +104,28 @@ class LayerCache:
 
     @property
     def _bits(self) -> torch.Tensor:
-        """The tensor with a dimension for heads, in a format that can be copied: torch indexes no
-        numbers of 8 bits but integers.
+        """The tensor with a head dimension, viewed as bytes if its elements have 8 bits.
+
+        torch cannot index 8-bit floating-point tensors, only 8-bit integers.
         """
         with_heads = self.tensor.unsqueeze(1) if self._is_latent else self.tensor
         return with_heads.view(torch.uint8) if self.tensor.dtype.itemsize == 1 else with_heads
 
 
-# -------------------- cache shape --------------------
-# The shape of one rank's whole cache, and how its memory is cut into a tensor per layer.
+# -- cache layout --
+# The shape of one rank's whole cache, and how its memory is split into tensors. There is one tensor
+# per slot; layers of different groups share a tensor (see the module docstring), so `kv_caches`
+# contains the same tensor several times.
 #
-# Layers of different groups share memory (see `cache_groups`): there is a tensor per slot, and
-# `kv_caches` of several layers are the same.
-#
-#     apart          | slot 0: block 0, 1, 2 … | pad to a page | slot 1: block 0, 1, 2 … |
-#     cross-layer    | block 0: slot 0, slot 1, … | block 1: slot 0, slot 1, … |            one segment moves a block of all layers
+#  separate       | slot 0: block 0, 1, 2 ... | pad to a page | slot 1: block 0, 1, 2 ... |
+#  cross-layer    | block 0: slot 0, slot 1, ... | block 1: slot 0, slot 1, ... |
+#                 one segment moves a block of all layers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
+    """The shape of one rank's whole cache; here a slot is the memory of one layer in each block."""
+
     layout: KVLayout
     num_blocks: int
     block_size: int
@@ -132,7 +140,7 @@ class CacheLayout:
 
     @property
     def num_slots(self) -> int:
-        """Layers that have memory of their own in each block."""
+        """Number of layers that have their own memory in each block."""
         return max(len(group.layer_names) for group in self.groups)
 
     @property
@@ -146,7 +154,7 @@ class CacheLayout:
         )
 
     def layer_caches(self, memory: torch.Tensor) -> Mapping[str, LayerCache]:
-        """By layer name. `memory` is `size_bytes` of bytes, on whatever device."""
+        """Return the cache of each layer, by name; `memory` is `size_bytes` bytes on any device."""
         slots = (
             self._cross_layer_slots(memory) if self.is_cross_layer else self._separate_slots(memory)
         )
@@ -192,15 +200,17 @@ def plan_cache_layout(
     dtype: torch.dtype,
     memory_bytes: int,
 ) -> CacheLayout:
-    """`memory_bytes` counts where the options do not say how many blocks there are. ConfigError
-    when the cache would have fewer blocks than groups: the shortest prompt needs one of each.
+    """Plan the cache; `memory_bytes` applies only if the options do not set the number of blocks.
+
+    Raises ConfigError if the cache would have fewer blocks than groups: the shortest prompt needs
+    one block per group.
     """
     attention, block_size = config.attention, options.block_size
     num_kv_heads = len(heads_of(parallel.tp_rank, parallel.tp_size, attention.num_kv_heads))
     layer_block: tuple[int, ...]
     if attention.latent is not None:
-        # Of one head both layouts are the same bytes; one name for them lets engines with either
-        # meet.
+        # With one head, both layouts are the same bytes; one name for both lets engines of either
+        # layout exchange KV.
         layout, layer_block, value_width = (
             KVLayout.HND,
             (block_size, attention.head_dim),

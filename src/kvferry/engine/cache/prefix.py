@@ -1,8 +1,10 @@
-"""The longest prefix of a sequence that the prefix cache holds for all KV-cache groups at once.
-Pure.
+"""Finds the longest prefix of a sequence that the prefix cache holds for all KV-cache groups.
 
-A group whose attention looks back for ever needs every block of the prefix; one that forgets needs
-only those that the token after the prefix looks at. Each hash is looked up at most twice per group.
+A group with full attention needs every block of the prefix. A group with local attention needs only
+the blocks that the token after the prefix attends to. Each hash is looked up at most twice per
+group.
+
+Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +18,15 @@ __all__ = ["CachedPrefix", "find_prefix"]
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
+    """The cached prefix of one sequence."""
+
     num_blocks: int
     tables: tuple[list[int], ...]
-    """Per group `num_blocks` places; `HOLE` where nobody will look."""
+    """Per group, `num_blocks` entries; `HOLE` where no token will attend."""
     is_whole: bool = False
-    """The cache holds the sequence's last block too, which has to be computed again for the logits
-    of its last token.
+    """True if the cache also holds the last block of the sequence.
+
+    The last block is still computed again, because the logits of its last token are needed.
     """
 
 
@@ -32,8 +37,9 @@ def find_prefix(
     num_tokens: int,
     block_size: int,
 ) -> CachedPrefix:
-    """`hashes` are those of the full blocks of a sequence of `num_tokens`. At least one token is
-    left to compute.
+    """Return the longest usable prefix of a sequence of `num_tokens` tokens.
+
+    `hashes` are the hashes of its full blocks. At least one token is left to compute.
     """
     most = (num_tokens - 1) // block_size
     prefixes = {
@@ -72,8 +78,10 @@ def _seen(known: Mapping[bytes, int], first: int, hashes: Sequence[bytes]) -> li
 
 
 def _common_length(scans: Sequence["_Scan"], count: int) -> int:
-    """The longest prefix of at most `count` blocks that all of them can use."""
+    """Return the longest prefix of at most `count` blocks that all groups can use."""
     while True:
+        # A group may shorten the prefix below what an earlier group accepted, so repeat until all
+        # agree.
         before = count
         for scan in scans:
             count = scan.shorten(count)
@@ -83,25 +91,30 @@ def _common_length(scans: Sequence["_Scan"], count: int) -> int:
 
 @dataclass(slots=True)
 class _Scan:
-    """One windowed group's blocks, looked at from the end of the prefix backwards, each once."""
+    """Scans the blocks of one windowed group backwards from the end of the prefix.
+
+    Each block is looked up once.
+    """
 
     find: Callable[[bytes], int | None]
     group: KVCacheGroup
     hashes: Sequence[bytes]
     block_size: int
     low: int
-    """From here to the end of the prefix all blocks are known."""
+    """All blocks from this index to the end of the prefix are published."""
 
     def shorten(self, count: int) -> int:
-        """The longest prefix of at most `count` blocks that this group can use. Ask for ever
-        shorter ones.
+        """Return the longest prefix of at most `count` blocks that this group can use.
+
+        `count` must not grow from call to call.
         """
         self.low = min(self.low, count)
         first = self._first_needed(count)
         while self.low > first:
             self.low -= 1
             if self.find(self.hashes[self.low]) is None:
-                # Every prefix that ends behind this block needs it, for windows only move on.
+                # Every prefix that ends after this block, up to `count`, needs the block, because
+                # windows only move forward.
                 count = self.low
                 first = self._first_needed(count)
         return count

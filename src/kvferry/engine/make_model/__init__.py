@@ -1,1 +1,1 @@
-"""make_model."""
+"""Generates small checkpoints whose output depends on every KV block, for tests and demos."""

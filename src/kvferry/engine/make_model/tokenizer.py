@@ -1,8 +1,7 @@
-"""The tokenizer of generated models: byte-level BPE over 256 bytes and the beginnings of common
-English words; any text comes back unchanged.
+"""The tokenizer of generated models: byte-level BPE over 256 bytes and prefixes of common words.
 
-The merges are written down here, not trained, so that the file is the same with every version of
-the library. Pure.
+Encoding and decoding return any text unchanged. The merges are derived from the word list below,
+not trained, so that the file is the same with every version of the library. Pure.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ BOS_TOKEN = EOS_TOKEN
 SPECIAL_TOKENS = (EOS_TOKEN, START_OF_TURN_TOKEN, END_OF_TURN_TOKEN, PAD_TOKEN)
 
 SPACE = "Ġ"
-"""How byte-level BPE writes a space."""
+"""The character with which byte-level BPE writes a space."""
 
 WORDS = (
     "the and ing ion to of in a that is was he for it with as his on be at by had not are but "
@@ -74,7 +73,7 @@ def token_id(special_token: str) -> int:
 
 
 def readable_token_ids() -> list[int]:
-    """Of tokens that are printable ASCII or a space, alone or in sequence."""
+    """Return the ids of tokens that consist of printable ASCII characters and spaces."""
     return [
         number
         for token, number in _vocabulary().items()
@@ -84,7 +83,7 @@ def readable_token_ids() -> list[int]:
 
 @cache
 def _merges() -> list[tuple[str, str]]:
-    """As many as the vocabulary has room for."""
+    """Return as many merges as the vocabulary has room for."""
     merges: dict[str, tuple[str, str]] = {}
     for word in _word_forms():
         for length in range(2, len(word) + 1):

@@ -1,4 +1,8 @@
-"""The families and sizes of generated models, and the config.json of each. Pure."""
+"""Generated models: families, sizes, the config.json of each, and the random weights.
+
+Pure. The weights are scaled so that attention decides the hidden state and no special token ends a
+text.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,12 +27,14 @@ __all__ = ["FAMILIES", "SIZES", "AttentionKind", "Family", "Size", "make_config"
 
 MAX_HEADS = 128
 WINDOW = 48
-"""Tokens: three blocks, so that short prompts outgrow it."""
+"""Window in tokens: three blocks, so that short prompts exceed it."""
 FULL_EVERY = 3
-"""Of a model with windows every third layer looks at everything."""
+"""In a model with windows, every third layer has full attention."""
 
 
 class AttentionKind(Enum):
+    """The kind of attention of a family."""
+
     HEADS = auto()
     WINDOWS = auto()
     LATENT = auto()
@@ -36,6 +42,8 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """A model architecture that can be generated."""
+
     architecture: str
     model_type: str
     kind: AttentionKind
@@ -44,6 +52,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class LatentSize:
+    """The dimensions of latent attention."""
+
     q_lora_rank: int = 96
     kv_lora_rank: int = 64
     qk_nope_head_dim: int = 32
@@ -53,6 +63,8 @@ class LatentSize:
 
 @dataclass(frozen=True, slots=True)
 class Size:
+    """The dimensions of a generated model."""
+
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -61,11 +73,14 @@ class Size:
     head_dim: int
     max_position_embeddings: int
     latent: LatentSize = field(default_factory=LatentSize)
-    """Instead of KV heads, in families that have latents."""
+    """Dimensions that replace the KV heads in families with latent attention."""
 
     def with_heads(self, num_heads: int) -> "Size":
-        """The same with other heads: half as many for KV if that is a whole number, and a
-        feed-forward part that so many ranks divide.
+        """Return the size with `num_heads` heads.
+
+        There are half as many KV heads if `num_heads` is even, else equally many. The feed-forward
+        width becomes a multiple of the number of KV heads, so that as many ranks can divide the
+        width.
         """
         if not 1 <= num_heads <= MAX_HEADS:
             raise ConfigError(f"--heads must be from 1 to {MAX_HEADS}, got {num_heads}")
@@ -76,8 +91,9 @@ class Size:
         )
 
     def for_family(self, family: Family) -> "Size":
-        """With windows half as many layers more, so that there are several of each kind and more
-        than two groups.
+        """Return the size for a family; models with windows get half as many layers more.
+
+        So there are several layers of each kind and more than two groups.
         """
         return (
             replace(self, num_layers=self.num_layers * 3 // 2)
@@ -93,7 +109,10 @@ FAMILIES = {
     "window": Family("Gemma3ForCausalLM", "gemma3_text", AttentionKind.WINDOWS, has_qk_norm=True),
 }
 SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096), "middle": Size(16, 1024, 4096, 16, 8, 64, 4096)}
-"""The middle one, of 1 GB, is for measurements on GPUs: its answers are not as sensitive."""
+"""The sizes by name.
+
+"middle", with 1 GB, is for measurements on GPUs; its answers are less sensitive to wrong KV.
+"""
 
 
 def make_config(family: Family, size: Size) -> dict[str, Any]:
@@ -143,7 +162,7 @@ def _window_config(size: Size) -> dict[str, Any]:
         "query_pre_attn_scalar": size.head_dim,
         "sliding_window": WINDOW,
         "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
-        # Fast rotation: where position counts for little, greedy text soon repeats itself.
+        # Fast rotation: if positions matter little, greedy text soon repeats itself.
         "rope_theta": 1000.0,
         "rope_local_base_freq": 300.0,
         "attn_logit_softcapping": None,
@@ -163,46 +182,50 @@ def _latent_config(size: Size) -> dict[str, Any]:
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
         "first_k_dense_replace": size.num_layers,
-        # Only part of a key is rotated, so that part turns faster: where position counts for
-        # little, greedy text soon repeats itself.
+        # Only a part of a key is rotated, so that part rotates faster: if positions matter little,
+        # greedy text soon repeats itself.
         "rope_theta": 500.0,
     }
 
 
-# -------------------- make weights -------------------- The random weights of generated models:
-# scaled so that attention decides the hidden state, and no special token ends a text. Pure.
+# -- weights --
+# Random weights, scaled.
 
 
 @dataclass(frozen=True, slots=True)
 class WeightScales:
-    """How strong each part is: a compromise, since what amplifies a wrong block amplifies rounding
-    errors too.
+    """The strength of each part of the model.
+
+    The values are a compromise, because everything that amplifies a wrong block also amplifies
+    rounding errors.
 
     Measured on 5 models (4 of them, and all prompts, not used to choose the values), 20 to 1,500
-    tokens, 32 greedy tokens, one block replaced: in all layers, 0 of 120 changes went unseen; in
+    tokens, 32 greedy tokens, one block replaced: in all layers, 0 of 120 changes went unnoticed; in
     one layer only, 5 of 480 (33 within the first 16 tokens). transformers in float32 differs by up
     to 8e-5 (12 models, 72 prompts of 300 tokens), in float64 by 1.5e-5. Shares of 0.7 and 1 with
-    logits of 2.5 saw about as much (3 of 480) but float32 was off by up to 1.3e-4. Sharpness 1.5
-    made decoding repeat one token. Those of latents and windows are held to the same by
-    `test_make_model`.
+    logits of 2.5 detected about as much (3 of 480), but float32 was off by up to 1.3e-4. Sharpness
+    1.5 made decoding repeat one token. `test_make_model` holds the models with latents and windows
+    to the same limits.
     """
 
     attention_logits: float = 2.5
     """Standard deviation of a query's scores."""
     attention_share: float = 0.6
-    """What attention adds to the hidden state in a long context, against what is there already.
-    More in a short one.
+    """Size of attention's contribution in a long context, relative to the hidden state.
+
+    In a short context the contribution is larger.
     """
     mlp_share: float = 0.8
-    """The same of the feed-forward part."""
+    """Size of the feed-forward contribution, relative to the hidden state."""
     last_layer: float = 2.0
-    """Factor on both shares in the last layer, which no other amplifies."""
+    """Factor on both shares in the last layer, because no later layer amplifies it."""
     output_logits: float = 2.0
     """Standard deviation of the logits."""
 
     def layer_gains(self, num_layers: int) -> list[tuple[float, float]]:
-        """Output gain of (attention, feed-forward) per layer: the hidden state grows from layer to
-        layer, so they do.
+        """Return the output gains of (attention, feed-forward) per layer.
+
+        The gains grow from layer to layer, as the hidden state does.
         """
         gains = []
         hidden = 1.0
@@ -217,7 +240,9 @@ class WeightScales:
 
 
 def scales_of(family: Family) -> WeightScales:
-    """Norms behind both halves of a layer, and half as many layers more, amplify rounding errors
+    """Return the scales of a family; models with windows have their own.
+
+    Norms after both halves of a layer, and half as many layers more, amplify rounding errors
     further.
     """
     if family.kind is AttentionKind.WINDOWS:
@@ -226,14 +251,17 @@ def scales_of(family: Family) -> WeightScales:
 
 
 LONG_CONTEXT_MEAN = 0.4
-"""Standard deviation of attention's weighted mean of unit values over about 1,500 tokens at
-sharpness 2.5.
+"""Standard deviation of attention's weighted mean of unit values.
+
+The value applies to about 1,500 tokens at sharpness 2.5.
 """
 PRODUCT_DEVIATION = 0.5
-"""About the standard deviation of silu(x) * y for independent unit x and y."""
+"""Approximate standard deviation of silu(x) * y for independent unit x and y."""
 TIED_EMBEDDING = 0.25
-"""Length of embeddings that are output weights too. A token's own embedding in the hidden state
-speaks for itself there: at length 1 greedy text repeats two tokens.
+"""Length of embeddings that are also output weights.
+
+A token's own embedding in the hidden state raises the token's own logit: at length 1, greedy text
+repeats two tokens.
 """
 
 
@@ -266,14 +294,17 @@ def make_tensors(family: Family, size: Size, seed: int) -> Tensors:
     head = _matrix(
         numbers, (VOCAB_SIZE, size.hidden_size), scales.output_logits * size.hidden_size**-0.5
     )
-    # Logit 0 where the likeliest has about 6: no special token ends a greedy text, and one sampled
-    # token in 1,200 ends another (measured at temperature 1); single bytes that would print as
-    # garbage are as rare.
+    # Logit 0 where the most likely token has about 6: no special token ends a greedy text, and one
+    # sampled token in 1,200 ends a sampled text (measured at temperature 1). Single bytes that
+    # would print as garbage are equally rare.
     yield "lm_head.weight", head * _readable(0.0)
 
 
 def _tied_embedding(numbers: np.random.Generator, size: Size) -> Array:
-    """Shorter rows where a token shall not be chosen; the input norm evens that out."""
+    """Return the embedding, with shorter rows for tokens that should not be chosen.
+
+    The input norm evens out the lengths.
+    """
     return _matrix(
         numbers, (VOCAB_SIZE, size.hidden_size), TIED_EMBEDDING * size.hidden_size**-0.5
     ) * _readable(0.25)
@@ -299,8 +330,8 @@ def _layer_tensors(
     else:
         yield from _head_tensors(numbers, family, size, sharpness, gains[0])
     if family.kind is AttentionKind.WINDOWS:
-        # Norms behind both halves set what they add, whatever the context; the weights are counted
-        # from 1.
+        # The norms after both halves set the size of each contribution in every context; weights
+        # count from 1.
         shares = (gains[0] * LONG_CONTEXT_MEAN, gains[1] * PRODUCT_DEVIATION)
         yield "input_layernorm.weight", np.zeros(hidden, np.float32)
         yield "post_attention_layernorm.weight", np.full(hidden, shares[0] - 1, np.float32)
@@ -317,7 +348,7 @@ def _layer_tensors(
 def _head_tensors(
     numbers: np.random.Generator, family: Family, size: Size, sharpness: float, gain: float
 ) -> Tensors:
-    """q and k of standard deviation `sharpness` give scaled products of its square."""
+    """Yield q and k with standard deviation `sharpness`, so scaled products have its square."""
     query_width, kv_width = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
     unit = size.hidden_size**-0.5
     yield (
@@ -342,7 +373,7 @@ def _head_tensors(
 def _latent_tensors(
     numbers: np.random.Generator, size: Size, sharpness: float, gain: float
 ) -> Tensors:
-    """The same by way of latents, which are normalised."""
+    """Yield the tensors of latent attention; the latents are normalised."""
     latent, hidden, heads = size.latent, size.hidden_size, size.num_heads
     unit, inner = hidden**-0.5, latent.kv_lora_rank**-0.5
     yield "self_attn.q_a_proj.weight", _matrix(numbers, (latent.q_lora_rank, hidden), unit)
@@ -375,8 +406,9 @@ def _latent_tensors(
 
 
 def _matrix(numbers: np.random.Generator, shape: tuple[int, int], deviation: float) -> Array:
-    """Uniform numbers: they need no transcendental function, whose last bit differs between
-    machines.
+    """Return uniform random numbers.
+
+    Uniform numbers need no transcendental function, whose last bit differs between machines.
     """
     width = np.sqrt(12.0) * deviation
     return np.asarray((numbers.random(shape) - 0.5) * width, dtype=np.float32)

@@ -1,11 +1,11 @@
-"""A tiny checkpoint from nothing, whose output is sensitive to its KV: one wrong block anywhere
-changes the tokens.
+"""Writes a tiny checkpoint whose output is sensitive to its KV: one wrong block changes the tokens.
 
-A complete Hugging Face folder that transformers and vLLM load too, except that vLLM's kernels take
-no latents as small as those of `mla`. Random weights alone would not do: attention of an untrained
-model is close to a plain mean, so its output barely depends on any one token, and greedy decoding
-soon repeats itself. `make_weights` scales them so that attention decides the hidden state. The same
-seed gives the same bytes on every machine. Writes files; no other effect.
+The result is a complete Hugging Face folder that transformers and vLLM load too, except that vLLM's
+kernels do not support latents as small as those of `mla`. Unscaled random weights would not be
+enough: attention of an untrained model is close to a plain mean, so the output barely depends on
+any single token, and greedy decoding soon repeats itself. `make_model/weights.py` scales the
+weights so that attention decides the hidden state. The same seed gives the same bytes on every
+machine. Writes files; no other effect.
 """
 
 import json
@@ -31,7 +31,7 @@ from kvferry.errors import ConfigError
 __all__ = ["FAMILIES", "SIZES", "make_model"]
 
 MARKER = "kvferry_make_model"
-"""The key in config.json by which a folder is known as one of ours, which may be made anew."""
+"""The key in config.json that marks a generated folder, which may be overwritten."""
 
 
 def make_model(
@@ -42,10 +42,10 @@ def make_model(
     size: str = "tiny",
     heads: int | None = None,
 ) -> None:
-    """Write the checkpoint, over an older one made here if need be. Any other folder that is not
-    empty is refused.
+    """Write the checkpoint; an older generated checkpoint is replaced.
 
-    `heads` is the number of attention heads; None: the size's own.
+    Any other folder that is not empty is refused. `heads` is the number of attention heads; None
+    means the default of the size.
     """
     if family not in FAMILIES:
         raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
@@ -61,7 +61,7 @@ def make_model(
     tensors = dict(make_tensors(FAMILIES[family], shape, seed))
     try:
         _check_directory(directory)
-        # config.json first: a folder left half written is then known as ours.
+        # Write config.json first, so that a partly written folder is recognised as generated here.
         _write(directory / "config.json", _json(config))
         _write(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
         _write(directory / "tokenizer.json", make_tokenizer_json().encode())
@@ -73,8 +73,8 @@ def make_model(
 
 def _check_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # Hidden files may be those of another process that is just making the same model, or was killed
-    # doing so.
+    # Hidden files may belong to another process that is generating the same model, or that was
+    # killed while doing so.
     if all(path.name.startswith(".") for path in directory.iterdir()):
         return
     path = directory / "config.json"
@@ -85,7 +85,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All or nothing, so that an engine that starts meanwhile never reads half a file."""
+    """Write the file atomically, so that a starting engine never reads half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

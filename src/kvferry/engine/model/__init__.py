@@ -1,1 +1,1 @@
-"""model."""
+"""The model of the embedded engine: configuration, weights, forward pass and sampling."""

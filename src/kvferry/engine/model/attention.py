@@ -1,4 +1,7 @@
-"""Rotary positions: the table of cosines and sines, and the rotation. Pure."""
+"""Attention of one tensor-parallel rank: rotary positions, projections, scores over the cache.
+
+Pure, except that `attend` reads the cache.
+"""
 
 import math
 from dataclasses import dataclass
@@ -21,26 +24,27 @@ __all__ = ["RotaryTable", "attend", "make_rotary_table", "merge_heads", "project
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryTable:
-    """cos and sin of every position, [positions, head_dim / 2]."""
+    """The cosine and sine of every position, [positions, head_dim / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> "RotaryTable":
-        """The rows of these positions, shaped to broadcast over heads."""
+        """Return the rows of `positions`, shaped to broadcast over heads."""
         return RotaryTable(self.cos[positions, None], self.sin[positions, None])
 
     def on(self, device: torch.device) -> "RotaryTable":
         return RotaryTable(self.cos.to(device), self.sin.to(device))
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim /
-        2.
+        """Rotate `heads`, [tokens, heads, head_dim].
+
+        Dimension i pairs with dimension i + head_dim / 2.
         """
         return torch.cat(self._rotated(*heads.chunk(2, dim=-1)), dim=-1)
 
     def rotate_interleaved(self, heads: torch.Tensor) -> torch.Tensor:
-        """The same where dimension 2i turns with dimension 2i + 1."""
+        """Rotate as `rotate` does, but dimension 2i pairs with dimension 2i + 1."""
         return torch.stack(self._rotated(heads[..., 0::2], heads[..., 1::2]), dim=-1).flatten(-2)
 
     def _rotated(
@@ -52,8 +56,11 @@ class RotaryTable:
 def make_rotary_table(
     rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype
 ) -> RotaryTable:
-    """Angles are made in float32 even when arithmetic is wider: exact ones would differ by up to
-    1e-4 at far positions from those the checkpoint was trained and is served with elsewhere.
+    """Return the table of `positions` positions.
+
+    Angles are computed in float32 even when the arithmetic is wider: exact angles would differ at
+    far positions by up to 1e-4 from the angles with which the checkpoint was trained and other
+    engines serve it.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -67,10 +74,10 @@ def make_rotary_table(
 
 
 def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Short wavelengths stay, long ones are stretched by `factor`, between the two it blends.
+    """Keep short wavelengths, stretch long wavelengths by `factor`, and blend in between.
 
-    turns = how often a frequency turns within the first training context:
-        turns > high_freq_factor          as it is
+    turns = number of rotations of a frequency within the original training context:
+        turns > high_freq_factor          unchanged
         turns < low_freq_factor           divided by factor
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -79,12 +86,13 @@ def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     return blend * frequencies + (1 - blend) * frequencies / scaling.factor
 
 
-# -------------------- projection -------------------- From a layer's input to queries and what is
-# cached of each token, and from attention's result to the output projection's input.
+# -- projection --
+# From a layer's input to queries and cache content, and from the attention result to the input of
+# the output projection.
 #
-# Latent attention never builds K and V: the query is turned into the latent's space instead (`keys`
-# absorbed), and the weighted mean of latents into the head's values afterwards (`values` absorbed).
-# Then all heads attend to one shared vector per token. Pure.
+# Latent attention never builds K and V. The query is projected into the latent space instead
+# (`keys` absorbed), and the weighted mean of the latents is projected to the head's values
+# afterwards (`values` absorbed). So all heads attend to one shared vector per token.
 
 
 def project(
@@ -93,8 +101,9 @@ def project(
     inputs: torch.Tensor,
     rotary: RotaryTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(queries, [rows, heads, key width]; content of the cache, [rows, kv_heads, width]), both
-    rotated, of this rank's heads.
+    """Return queries and cache content of this rank's heads, both rotated.
+
+    The queries are [rows, heads, key width], the cache content is [rows, kv_heads, width].
     """
     if isinstance(weights, HeadWeights):
         return _project_heads(weights, shape, inputs, rotary)
@@ -103,8 +112,9 @@ def project(
 
 
 def merge_heads(weights: HeadWeights | LatentWeights, attended: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, value width of the cache] -> [rows, this rank's columns of the output
-    projection]
+    """Return the input of the output projection, [rows, this rank's columns].
+
+    `attended` is [rows, heads, value width of the cache].
     """
     if isinstance(weights, LatentWeights):
         attended = torch.einsum("rhl,hvl->rhv", attended, weights.values)
@@ -133,6 +143,8 @@ def _project_latent(
         .unflatten(1, (-1, latent.query_dim))
         .split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
     )
+    # Absorb the key projection into the query: one product per query instead of one per cached
+    # token.
     in_latent_space = torch.einsum("rhn,hnl->rhl", plain, weights.keys)
     queries = torch.cat((in_latent_space, rotary.rotate_interleaved(rotated)), dim=-1)
     compressed, key = (
@@ -141,29 +153,30 @@ def _project_latent(
     return queries, torch.cat((weights.norm(compressed), rotary.rotate_interleaved(key)), dim=-1)
 
 
-# -------------------- attention --------------------
-# Attention of a step's queries over the paged cache, K and V always as stored there.
+# -- attention --
+# Attention of a step's queries over the paged cache, with K and V as the cache stores them.
+# Attention reads the values back that the step has just written, instead of using the unrounded
+# values. So a token's result is the same whether its context was computed in this step, in an
+# earlier step or by another engine.
 #
-# Reading back what was just written, instead of using the unrounded values, makes a token's result
-# the same whether its context was computed in this step, an earlier one or another engine. Pure but
-# for reading the cache.
-#
-# Slots that a query does not see (before its window, after its last token, of an earlier owner) are
-# set to 0, because a NaN or an infinity there would survive its weight of 0; blocks that no query
-# sees are not read at all.
+# Slots that a query must not see (before its window, after its last token, or written by an earlier
+# owner of the block) are set to 0, because a NaN or an infinity would survive a weight of 0. Blocks
+# that no query sees are not read at all.
 
 
 QUERY_TILE_ROWS = 128
-"""Rows of a prefill that attend at once: keys that none of them sees are skipped, and their scores
-stay small.
+"""Number of prefill rows that attend at once.
+
+Keys that none of these rows sees are skipped, and the matrix of scores stays small.
 """
 
 
 def attend(
     queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`queries` is [rows, heads, key width]; the result is [rows, heads, value width], in `dtype`.
-    `scale` is for the scores.
+    """Return the attention result, [rows, heads, value width], in `dtype`.
+
+    `queries` is [rows, heads, key width]; `scale` multiplies the scores.
     """
     scaled = queries.to(dtype) * scale
     result = scaled.new_empty((*queries.shape[:2], cache.value_width))
@@ -194,7 +207,7 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
     ]
     keys, values = cache.keys_and_values(context)
     kv_heads, group = len(keys), queries.shape[1] // len(keys)
-    # [kv_heads, rows * group, width]: all queries that share a KV head are one matrix.
+    # [kv_heads, rows * group, width]: all queries that share a KV head form one matrix.
     grouped = queries.view(part.num_rows, kv_heads, group, -1).transpose(0, 1).flatten(1, 2)
     result = queries.new_empty((kv_heads, part.num_rows * group, cache.value_width))
     own = part.first_row_slot - part.first_slot
@@ -211,13 +224,15 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
 
 
 def _hide(scores: torch.Tensor, own: int, group: int, window: int | None) -> None:
-    """`scores` is [kv_heads, rows * group, keys]: row i stands at key `own + i` and sees that and
-    the window before it.
+    """Set the scores of invisible keys to minus infinity.
+
+    `scores` is [kv_heads, rows * group, keys]. Row i is at key `own + i` and sees that key and the
+    window before it.
     """
     num_rows, num_keys = scores.shape[1] // group, scores.shape[2]
     at = torch.arange(own, own + num_rows, device=scores.device).repeat_interleave(group)[:, None]
     if window is None:
-        # All rows see what is before the first.
+        # Every row sees all keys before the first row's key, so only the keys after it need a mask.
         scores[:, :, own:].masked_fill_(
             torch.arange(own, num_keys, device=scores.device) > at, -torch.inf
         )

@@ -1,7 +1,8 @@
-"""The tensors of a Hugging Face folder: where each lies, its shape, and parts of it on demand.
+"""The weight files of a Hugging Face folder: location and shape of each tensor, and reads of parts.
 
-One `model.safetensors`, or the shards that `model.safetensors.index.json` names. Headers are read
-and checked once; nothing a file says is trusted before that. Reads files; holds none open.
+The folder has one `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+Headers are read and checked once; nothing from a file is trusted before the check. Reads files;
+keeps no file open.
 """
 
 import json
@@ -31,13 +32,15 @@ SAMPLES = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """One tensor of a weight file, as described by the checked header."""
+
     path: Path
     name: str
     dtype: str
-    """As safetensors spells it: `F32`."""
+    """The format in the spelling of safetensors, such as `F32`."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -46,6 +49,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """All tensors of a checkpoint, by name."""
+
     tensors: dict[str, StoredTensor]
 
     @property
@@ -55,8 +60,9 @@ class Checkpoint:
     def read(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> torch.Tensor:
-        """A copy of part of a tensor; `columns` only for matrices. Only these bytes are read from
-        disk.
+        """Return a copy of a part of a tensor; only the bytes of this part are read from disk.
+
+        `columns` applies to matrices only.
         """
         stored = self.tensors[name]
         try:
@@ -70,11 +76,11 @@ class Checkpoint:
         return part
 
     def digest(self) -> str:
-        """Hash of every tensor's name, format, shape and bytes: of all bytes up to 1 MiB, beyond
-        that of 16 evenly spaced samples of 4 KiB.
+        """Return a hash of every tensor's name, format, shape and bytes.
 
-        Another revision changes nearly every weight, so it differs; resharding the same weights
-        does not change it.
+        Of tensors up to 1 MiB all bytes are hashed, of larger tensors 16 evenly spaced samples of 4
+        KiB. Another revision changes nearly every weight and therefore the digest; resharding the
+        same weights does not change the digest.
         """
         digest = blake2b(digest_size=16)
         for name in sorted(self.tensors):
@@ -88,8 +94,9 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read every header. ConfigError names the file or tensor that is missing, damaged or not
-    supported.
+    """Read every header of the checkpoint in `directory`.
+
+    Raises ConfigError for a file or tensor that is missing, damaged or unsupported.
     """
     index = directory / "model.safetensors.index.json"
     tensors: dict[str, StoredTensor] = {}
@@ -112,7 +119,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(placed, dict) or not placed:
         raise ConfigError(f"{index}: weight_map must be an object from tensor names to file names")
     for shard in placed.values():
-        # A shard is a plain file name, so that an index cannot point outside its folder.
+        # A shard must be a plain file name, so that an index cannot point outside its folder.
         if (
             not isinstance(shard, str)
             or Path(shard).name != shard
@@ -173,27 +180,28 @@ def _stored_tensor(
 
 
 def _samples(size_bytes: int) -> list[tuple[int, int]]:
-    """(start, length) of the bytes that are hashed."""
+    """Return (start, length) of the byte ranges that are hashed."""
     if size_bytes <= WHOLE_TENSOR_BYTES:
         return [(0, size_bytes)]
     last = size_bytes - SAMPLE_BYTES
     return [(last * sample // (SAMPLES - 1), SAMPLE_BYTES) for sample in range(SAMPLES)]
 
 
-# -------------------- tensor shapes --------------------
-# Which tensors a checkpoint must hold, and their shapes, as its config.json says. Pure.
+# -- tensor shapes --
+# The tensors that a checkpoint must contain according to its config.json, with their shapes.
 
 
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)
-"""Old Llama files carry the rotary frequencies, which follow from the configuration."""
+"""Tensors that may be present but are not read.
+
+Old Llama files contain the rotary frequencies, which follow from the configuration.
+"""
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """ConfigError names the first tensor that is missing, has another shape or has no place in the
-    model.
-    """
+    """Raise ConfigError for the first missing, misshapen or unexpected tensor."""
     expected = dict(_expected_shapes(config))
     for name, shape in expected.items():
         stored = checkpoint.tensors.get(name)

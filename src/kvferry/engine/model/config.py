@@ -1,5 +1,10 @@
-"""Typed access to the JSON files of a checkpoint; every complaint is a ConfigError that names file
-and key. Reads files; otherwise pure.
+"""The configuration of a model, read from a Hugging Face config.json and checked once.
+
+Supported are decoders with dense feed-forward layers and rotary positions. Llama, Mistral, Qwen2
+and Qwen3 have the Llama shape; Gemma 3 (text) alternates windows; DeepSeek-V2 without experts has
+latent attention. A file that needs different arithmetic is refused.
+
+Every error is a ConfigError that names the file and the key. Reads two small files; otherwise pure.
 """
 
 import json
@@ -45,7 +50,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """One JSON object of a file. `null` counts as left out, except for `has`."""
+    """One JSON object of a file, with typed access; `null` counts as absent, except for `has`."""
 
     path: Path
     values: Mapping[str, Any]
@@ -94,11 +99,11 @@ class ConfigKeys:
         return ConfigKeys(self.path, value)
 
 
-# -------------------- layer kinds -------------------- What may differ from layer to layer: how far
-# back attention looks, and the rotation of positions. Pure.
-#
-# Windows are read as transformers reads them, whose defaults differ by family. Where a file says
-# two things, or says something that transformers ignores and other engines do not, it is refused.
+# -- layers --
+# The properties that may differ from layer to layer: the attention window and the rotation of
+# positions. Windows are read as transformers reads them, with defaults that differ by family. A
+# file is refused if it contradicts itself, or if it has a setting that transformers ignores and
+# other engines apply.
 
 
 GEMMA = "Gemma3ForCausalLM"
@@ -112,8 +117,9 @@ DEFAULT_GEMMA_PATTERN = 6
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Frequencies are divided by `factor` where the wavelength is long against the context the
-    model was first trained on.
+    """Divides frequencies by `factor` where the wavelength is long.
+
+    Long is relative to the context with which the model was first trained.
     """
 
     factor: float
@@ -124,26 +130,30 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All frequencies are divided by `factor`."""
+    """Divides all frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """The rotary base and the scaling of frequencies."""
+
     theta: float
     scaling: Llama3Scaling | LinearScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
+    """The properties of one layer."""
+
     rope: RopeConfig
     window: int | None = None
-    """Token i sees tokens i - window + 1 to i; None: all up to i."""
+    """Token i sees the tokens i - window + 1 to i; None means all tokens up to i."""
 
 
 def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...]:
-    """One kind per layer. A window that no position can outgrow is none."""
+    """Return one configuration per layer; a window over all positions counts as none."""
     is_sliding = _sliding_layers(config, architecture)
     window = None
     if any(is_sliding):
@@ -183,7 +193,7 @@ def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
 
 
 def _qwen_layers(config: ConfigKeys, named: list[bool] | None, num_layers: int) -> list[bool]:
-    """Qwen files carry a window even when no layer uses it."""
+    """Return which layers slide; Qwen files contain a window even when no layer uses the window."""
     is_used = config.flag("use_sliding_window") and (
         not config.has("sliding_window") or config.get("sliding_window") is not None
     )
@@ -199,7 +209,7 @@ def _qwen_layers(config: ConfigKeys, named: list[bool] | None, num_layers: int) 
 
 
 def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
-    """Whether each layer is named as one with a window; None where the file does not name them."""
+    """Return whether each layer is named as sliding, or None if the file names no layer types."""
     names = config.get("layer_types")
     if names is None:
         return None
@@ -218,7 +228,10 @@ def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
 
 
 def _rope(config: ConfigKeys) -> RopeConfig:
-    """Old files have rope_theta beside rope_scaling, new ones both in rope_parameters."""
+    """Return the rotation.
+
+    Old files have rope_theta and rope_scaling, new files have both in rope_parameters.
+    """
     section = (
         config.section("rope_parameters")
         or config.section("rope_scaling")
@@ -234,8 +247,10 @@ def _rope(config: ConfigKeys) -> RopeConfig:
 
 
 def _gemma_ropes(config: ConfigKeys) -> tuple[RopeConfig, RopeConfig]:
-    """Of full and of sliding layers. Old files have rope_local_base_freq for the latter; scaling is
-    for the former.
+    """Return the rotations of full and of sliding layers.
+
+    Old files have rope_local_base_freq for sliding layers; their rope_scaling applies to full
+    layers only.
     """
     parameters = config.section("rope_parameters")
     nothing = ConfigKeys(config.path, {})
@@ -277,13 +292,8 @@ def _rope_of(config: ConfigKeys, section: ConfigKeys, theta: float) -> RopeConfi
     return RopeConfig(theta, scaling)
 
 
-# -------------------- model config --------------------
-# What a checkpoint is, read from the config.json of a Hugging Face folder and checked once.
-#
-# Supported: decoders with dense feed-forward layers and rotary positions. Of the Llama shape:
-# Llama, Mistral, Qwen2, Qwen3; with alternating windows: Gemma 3 (text); with latent attention:
-# DeepSeek-V2 without experts. Whatever would need other arithmetic is refused with a ConfigError
-# that names the key. Reads two small files; otherwise pure.
+# -- model --
+# The whole model.
 
 
 DEEPSEEK = "DeepseekV2ForCausalLM"
@@ -300,10 +310,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Latent attention (MLA): what is cached of a token is one vector, from which each head makes
-    its own K and V.
+    """The dimensions of latent attention (MLA).
 
-    cached   | kv_lora_rank: normalised latent | qk_rope_head_dim: rotated key, shared by all heads |
+    One vector per token is cached, and each head derives its own K and V from the vector.
+
+        cached   | kv_lora_rank: normalised latent | qk_rope_head_dim: rotated key of all heads |
     """
 
     kv_lora_rank: int
@@ -311,7 +322,7 @@ class LatentShape:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
-    """Queries are made by way of so many dimensions; None: directly."""
+    """Dimension of the query latent; None means that queries are projected directly."""
 
     @property
     def query_dim(self) -> int:
@@ -324,16 +335,18 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
+    """The dimensions of attention."""
+
     num_heads: int
     num_kv_heads: int
-    """Of the cache; 1 with latent attention, whose vector serves all heads."""
+    """KV heads in the cache; 1 with latent attention, because all heads share the cached vector."""
     head_dim: int
-    """Of a cached key; the whole vector's with latent attention."""
+    """Dimension of a cached key; with latent attention the dimension of the whole cached vector."""
     scale: float
     """Factor on the product of query and key."""
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
-    """With latent attention: of the projections down."""
+    """Whether q, k and v have biases; with latent attention, the down projections."""
     has_output_bias: bool = False
     latent: LatentShape | None = None
 
@@ -344,10 +357,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """The checked configuration of one checkpoint."""
+
     directory: Path
     architecture: str
     dtype: str
-    """Of the checkpoint, as torch spells it: `float32`, `bfloat16` or `float16`."""
+    """Format of the checkpoint in torch's spelling: `float32`, `bfloat16` or `float16`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -357,7 +372,7 @@ class ModelConfig:
     max_position_embeddings: int
     has_tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    """From config.json and generation_config.json; any of them ends a sequence."""
+    """Token ids that end a sequence, from config.json and generation_config.json."""
 
     @property
     def num_layers(self) -> int:
@@ -365,17 +380,19 @@ class ModelConfig:
 
     @property
     def is_gemma(self) -> bool:
-        """Embeddings are scaled, norms count their weights from 1 and stand behind both halves of a
-        layer too, GELU instead of SiLU.
+        """True for Gemma 3, which differs from Llama in several operations.
+
+        Embeddings are scaled, norms add 1 to their weights, both halves of a layer also end with a
+        norm, and GELU replaces SiLU.
         """
         return self.architecture == GEMMA
 
     def layer_name(self, layer: int) -> str:
-        """The name of a layer's cache, the same in every engine."""
+        """Return the name of a layer's cache, which is the same in every engine."""
         return f"model.layers.{layer}.self_attn"
 
     def max_model_len(self, requested: int) -> int:
-        """The limit on prompt and output together; `requested` 0 means the checkpoint's own."""
+        """Return the limit on prompt and output together; 0 requests the checkpoint's own limit."""
         if requested > self.max_position_embeddings:
             limit = self.max_position_embeddings
             raise ConfigError(
@@ -385,8 +402,10 @@ class ModelConfig:
         return requested or self.max_position_embeddings
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """ConfigError unless every rank gets the same whole number of query heads and columns, and
-        the same number of KV heads.
+        """Raise ConfigError unless all ranks get equal shares.
+
+        Every rank needs the same whole number of query heads and columns, and the same number of KV
+        heads.
         """
         for key, value in {
             "num_attention_heads": self.attention.num_heads,
@@ -406,7 +425,7 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """The checked configuration of the checkpoint in `directory`."""
+    """Return the checked configuration of the checkpoint in `directory`."""
     config = ConfigKeys(directory / "config.json", read_json_object(directory / "config.json"))
     architecture = _architecture(config)
     _refuse_unsupported(config, architecture)
@@ -493,7 +512,7 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
             "num_key_value_heads",
             f"must divide the {num_heads} attention heads, got {num_kv_heads}",
         )
-    # Files of some families may leave head_dim out, whatever hidden_size / heads gives.
+    # Files of some families may omit head_dim although it differs from hidden_size / heads.
     usual = {"Qwen3ForCausalLM": 128, GEMMA: 256}.get(
         architecture, max(config.count("hidden_size") // num_heads, 1)
     )
@@ -545,7 +564,7 @@ def _latent_attention(config: ConfigKeys) -> AttentionShape:
 
 
 def _query_rank(config: ConfigKeys) -> int | None:
-    """Left out, it is that of the large model; null means none."""
+    """Return q_lora_rank; an absent key means the large model's value, null means None."""
     is_null = config.has("q_lora_rank") and config.get("q_lora_rank") is None
     return None if is_null else config.count("q_lora_rank", 1536)
 

@@ -1,7 +1,6 @@
-"""The device of one tensor-parallel rank: found, checked and measured at the start, given back at
-the end.
+"""The device of one tensor-parallel rank: opened and measured at start, trimmed at the end.
 
-CUDA is first touched in `open_device`, so that only processes that compute have a context. One
+CUDA is first touched in `open_device`, so that only processes that compute have a CUDA context. One
 thread of a worker process makes every call.
 """
 
@@ -21,25 +20,28 @@ __all__ = ["CPU", "RankDevice", "open_device", "to_device"]
 _log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 256 * 1024 * 1024
-"""Of the KV cache on CPUs, where nobody says how much of the machine's memory is the engine's."""
+"""Size of the KV cache on CPUs, because no option gives the engine's share of the host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
+    """The device that one rank computes on."""
+
     torch_device: torch.device
     num_sharing: int = 1
-    """Ranks of this engine that compute on it, this one among them."""
+    """Number of ranks of this engine that compute on the device, including this rank."""
     has_own_gpus: bool = False
-    """Whether every rank of this engine has a GPU for itself: only then can NCCL join them."""
+    """True if every rank of this engine has its own GPU; NCCL can join the ranks only then."""
 
     @property
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
 
     def cache_bytes(self, utilization: float) -> int:
-        """How large the KV cache may be, once the weights of all ranks are there. On GPUs: this
-        rank's share of what is left of `utilization` of the memory, whoever uses the rest.
-        ConfigError when nothing is left.
+        """Return the largest size of the KV cache, once all ranks have loaded their weights.
+
+        On a GPU, the size is this rank's share of the memory that `utilization` leaves after the
+        use of all processes. Raises ConfigError when no memory is left.
         """
         if not self.is_cuda:
             return CPU_CACHE_BYTES
@@ -56,7 +58,7 @@ class RankDevice:
 
     @contextmanager
     def room_for(self, what: str) -> Iterator[None]:
-        """ConfigError when the device has no memory for it."""
+        """Raise ConfigError when the device has too little memory for `what`."""
         try:
             yield
         except torch.cuda.OutOfMemoryError:
@@ -69,14 +71,12 @@ class RankDevice:
 
     @property
     def held_bytes(self) -> int:
-        """What torch has of the device's memory for this process, in use or kept for later; 0 where
-        it is the CPU.
-        """
+        """Device memory reserved by torch for this process, in use or cached; 0 on the CPU."""
         return torch.cuda.memory_reserved(self.torch_device) if self.is_cuda else 0
 
     @property
     def used_bytes(self) -> int:
-        """What all processes together use of the device; 0 where it is the CPU."""
+        """Device memory that all processes together use; 0 on the CPU."""
         if not self.is_cuda:
             return 0
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -84,13 +84,13 @@ class RankDevice:
 
     @property
     def spare_bytes(self) -> int:
-        """What of it is not in use."""
+        """Device memory that torch has reserved but does not use."""
         return (
             self.held_bytes - torch.cuda.memory_allocated(self.torch_device) if self.is_cuda else 0
         )
 
     def trim(self) -> None:
-        """Give back what is not in use. Waits for the device."""
+        """Return unused memory to the device; waits for the device."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
@@ -99,8 +99,9 @@ CPU = RankDevice(torch.device("cpu"))
 
 
 def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
-    """The device of this rank, made current for this thread. ConfigError when it is not there or
-    does not work.
+    """Return the device of this rank and make it current for this thread.
+
+    Raises ConfigError when the device does not exist or does not work.
     """
     first = first_gpu(device)
     if first is None:
@@ -115,7 +116,8 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
     try:
         torch.cuda.set_device(found)
         torch.zeros(1, device=found).add_(1).item()
-    # all that CUDA raises: a GPU that is lent to another, broken, or too old for this torch
+    # RuntimeError covers everything that CUDA raises: the GPU is reserved by another process,
+    # broken, or too old for this torch.
     except RuntimeError as error:
         raise ConfigError(
             f"--device {device}: {found} cannot be used: {_first_line(error)}"
@@ -132,8 +134,9 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the
-    order of the current stream.
+    """Copy a small host tensor to the device without waiting.
+
+    The copy uses pinned memory and keeps the order of the current stream.
     """
     if device.type == "cpu" or not tensor.numel():
         return tensor.to(device)

@@ -1,15 +1,17 @@
-"""The tokens of one step as flat tensors, and how they are arranged for attention.
+"""The tokens of one step as flat tensors, and the plan of their attention.
 
-Tokens of all sequences lie one after the other:
+The tokens of all sequences are concatenated:
 
     slices   |   a (prefill, 5)   | b (1) | c (1) |  d (prefill, 3) |
     row        0   1   2   3   4     5       6       7    8    9
 
-A sequence with one new token is attended to together with others of like length (`DecodeTile`), any
-other by itself (`PrefillRange`). Each KV-cache group has block tables and therefore plans of its
-own; those of a group with a window begin at the first block it looks at. Pure: slices in, tensors
-out. They are made on the CPU, number by number, and then moved to the device as they are
-(`FlatBatch.on`).
+Sequences with one new token attend together with sequences of similar length (`DecodeTile`); every
+other sequence attends by itself (`PrefillRange`). Each KV-cache group has its own block tables and
+therefore its own plans; the tables of a group with a window begin at the first block that the group
+attends to.
+
+Pure: slices in, tensors out. The tensors are built on the CPU and then moved to the device as a
+whole (`FlatBatch.on`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,24 +35,23 @@ __all__ = [
 ]
 
 DECODE_TILE_TOKENS = 4096
-"""Bound on the padded context tokens gathered at once, so that a tile's K and V stay small enough
-for the processor's caches.
-"""
+"""Bound on the padded context tokens of a tile, so that K and V fit into the CPU caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeTile:
-    """Sequences with one query each."""
+    """Sequences with one query each that attend together."""
 
     rows: torch.Tensor
-    """[sequences]: where their queries are."""
+    """[sequences]: the rows of the queries."""
     block_tables: torch.Tensor
-    """[sequences, blocks], shorter ones padded with a block of their own."""
+    """[sequences, blocks]: block ids; short tables are padded with a block of their own."""
     hidden: torch.Tensor
-    """[sequences, blocks * block_size]: slots that the query does not see."""
+    """[sequences, blocks * block_size]: True for slots that the query must not see."""
     stale: tuple[torch.Tensor, torch.Tensor]
-    """(sequence, slot) of those of them that may hold anything: all but padding with a block that
-    the query sees as a whole.
+    """(sequence, slot) of the hidden slots that may contain arbitrary bytes.
+
+    These are all hidden slots except padding with a block that the query sees completely.
     """
 
     def on(self, device: torch.device) -> "DecodeTile":
@@ -65,16 +66,14 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillRange:
-    """One sequence's rows [first_row, first_row + num_rows), next to each other in the cache
-    too.
-    """
+    """The rows [first_row, first_row + num_rows) of one sequence, also adjacent in the cache."""
 
     first_row: int
     num_rows: int
     block_table: torch.Tensor
-    """[1, blocks]"""
+    """[1, blocks]: block ids from the first visible block on."""
     first_slot: int
-    """Within these blocks: the first slot that any row sees."""
+    """The first slot within these blocks that any row sees."""
     first_row_slot: int
     """The slot of the first row."""
     window: int | None
@@ -85,6 +84,8 @@ class PrefillRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
+    """How the rows of a batch attend in one group."""
+
     decodes: tuple[DecodeTile, ...] = ()
     prefills: tuple[PrefillRange, ...] = ()
 
@@ -97,12 +98,14 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
+    """The part of a batch that is specific to one KV-cache group."""
+
     blocks: torch.Tensor
-    """With `FlatBatch.offsets`: the cache slot of each row."""
+    """The block of each row; `FlatBatch.offsets` has the slot within the block."""
     plan: AttentionPlan
     """How each row attends."""
     sampled_plan: AttentionPlan
-    """How the sampled rows alone attend, numbered from 0: all the last layer has to do."""
+    """How only the sampled rows attend, numbered from 0; the last layer needs no other rows."""
 
     def on(self, device: torch.device) -> "GroupBatch":
         plan = self.plan.on(device)
@@ -112,16 +115,18 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
+    """The tokens of one step."""
+
     token_ids: torch.Tensor
     positions: torch.Tensor
     offsets: torch.Tensor
-    """Of each row within its block."""
+    """The slot of each row within its block."""
     groups: tuple[GroupBatch, ...]
     sampled_rows: torch.Tensor
     """The last row of each slice that has `sampling`."""
 
     def on(self, device: torch.device) -> "FlatBatch":
-        """The same on the device; itself where that is the CPU."""
+        """Return the batch on `device`; on the CPU, return the batch itself."""
         if device.type == "cpu":
             return self
         return FlatBatch(
@@ -140,8 +145,8 @@ def make_flat_batch(
     num_blocks: int,
     vocab_size: int,
 ) -> FlatBatch:
-    # Lists, not a tensor per slice: most slices of most steps hold one token, and a tensor costs as
-    # much as a hundred numbers.
+    # Use lists, not a tensor per slice: most slices of most steps hold one token, and a tensor
+    # costs as much as a hundred numbers.
     token_ids: list[int] = []
     positions: list[int] = []
     sampled_rows: list[int] = []
@@ -170,7 +175,7 @@ def _check(
     num_blocks: int,
     vocab_size: int,
 ) -> None:
-    """A slice that does not fit would read or write another sequence's memory."""
+    """Raise LocalProtocolError for a slice that would read or write another sequence's memory."""
     length = part.start + len(part.token_ids)
     problem = None
     if not part.token_ids or part.start < 0:
@@ -217,7 +222,7 @@ def _table_problem(
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """One row that sees slots [first, end) of these blocks."""
+    """One row, which sees the slots [first, end) of `block_ids`."""
 
     row: int
     first: int
@@ -227,7 +232,7 @@ class _Query:
 
 @dataclass(slots=True)
 class _GroupPart:
-    """What one group makes of the slices, in their order."""
+    """Collects the part of the batch for one group, slice by slice."""
 
     group: KVCacheGroup
     block_size: int
@@ -261,7 +266,7 @@ class _GroupPart:
 
     def batch(self) -> GroupBatch:
         plan = AttentionPlan(_decode_tiles(self.decodes, self.block_size), tuple(self.prefills))
-        # Most steps only decode: then all rows are sampled.
+        # Most steps only decode, and then all rows are sampled.
         is_same = not self.prefills and self.sampled == self.decodes
         sampled_plan = (
             plan if is_same else AttentionPlan(_decode_tiles(self.sampled, self.block_size))
@@ -269,7 +274,7 @@ class _GroupPart:
         return GroupBatch(torch.tensor(self.blocks), plan, sampled_plan)
 
     def _query(self, row: int, length: int, block_ids: tuple[int, ...]) -> _Query:
-        """Of the token before `length`."""
+        """Return the query of the token at position `length` - 1."""
         first = self.group.first_visible_token(length - 1)
         base = first // self.block_size
         start = base * self.block_size
@@ -285,7 +290,7 @@ def _decode_tiles(queries: Sequence[_Query], block_size: int) -> tuple[DecodeTil
 
 
 def _tiles_of_like_length(queries: Sequence[_Query], block_size: int) -> Iterator[list[_Query]]:
-    """Longest first, so that the first of a tile sets its width."""
+    """Split queries into tiles, longest first, so that the first query of a tile sets its width."""
     tile: list[_Query] = []
     for query in sorted(queries, key=lambda query: -query.end):
         if tile and (len(tile) + 1) * len(tile[0].block_ids) * block_size > DECODE_TILE_TOKENS:
@@ -326,8 +331,9 @@ def _decode_tile(tile: list[_Query], block_size: int) -> DecodeTile:
 
 
 def _padding(query: _Query, block_size: int) -> int | None:
-    """A block that the query sees as a whole, so that what is read twice is its own; None if there
-    is none.
+    """Return a block that the query sees completely, or None if there is no such block.
+
+    As padding, the block is read twice, but it holds valid data of the same sequence.
     """
     index = 0 if query.first == 0 else 1
     return query.block_ids[index] if query.end >= (index + 1) * block_size else None

@@ -1,8 +1,10 @@
-"""Choosing the next token from logits. Pure: equal logits, parameters, seed and index give equal
-tokens, whatever else is in the batch.
+"""Sampling: chooses the next token from logits.
 
-Order, as in vLLM: log-probabilities are taken of the raw logits; then banned tokens go, temperature
-divides, top-k cuts, top-p cuts, one uniform number chooses.
+Pure: equal logits, parameters, seed and index give equal tokens, regardless of the rest of the
+batch.
+
+The order is vLLM's: log-probabilities are computed from the raw logits; then banned tokens are
+removed, temperature divides, top-k cuts, top-p cuts, and one uniform number chooses.
 """
 
 import struct
@@ -22,7 +24,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 
 
 def choose_tokens(logits: Logits, slices: Sequence[SequenceSlice]) -> dict[str, SampledToken]:
-    """One token per row of `logits`, by request id."""
+    """Return one token per row of `logits`, by request id."""
     chosen = {}
     for row, part in zip(logits, slices, strict=True):
         assert part.sampling is not None, part.request_id
@@ -34,7 +36,7 @@ def choose_tokens(logits: Logits, slices: Sequence[SequenceSlice]) -> dict[str, 
 def choose(
     logits: Logits, sampling: SamplingParams, banned_token_ids: Sequence[int], draw: float
 ) -> SampledToken:
-    """`logits` is one row; `draw` is in [0, 1)."""
+    """Choose a token; `logits` is one row and `draw` is in [0, 1)."""
     allowed = _without(logits, banned_token_ids)
     token = int(np.argmax(allowed))
     if sampling.temperature >= GREEDY_BELOW_TEMPERATURE:
@@ -46,16 +48,17 @@ def choose(
 
 
 def uniform(seed: int, index: int) -> float:
-    """Number `index` of the random stream `seed`, in [0, 1): any index without the ones before
-    it.
+    """Return number `index` of the random stream `seed`, in [0, 1).
+
+    Earlier numbers need not be computed.
     """
     digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), index), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _without(logits: Logits, banned_token_ids: Sequence[int]) -> Logits:
-    # Clients name stop tokens, so ids beyond the vocabulary come here; they cannot be chosen
-    # anyway.
+    # Clients name stop tokens, so the list may contain ids outside the vocabulary; such ids cannot
+    # be sampled anyway.
     banned = [token for token in banned_token_ids if 0 <= token < len(logits)]
     if not banned:
         return logits
@@ -65,8 +68,10 @@ def _without(logits: Logits, banned_token_ids: Sequence[int]) -> Logits:
 
 
 def _draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
-    """Walk the cumulative probabilities in order of token id: near ties then move a boundary by a
-    hair, not by a whole token.
+    """Choose a token by walking the cumulative probabilities in order of token id.
+
+    With this order, a rounding difference moves a boundary slightly instead of exchanging two
+    tokens.
     """
     scaled = (logits - logits.max()) / sampling.temperature
     is_kept = np.isfinite(scaled)
@@ -78,14 +83,14 @@ def _draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
     cumulative = np.cumsum(weights)
     if not 0.0 < cumulative[-1] < np.inf:
         return int(np.argmax(logits))
-    # The first token whose cumulative weight passes the mark has weight > 0; rounding must not push
-    # the mark to the very end.
+    # The first token whose cumulative weight exceeds the mark has a weight above 0. Rounding must
+    # not move the mark to the very end.
     mark = min(draw * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
     return int(np.searchsorted(cumulative, mark, side="right"))
 
 
 def _is_among_top(values: Logits, count: int) -> npt.NDArray[np.bool_]:
-    """Exactly `count` of them; of equal ones those with the lower ids."""
+    """Mark exactly `count` of the largest values; among equal values the lower ids win."""
     threshold = np.partition(values, -count)[-count]
     is_kept: npt.NDArray[np.bool_] = values > threshold
     ties = np.flatnonzero(values == threshold)
@@ -94,8 +99,9 @@ def _is_among_top(values: Logits, count: int) -> npt.NDArray[np.bool_]:
 
 
 def _nucleus(weights: Logits, top_p: float) -> Logits:
-    """Keep the smallest set of likeliest tokens that holds at least `top_p` of the weight, and at
-    least one.
+    """Keep the smallest set of most likely tokens with at least `top_p` of the weight.
+
+    At least one token is kept.
     """
     order = np.argsort(-weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
@@ -112,9 +118,7 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def _top(logprobs: Logits, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens, likeliest first, whether the chosen one is among them or
-    not.
-    """
+    """Return the `count` most likely tokens, in order; the chosen token may be missing."""
     if count <= 0:
         return ()
     ids = np.flatnonzero(_is_among_top(logprobs, min(count, len(logprobs))))

@@ -1,9 +1,9 @@
-"""The tensor-parallel ranks of one engine and the sums they make together.
+"""The process group of an engine's tensor-parallel ranks: sums and concatenations over all ranks.
 
-Ranks are processes of one machine, joined by gloo over loopback, and by NCCL where each has a GPU
-of its own. A rank that has died ends the other ranks' operations at once (its sockets close), one
-that has stopped ends them after `timeout_s`; both are a TransportError. Blocking; the worker's
-engine thread makes every call.
+Ranks are processes of one machine. gloo over loopback joins the ranks, and NCCL joins them too if
+each rank has its own GPU. If a rank dies, the operations of the other ranks fail at once (the
+sockets of the dead rank close); if a rank hangs, they fail after `timeout_s`. Both are a
+TransportError. Blocking; the worker's engine thread makes every call.
 """
 
 import os
@@ -26,19 +26,22 @@ __all__ = ["GlooGroup", "NcclGroup", "SoloGroup", "TensorParallelGroup", "has_nc
 
 
 class TensorParallelGroup(Protocol):
+    """The operations that a model needs from the group of its ranks."""
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, the same bits on each rank. May overwrite `part`."""
+        """Return the sum over all ranks, with the same bits on each rank; may overwrite `part`."""
 
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts side by side along the last dimension, in rank order. Parts have one
-        shape.
+        """Concatenate all ranks' parts along the last dimension, in rank order.
+
+        All parts have the same shape.
         """
 
     def close(self) -> None: ...
 
 
 class SoloGroup:
-    """One rank: nothing to add up, no process group."""
+    """The group of an engine with one rank, without a process group."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         return part
@@ -51,10 +54,10 @@ class SoloGroup:
 
 
 class GlooGroup:
-    """Adds up in host memory; what is on a device goes there and back."""
+    """Computes sums in host memory; tensors on a device are copied to the host and back."""
 
     def __init__(self, parallel: ParallelConfig, store: Store, timeout_s: float) -> None:
-        """Meet the other ranks at `store`; blocks until all are there."""
+        """Join the other ranks at `store`; blocks until all ranks have joined."""
         self._size = parallel.tp_size
         self._rank_name = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
         with self._as_transport_error("could not join the other ranks"):
@@ -74,28 +77,29 @@ class GlooGroup:
         return torch.cat(parts, dim=-1).to(part.device)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks reach this call."""
         with self._as_transport_error("lost another rank"):
             self._gloo.barrier().wait()
 
     def close(self) -> None:
-        """Drop the sockets and threads. Idempotent."""
+        """Close the sockets and threads; idempotent."""
         self._gloo = None
 
     @contextmanager
     def _as_transport_error(self, what: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # all that gloo and its stores raise
+        except RuntimeError as error:  # gloo and the stores raise nothing else
             raise TransportError(f"{self._rank_name} {what}: {error}") from error
 
 
 def join_group(
     parallel: ParallelConfig, rendezvous: str, timeout_s: float, device: RankDevice = CPU
 ) -> TensorParallelGroup:
-    """The group of this rank. `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`; prefer a
-    file in a private directory, since a TCP store listens on every interface. The caller removes
-    the file.
+    """Join the group of this rank.
+
+    `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`. Prefer a file in a private directory,
+    because a TCP store listens on every interface. The caller removes the file.
     """
     if parallel.tp_size == 1:
         return SoloGroup()
@@ -133,8 +137,8 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Store
 
 
 def _gloo_on_loopback(parallel: ParallelConfig, store: Store, timeout_s: float) -> Any:
-    # The usual entry point takes the device from the host name and keeps the group in a global; the
-    # class itself does neither.
+    # The usual entry point takes the device from the host name and stores the group in a global;
+    # the class does neither.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  the only way to choose the interface
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
@@ -142,28 +146,29 @@ def _gloo_on_loopback(parallel: ParallelConfig, store: Store, timeout_s: float) 
     return gloo(store, parallel.tp_rank, parallel.tp_size, options)
 
 
-# -------------------- nccl group -------------------- The sums of tensor-parallel ranks that have a
-# GPU each: NCCL adds up between the GPUs, gloo keeps the promises of `parallel`.
-#
-# NCCL's operations are kernels: the host does not wait for them, and they wait for a rank that has
-# died for ever. So at the end of each step's operations the ranks meet once over gloo, where a
-# death is noticed at once, and then wait for the device with a deadline. Owned by the worker's
-# engine thread.
+# -- nccl --
+# Sums of ranks that have a GPU each: NCCL adds on the GPUs, and gloo detects dead ranks. NCCL
+# operations are kernels: the host does not wait for a kernel, and a kernel waits forever for a rank
+# that has died. So at the end of each step's operations the ranks meet once over gloo, which
+# notices a death at once, and then wait for the device with a deadline.
 
 
 POLL_INTERVAL_S = 0.0001
 MONITORING_VARIABLE = "TORCH_NCCL_ENABLE_MONITORING"
-"""A thread of torch that looks into the store for as long as the group lives. Ours is gone once all
-ranks have met.
+"""The switch of a torch thread that reads the store as long as the group exists.
+
+Our store is gone once all ranks have joined, so the thread must not run.
 """
 
 
 def has_nccl() -> bool:
-    """Whether torch was built with it."""
+    """True if torch was built with NCCL."""
     return hasattr(_distributed_c10d, "ProcessGroupNCCL")
 
 
 class NcclGroup:
+    """NCCL between the GPUs of the ranks, with gloo as a barrier."""
+
     def __init__(
         self,
         parallel: ParallelConfig,
@@ -172,8 +177,9 @@ class NcclGroup:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """Meet the other ranks at `store`; blocks until all are there, and uses it no more
-        afterwards. `gloo` joins the same ranks, and is closed with this.
+        """Join the other ranks at `store`; blocks until all ranks have joined.
+
+        `store` is not used afterwards. `gloo` joins the same ranks; `close` closes `gloo` too.
         """
         self._size = parallel.tp_size
         self._rank_name = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
@@ -182,7 +188,7 @@ class NcclGroup:
         self._has_failed = False
         with self._as_transport_error("could not join the other ranks' GPUs"):
             self._nccl: Any = _nccl(parallel, PrefixStore("nccl", store), timeout_s)
-        try:  # the first operation is what connects the GPUs
+        try:  # the first operation connects the GPUs
             self.concatenate(self.sum(torch.zeros(1, device=device)))
         except BaseException:
             self._has_failed = True
@@ -201,12 +207,13 @@ class NcclGroup:
         with self._as_transport_error("lost another rank during a gather"):
             self._nccl.allgather([parts], [part]).wait()
             result = torch.cat(parts, dim=-1)
+            # gloo notices a dead rank at once; the NCCL kernel would wait forever.
             self._gloo.barrier()
             self._wait_for_device()
         return result
 
     def close(self) -> None:
-        """Leave the other ranks; kernels that wait for one that is gone are ended. Idempotent."""
+        """Leave the group and abort kernels that wait for a rank that is gone; idempotent."""
         nccl, self._nccl = self._nccl, None
         self._gloo.close()
         if nccl is not None:
@@ -231,16 +238,17 @@ class NcclGroup:
         except TransportError:
             self._has_failed = True
             raise
-        except RuntimeError as error:  # all that NCCL and its stores raise
+        except RuntimeError as error:  # NCCL and the stores raise nothing else
             self._has_failed = True
             raise TransportError(f"{self._rank_name} {what}: {error}") from error
 
 
 def _nccl(parallel: ParallelConfig, store: Store, timeout_s: float) -> Any:
-    # As with gloo: the class itself, without a global group.
+    # Use the class itself, without a global group, as with gloo.
     os.environ.setdefault(MONITORING_VARIABLE, "0")
-    made: Any = _distributed_c10d.ProcessGroupNCCL  # only in builds for CUDA
+    made: Any = _distributed_c10d.ProcessGroupNCCL  # exists only in CUDA builds
     options = made.Options()
-    # Torch's own watchdog ends the process; ours has spoken long before.
+    # Torch's own watchdog kills the process, so its timeout is longer than ours, which raises an
+    # error first.
     options._timeout = timedelta(seconds=2 * timeout_s + 60)  # noqa: SLF001
     return made(store, parallel.tp_rank, parallel.tp_size, options)

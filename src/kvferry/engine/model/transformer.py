@@ -1,8 +1,10 @@
 """The forward pass of one tensor-parallel rank: a batch in, logits of the sampled rows out.
 
-    tokens -> embedding -> layers x (norm, q and KV, rotate, write cache, attend, o, sum; norm, gate * up, down, sum) -> norm -> logits
+    tokens -> embedding -> layers -> norm -> logits
+    layer:  norm, q and KV, rotate, write cache, attend, o, sum over ranks;
+            norm, gate * up, down, sum over ranks
 
-Stateless but for the weights; the caller owns the cache.
+Stateless except for the weights; the caller owns the cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,19 +31,22 @@ __all__ = ["LayerHooks", "Model"]
 
 
 class LayerHooks(Protocol):
-    """What a worker does around each layer of a forward pass (a connector's `wait_for_layer_load`
-    and `save_kv_layer`).
+    """Callbacks around each layer of a forward pass.
+
+    The worker uses them for the connector's `wait_for_layer_load` and `save_kv_layer`.
     """
 
     def before_layer(self, layer_name: str) -> None:
         """Called before the layer's cache is read or written."""
 
     def after_layer(self, layer_name: str, cache: torch.Tensor) -> None:
-        """Called when this step's K and V of the layer are in its cache."""
+        """Called when the K and V of this step are in the layer's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
+    """The weights and rotary tables of one rank, and the group of its ranks."""
+
     config: ModelConfig
     weights: ModelWeights
     precision: Precision
@@ -67,8 +72,9 @@ class Model:
     def forward(
         self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """[sampled rows, vocabulary], the same on every rank. Writes K and V of every row into
-        `caches`, one per layer.
+        """Return logits, [sampled rows, vocabulary], the same on every rank.
+
+        Writes K and V of every row into `caches`, which has one cache per layer.
         """
         hidden = self._embed(batch.token_ids)
         rotary = {rope: table.at(batch.positions) for rope, table in self.rotary.items()}
@@ -82,8 +88,8 @@ class Model:
             cache.write(group.blocks, batch.offsets, content)
             plan = group.plan
             if index == len(caches) - 1:
-                # Only sampled rows go on from here; nobody looks at what the last layer makes of
-                # the others.
+                # Only the sampled rows continue: no later layer reads the last layer's result for
+                # the other rows.
                 plan, hidden, queries = (
                     group.sampled_plan,
                     hidden[batch.sampled_rows],
@@ -99,7 +105,7 @@ class Model:
         hidden = self.weights.embedding[token_ids]
         if not self.config.is_gemma:
             return hidden
-        # The factor is rounded to the format of the weights, as it was in training.
+        # The factor is rounded to the format of the weights, as in training.
         return (
             hidden
             * torch.tensor(

@@ -1,4 +1,13 @@
-"""Which number formats an engine uses: of weights, cache and arithmetic. Pure."""
+"""The weights of one tensor-parallel rank, and the number formats of weights, cache and arithmetic.
+
+Query heads and feed-forward columns are split evenly. Rank r of t holds the output rows [r/t,
+(r+1)/t) of q, gate and up, the matching input columns of o and down (the products are summed over
+ranks), and its share of the output vocabulary. KV heads are split in the same way; with more ranks
+than KV heads, neighbouring ranks hold the same head. Norms, input embeddings and the down
+projections of latents are whole on every rank.
+
+Reads files; otherwise pure.
+"""
 
 from dataclasses import dataclass
 
@@ -26,15 +35,15 @@ __all__ = [
 
 
 FLOAT64_WEIGHTS_LIMIT_BYTES = 256 * 1024 * 1024
-"""Checkpoints up to this size are computed in float64: those of float32 everywhere, those of half
-precision on GPUs.
+"""The largest checkpoint that is computed in float64 (float32 everywhere, half precision on GPUs).
 
-The order in which a matrix product adds up depends on the batch, on chunking and on the number of
-ranks. In float32 that moves a logit by about 1e-6, in half precision by about 1e-3, enough to
-change a greedy token now and then; in float64 by about 1e-14. It costs time and, for the weights,
-two to four times the memory, so models above the limit are computed in their own format. Half
-precision on CPUs is what one chooses for speed, and stays as it is. The cache keeps its own format
-everywhere: the bytes that move are those of any other model.
+The order of the additions in a matrix product depends on the batch, on chunking and on the number
+of ranks. The order moves a logit by about 1e-6 in float32 and by about 1e-3 in half precision,
+enough to change a greedy token occasionally; in float64 by about 1e-14. float64 costs time and two
+to four times the memory for the weights, so models above the limit are computed in their own
+format. On CPUs, users choose half precision for speed, so it stays as it is. The cache keeps its
+own format everywhere, so a transfer moves the same bytes as for any other model
+(docs/decisions/007-arithmetic-of-small-models.md).
 """
 
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,24 +58,24 @@ COMPUTE_DTYPES = {**WEIGHT_DTYPES, "float64": torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Precision:
+    """The number formats of one engine."""
+
     weights: torch.dtype
-    """The values of the weights are rounded to this; they are kept in `compute`."""
+    """Weights are rounded to this format and then stored in `compute`."""
     cache: torch.dtype
-    """K and V are stored in this, with a scale of 1, and widened before anything is computed with
-    them.
-    """
+    """K and V are stored in this format with a scale of 1, and widened before any computation."""
     compute: torch.dtype
 
     @property
     def attention(self) -> torch.dtype:
-        """Scores and their softmax take at least float32, whatever the model's format."""
+        """Format of attention scores and the softmax: at least float32."""
         return torch.promote_types(self.compute, torch.float32)
 
 
 def choose_precision(
     options: EngineOptions, checkpoint_dtype: str, checkpoint_bytes: int
 ) -> Precision:
-    """`checkpoint_bytes` is the size of all weights, the same on every rank."""
+    """Choose the formats; `checkpoint_bytes` is the size of all weights, the same on every rank."""
     weights = _dtype("dtype", options.dtype, WEIGHT_DTYPES, WEIGHT_DTYPES[checkpoint_dtype])
     is_small = checkpoint_bytes <= FLOAT64_WEIGHTS_LIMIT_BYTES
     is_wide = is_small and (weights is torch.float32 or first_gpu(options.device) is not None)
@@ -90,22 +99,18 @@ def _dtype(key: str, name: str, known: dict[str, torch.dtype], auto: torch.dtype
     return known[name]
 
 
-# -------------------- weights --------------------
-# The weights of one tensor-parallel rank, cut out of a checkpoint.
-#
-# Query heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t,
-# (r+1)/t) of q, gate and up, the matching input columns of o and down (their products are summed
-# over ranks), and its share of the output vocabulary. KV heads are split likewise; with more ranks
-# than KV heads, neighbours hold the same one. Norms, input embeddings and what makes latents are
-# whole on every rank. Reads files; otherwise pure.
+# -- weights --
+# The tensors of one rank.
 
 
 LATENT_NORM_EPS = 1e-6
-"""DeepSeek-V2's norms of latents do not follow rms_norm_eps."""
+"""Epsilon of DeepSeek-V2's latent norms, which do not use rms_norm_eps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
+    """A matrix with an optional bias."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
@@ -115,8 +120,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """Root mean square norm over the last dimension, in at least float32; multiplied in the format
-    of `weight`.
+    """Root mean square norm over the last dimension.
+
+    The mean is computed in at least float32; the product with `weight` is computed in the format of
+    `weight`.
     """
 
     weight: torch.Tensor
@@ -130,10 +137,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadWeights:
-    """Attention with K and V of its own per KV head."""
+    """Weights of attention with separate K and V per KV head."""
 
     qkv: Linear
-    """Rows of this rank's q heads, then k heads, then v heads."""
+    """The rows of this rank's q heads, then k heads, then v heads."""
     num_kv_heads: int
     q_norm: Norm | None
     k_norm: Norm | None
@@ -141,16 +148,16 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights:
-    """Attention whose heads share a latent; `keys` and `values` are what each head makes of it."""
+    """Weights of latent attention; `keys` and `values` project the shared latent for each head."""
 
     query_down: Linear | None
     query_norm: Norm | None
     query: Linear
-    """Rows of this rank's heads."""
+    """The query rows of this rank's heads."""
     down: Linear
-    """To the latent and the key that is rotated."""
+    """Projection to the latent and to the key that is rotated."""
     norm: Norm
-    """Of the latent."""
+    """Norm of the latent."""
     keys: torch.Tensor
     """[heads, qk_nope_head_dim, kv_lora_rank]"""
     values: torch.Tensor
@@ -159,21 +166,25 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
+    """The weights of one layer."""
+
     input_norm: Norm
     attention: HeadWeights | LatentWeights
     output: Linear
-    """Its bias is on rank 0 only, because the ranks' products are summed."""
+    """Output projection; only rank 0 has the bias, because the ranks' products are summed."""
     output_norm: Norm | None
-    """Of the sum, before it is added to the hidden state."""
+    """Norm of the attention sum, before the sum is added to the hidden state."""
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
     down_norm: Norm | None
-    """Of the sum, before it is added to the hidden state."""
+    """Norm of the feed-forward sum, before the sum is added to the hidden state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
+    """All weights of one rank."""
+
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
@@ -192,7 +203,7 @@ def load_weights(
     precision: Precision,
     device: torch.device,
 ) -> ModelWeights:
-    """Everything is checked against the configuration before the first tensor is read."""
+    """Load the weights; everything is checked against the configuration before the first read."""
     config.check_tensor_parallel(parallel.tp_size)
     check_shapes(config, checkpoint)
     shard = _ShardReader(checkpoint, config, parallel, precision, device)
@@ -237,14 +248,14 @@ class _ShardReader:
         return self.whole(name) if name in self.checkpoint.tensors else None
 
     def norm(self, prefix: str, eps: float | None = None) -> Norm:
-        """Gemma counts weights from 1 and multiplies before it rounds."""
+        """Read a norm; Gemma adds 1 to the weights and multiplies before rounding."""
         weight = self.whole(f"{prefix}.weight")
         if self.config.is_gemma:
             weight = weight.to(self.precision.attention) + 1
         return Norm(weight, self.config.norm_eps if eps is None else eps)
 
     def rows(self, *names: str) -> torch.Tensor:
-        """This rank's rows of several tensors, one below the other."""
+        """Return this rank's rows of several tensors, concatenated."""
         return self._cast(
             torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names])
         )
@@ -271,9 +282,7 @@ class _ShardReader:
         return self._padded(self._cast(self.checkpoint.read(name, rows=rows)), vocab_size)
 
     def vocabulary_of(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The same of tensors that are tied to the embedding; a view of it unless rows must be
-        added.
-        """
+        """Return the vocabulary share of a tied embedding, as a view unless rows must be added."""
         return self._padded(embedding[self._vocabulary_rows(len(embedding))], len(embedding))
 
     def _rows_of(self, name: str) -> slice:
@@ -298,7 +307,7 @@ class _ShardReader:
         return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Widened there: the wire and the host see no more bytes than the file has.
+        # Widen on the device, so that the copy to the device moves no more bytes than the file has.
         return tensor.to(self.device).to(self.precision.weights).to(self.precision.compute)
 
 

@@ -1,10 +1,10 @@
-"""Where each conversation left its cache: D's ticket of the last turn, until it is used, runs out,
-or is pushed out by newer ones.
+"""Store of conversations: D's ticket for the last turn of each conversation.
 
-A conversation is known by tenant and name, so that nobody finds another tenant's. A ticket is used
-once: `take` removes it, since the turn that takes it brings the next one. It dies with the engine
-that issued it; P, which only has to be told, may come and go. Pure: the caller passes `now` (local
-monotonic seconds). One thread.
+An entry stays until it is used, expires, is evicted by newer entries, or its D restarts. The key is
+tenant and conversation id, so that no tenant can reach another tenant's conversation. A ticket is
+used once: `take` removes the ticket, and the turn that uses it brings the next ticket. P only
+receives the ticket and may change between turns. Pure: the caller passes `now` (local monotonic
+seconds). Used on one thread.
 """
 
 from collections import OrderedDict
@@ -16,13 +16,15 @@ from kvferry.router.fleet.instances import Instance
 __all__ = ["Conversations", "LastTurn"]
 
 _ENTRY_BYTES = 512
-"""About what an entry takes besides its texts."""
+"""Approximate size of an entry without its texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastTurn:
+    """Where the blocks of a conversation's last turn are."""
+
     params: bytes
-    """D's `kv_transfer_params` as it wrote them."""
+    """`kv_transfer_params` as D wrote them; empty if D retained no blocks."""
     decoder: Instance
     prefiller: Instance | None = None
 
@@ -36,13 +38,13 @@ class _StoredTurn:
 
 @dataclass(slots=True)
 class Conversations:
-    """The least recently written go first when there are too many, or too many bytes of them."""
+    """The stored turns. Beyond the limits, the least recently written turns are evicted."""
 
     max_count: int = 10_000
     max_bytes: int = 64 * 1024 * 1024
     margin_s: float = 2.0
-    """A ticket is not used in its last moments: the next turn's request takes time to reach P, and
-    P to reach D.
+    """A ticket is not used in its last seconds: the request needs time to reach P, and P to reach
+    D.
     """
     num_bytes: int = field(default=0, init=False)
     _entries: OrderedDict[tuple[str, str], _StoredTurn] = field(
@@ -57,8 +59,8 @@ class Conversations:
         return len(self._entries)
 
     def put(self, tenant: str, conversation: str, turn: LastTurn, ttl_s: float, now: float) -> bool:
-        """Replaces what there was. `ttl_s`: how long D said it would keep the blocks. False when it
-        is not worth keeping, or too large.
+        """Store a turn in place of the last one. `ttl_s`: how long D retains the blocks. False if
+        the time is too short or the entry too large.
         """
         self._drop((tenant, conversation))
         size = _ENTRY_BYTES + len(turn.params) + len(tenant) + len(conversation)
@@ -71,25 +73,25 @@ class Conversations:
         return True
 
     def take(self, tenant: str, conversation: str, now: float) -> LastTurn | None:
-        """The last turn's ticket, once."""
+        """Remove and return the last turn; None if missing or expired."""
         entry = self._drop((tenant, conversation))
         return entry.turn if entry is not None and now < entry.deadline else None
 
     def forget(self, decoder: Instance) -> int:
-        """It was removed or has restarted: its tickets are void. Looks at every entry, as it
-        happens rarely.
+        """Drop the turns of a D that was removed or has restarted, because its tickets are invalid.
+        Scans all entries, because the case is rare.
         """
         seen = {id(entry.turn.decoder): entry.turn.decoder for entry in self._entries.values()}
         same = {
             number for number, other in seen.items() if other == decoder
-        }  # few are compared, and comparing is what takes time
+        }  # compare each distinct object once: comparing every entry would take most of the time
         return self._drop_all(
             [key for key, entry in self._entries.items() if id(entry.turn.decoder) in same]
         )
 
     def expire(self, now: float) -> int:
-        """Makes room early; correctness does not need it. Looks at every entry, so once in many
-        seconds is enough.
+        """Drop expired turns to save memory; `take` checks the deadline itself. Scans all entries,
+        so one call every few seconds is enough.
         """
         return self._drop_all(
             [key for key, entry in self._entries.items() if entry.deadline <= now]

@@ -1,8 +1,7 @@
-"""D's word at the end of a conversation's turn, taken out of its answer: it is the router's, and no
-client's. Pure.
+"""Extracts D's `kv_transfer_params` from D's answer: the router uses them, the client does not.
 
-An engine that streams says it in an event of its own before `[DONE]`; in a whole answer it is one
-key. Everything else passes as it came.
+Pure. The embedded engine sends the parameters in a separate event before `[DONE]`; in a
+complete answer the parameters are one key. Everything else is passed on unchanged.
 """
 
 import re
@@ -12,20 +11,20 @@ import msgspec
 __all__ = ["TurnParamsFilter", "take_turn_params"]
 
 MAX_BUFFERED_BYTES = 4 * 1024 * 1024
-"""An event longer than this is none of ours and is passed on in segments."""
+"""A longer event cannot contain the parameters and is passed on in parts."""
 
 _Fields = dict[str, msgspec.Raw]
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _KEY = "kv_transfer_params"
-# Inside a string the quotation marks would be escaped, so this is a key wherever it stands.
+# Inside a JSON string the quotes would be escaped, so this text is always a key.
 _MARK = b'"kv_transfer_params":'
 _MARK_SPACED = b'"kv_transfer_params" :'
 _EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 
 
 class TurnParamsFilter:
-    """Between D's stream and the client: `feed` each segment, b"" at the end. `params` is what was
-    found.
+    """Filter between D's stream and the client: call `feed` with each segment, and b"" at the end.
+    `params` holds the parameters found.
     """
 
     __slots__ = ("_rest", "params")
@@ -35,7 +34,7 @@ class TurnParamsFilter:
         self.params: bytes | None = None
 
     def feed(self, segment: bytes) -> bytes:
-        """What the client gets now. Only an event that has not come whole is kept back."""
+        """Return the bytes for the client; only an incomplete event is held back."""
         if not segment:
             rest, self._rest = self._rest, b""
             return self._strip_events(rest)
@@ -50,7 +49,7 @@ class TurnParamsFilter:
         if _MARK not in events and _MARK_SPACED not in events:
             return events
         parts = _EVENT_END.split(events)
-        # Event, end, event, end, …, and what follows the last end.
+        # parts: event, end, event, end, …, and the text after the last end.
         return b"".join(
             self._strip(event, end)
             for event, end in zip(parts[::2], [*parts[1::2], b""], strict=True)
@@ -62,6 +61,7 @@ class TurnParamsFilter:
             return event + end
         params, fields = found
         self.params = params or self.params
+        # An event made only for the parameters is dropped completely.
         if bytes(fields.get("choices", b"")) == b"[]" and "usage" not in fields:
             return b""
         return b"data: " + msgspec.json.encode(fields) + end
@@ -73,8 +73,8 @@ def _after_last(text: bytes, mark: bytes) -> int:
 
 
 def take_turn_params(body: bytes) -> tuple[bytes | None, bytes]:
-    """The params in a whole answer, and the answer without them. One that cannot be read is passed
-    on as it is.
+    """Split a complete answer into the parameters and the answer without them. An answer that is
+    not a JSON object is returned unchanged.
     """
     found = _take(body)
     return (None, body) if found is None else (found[0], msgspec.json.encode(found[1]))

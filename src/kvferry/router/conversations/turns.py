@@ -1,9 +1,8 @@
-"""Keeps what D said at the end of a conversation's turn until the next one, for P. Runs on the
-event loop.
+"""Remembers which blocks D retains after a conversation's turn, for the P of the next turn.
 
-Where D's answer could not say it (vLLM leaves it out of streams), D's side channel is asked, by the
-word that the turn was given. The next turn may come before the answer does: it waits a moment for
-it.
+Runs on the event loop. vLLM omits the parameters from streams; the tracker then asks D's side
+channel with the id of the turn. The next turn may arrive before D's reply and then waits a
+moment.
 """
 
 import asyncio
@@ -27,10 +26,10 @@ __all__ = ["TurnTracker", "make_turn_query_by"]
 
 
 QUERY_WAIT_S = 0.5
-"""For an answer of D's side channel that the next turn waits for."""
+"""How long the next turn waits for a pending query to D's side channel."""
 
 TurnQuery = Callable[[Instance, str], Awaitable[bytes | None]]
-"""D's params for the turn of this word; None: it does not say. Takes a bounded time."""
+"""Returns D's parameters for a turn id; None if D reports none. Takes a bounded time."""
 
 
 class _TurnParams(msgspec.Struct):
@@ -40,16 +39,20 @@ class _TurnParams(msgspec.Struct):
 
 @dataclass(slots=True)
 class TurnTracker:
+    """Takes the last turn of a conversation for a request, and stores the new turn at the end."""
+
     conversations: Conversations
     fleet: Fleet
     metrics: RouterMetrics
     ttl_s: float
-    """At most."""
+    """Longest time that a turn is stored."""
     ask: TurnQuery | None = None
+    """Queries D's side channel; None: streams without parameters are stored without blocks."""
     _queries: dict[tuple[str, str], "asyncio.Task[None]"] = field(default_factory=dict)
+    """Running queries by tenant and conversation id."""
 
     async def take(self, context: RequestContext) -> LastTurn | None:
-        """The conversation's last turn; from now on it is this request's."""
+        """Take the conversation's last turn, which from now on belongs to this request."""
         name = context.client.conversation_id
         if name is None:
             return None
@@ -62,14 +65,14 @@ class TurnTracker:
         return turn
 
     def retain(self, context: RequestContext, leg: Leg, params: bytes | None) -> None:
-        """The turn is over. `leg`: D's. `params`: what its answer said of its blocks."""
+        """Store the turn that has ended. `leg`: the decode leg; `params`: from D's answer."""
         name, turn_id = context.client.conversation_id, context.turn_id
         if name is None or turn_id is None:
             return
         key = (context.tenant, name)
         earlier = self._queries.get(key)
         if earlier is not None:
-            earlier.cancel()  # of a turn before this one: its answer would take the place of ours
+            earlier.cancel()  # an older turn's reply would overwrite this turn
         if params is not None or self.ask is None or not context.client.is_streamed:
             self._put(key, leg, params, context.prefiller)
             return
@@ -94,12 +97,13 @@ class TurnTracker:
     def _put(
         self, key: tuple[str, str], leg: Leg, params: bytes | None, prefiller: Instance | None
     ) -> None:
-        """Also where D keeps nothing: whom the conversation was with is worth knowing."""
+        """Store the turn, even without blocks: which instances served it is useful for routing."""
         ttl_s, params_read = self.ttl_s, _read(params) if params else None
         if params_read is None or params_read.ticket is None:
             params = b""
         elif params_read.ttl_s is not None:
             ttl_s = min(ttl_s, params_read.ttl_s)
+        # A restarted or removed D has lost the blocks.
         if self.fleet.is_current(leg):
             self.conversations.put(
                 *key, LastTurn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic()
@@ -113,19 +117,21 @@ def _read(params: bytes) -> _TurnParams | None:
         return None
 
 
-# -------------------- turn questions -------------------- Asks a decode instance's side channel
-# what it has kept of a turn, where its stream could not say. Runs on the event loop.
+# -- turn queries --
+# Ask D's side channel which blocks of a turn D retains.
 
 
 ASK_TIMEOUT_S = 2.0
 ASK_AGAIN_S = 0.05
-"""The turn's end may reach the client before it reaches D's side channel."""
+"""Pause before the next try: the end of a turn may reach the client before D's side channel."""
 MAX_ASKED = 3
 
 
 def make_turn_query_by(
     query_turn: Callable[[Address, str], "Future[str]"], watcher: InstanceWatcher
 ) -> Callable[[Instance, str], Awaitable[bytes | None]]:
+    """Make a `TurnQuery` from the side channel's `query_turn` and the known addresses."""
+
     async def ask(instance: Instance, turn_id: str) -> bytes | None:
         side_channel = watcher.side_channel(instance)
         if side_channel is None:
@@ -146,6 +152,6 @@ def make_turn_query_by(
 
 
 def _is_cancelled() -> bool:
-    """We ourselves, not the question that was given up."""
+    """True if the current task was cancelled, not only the query."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,1 +1,1 @@
-"""dashboard."""
+"""The dashboard: static files, and the data fetched by the page."""

@@ -1,6 +1,4 @@
-"""The dashboard's static files, read once from this package, and the headers they are served
-with.
-"""
+"""Static files of the dashboard, read once from this package, with their response headers."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -33,19 +31,21 @@ DATA_HEADERS: Sequence[tuple[str, str]] = (
     ("Cache-Control", "no-store"),
     *_SAFE,
 )
-"""Of `/dashboard/state` and `/dashboard/requests/…`."""
+"""Headers of `/dashboard/state` and `/dashboard/requests/…`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
+    """One file of the dashboard."""
+
     content_type: str
     body: bytes
     etag: str
 
     @property
     def headers(self) -> Sequence[tuple[str, str]]:
-        """Asked for anew each time, and answered with 304 while nothing has changed: an update of
-        the router is an update of the page.
+        """Response headers. Browsers ask every time and get 304 while the file is unchanged, so
+        that an update of the router also updates the page.
         """
         return (
             ("Content-Type", self.content_type),
@@ -58,8 +58,8 @@ class StaticFile:
 
 @dataclass(frozen=True, slots=True)
 class DashboardFiles:
-    """By the path they are served under. The page itself is `/dashboard`, without a slash: its
-    links are relative to the root.
+    """The files by path. The page itself is `/dashboard` without a slash, because the links are
+    relative to the root.
     """
 
     _files: Mapping[str, StaticFile] = field(default_factory=dict)

@@ -1,8 +1,7 @@
-"""One request's timeline as the dashboard shows it: phases with a beginning and an end, in seconds
-since the request arrived. Pure.
+"""Timeline of one request for the dashboard: phases with start and end, relative to arrival.
 
-The router knows when it asked whom. What happens inside D until its first token (lease, transfer,
-confirmation) only D knows; where D tells, the wait for D is shown in its parts.
+Pure. The router knows when it called which instance. Only D knows what happens until its first
+token (lease, transfer, confirmation); if D reports the steps, the wait for D is split into steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,31 +14,36 @@ from kvferry.web.transfer_records import TransferRecord
 __all__ = ["RequestDetail", "RequestPhase", "state_of", "view_request"]
 
 _SAME_MOMENT_S = 1.0
-"""Records of the choices of one request are this close to each other; another request of the same
-name seldom is.
+"""Records of one request are at most this far apart; records of another request with the same id
+seldom are.
 """
 _UNSEEN_S = 0.0005
-"""Less than a question and its answer take on one machine: a gap of this size may be none."""
+"""Shorter than a round trip on one machine: a gap of this size is not shown."""
 FormatSubject = Callable[[object], str]
+"""Formats the subject of an event, for example an instance."""
 
 
 class RequestPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of a request; times in seconds since arrival."""
+
     name: str
     began_s: float
     ended_s: float | None
-    """None: it goes on."""
+    """None while the phase continues."""
     instance: str = ""
     detail: str = ""
     is_failed: bool = False
 
 
 class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the dashboard shows about one request."""
+
     id: str
     route: str
     age_s: float
-    """Since it arrived."""
+    """Seconds since the request arrived."""
     duration_s: float | None
-    """None: it goes on."""
+    """Seconds from arrival to end; None while the request runs."""
     state: str
     status: int
     error: str
@@ -49,11 +53,11 @@ class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
     relayed_bytes: int
     phases: list[RequestPhase]
     has_transfer: bool
-    """Whether the decode instance told when KV was attached, read and confirmed."""
+    """Whether D reported when the KV was attached, read and confirmed."""
 
 
 def state_of(timeline: Timeline) -> str:
-    """How it ended, or what it waits for."""
+    """How the request ended, or the current phase."""
     if timeline.outcome is not None:
         return timeline.outcome
     state = "queued"
@@ -78,7 +82,7 @@ def state_of(timeline: Timeline) -> str:
 def view_request(
     timeline: Timeline, records: Sequence[TransferRecord], now: float, shown: FormatSubject = str
 ) -> RequestDetail:
-    """`records`: what the decode instance says under this request's name."""
+    """Build the view of one request. `records`: D's transfer records for this request id."""
     record = _matching_record(timeline, records, now)
     phases = [
         *_queued(timeline),
@@ -124,8 +128,8 @@ def _tries(
     marks: tuple[RequestEvent, RequestEvent, RequestEvent],
     shown: FormatSubject,
 ) -> Iterator[RequestPhase]:
-    """Each try of one leg. `marks`: its beginning, its end, its failure; another beginning ends it
-    too.
+    """Phases of all tries of one leg. `marks`: begin, end and failure; another begin also ends a
+    try.
     """
     began, _, failed = marks
     made = [entry for entry in timeline.marks if entry[0] in marks]
@@ -176,10 +180,10 @@ def _decodes(
 
 
 def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[RequestPhase]:
-    """The wait for D's first token, as D saw it, put where it fits into ours."""
+    """Split the wait for D's first token into D's own steps, fitted into the router's times."""
     began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
-    # When D's engine had it: D's words took a moment to get here, and what D did was over before we
-    # heard of it.
+    # When D received the request, by the router's clock. D's record took time to arrive, and D's
+    # steps were over before the router saw their result, so the time is clamped to the leg.
     received = max(began, min(now_s - record.age_s, limit - (record.first_token_s or 0.0)))
     if received - began < _UNSEEN_S:
         received = began
@@ -223,8 +227,8 @@ def _moved(record: TransferRecord) -> str:
 def _matching_record(
     timeline: Timeline, records: Sequence[TransferRecord], now: float
 ) -> TransferRecord | None:
-    """Clients choose ids, and choose the same again: the record that is as old as our question. Of
-    choices, one that was read for.
+    """D's record for this request. Clients may reuse ids, so the record whose age fits best is
+    taken; if a request has several choices, a record that was read is preferred.
     """
     asked = timeline.time_of(RequestEvent.DECODE_BEGAN)
     if asked is None or not records:

@@ -1,8 +1,7 @@
-"""What `GET /dashboard/state` says: everything the page shows, as one JSON object. Pure; built anew
-for each question.
+"""The answer of `GET /dashboard/state`: everything that the page shows, as one JSON object.
 
-Lists are cut to what a page can show. Times are ages and durations: the page's clock is another
-one.
+Pure; built for each request. Lists are cut to what a page can show. Times are ages and durations,
+because the browser's clock differs from the router's.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +22,12 @@ SHOWN_RECENT = 50
 SHOWN_FAILED = 20
 SHOWN_ERRORS = 30
 HEADLINE_S = 60
+"""Seconds covered by the headline figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts:
-    """Of the router itself, as its shell knows it."""
+    """Facts about the router, supplied by the shell."""
 
     version: str
     uptime_s: float
@@ -36,30 +36,33 @@ class RouterFacts:
     max_running: int | None = None
     max_queued: int | None = None
     policies: Mapping[str, str] = field(default_factory=dict)
-    """By role."""
+    """Routing policy by role."""
     num_conversations: int | None = None
     is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """One member of the fleet in one role."""
+    """Facts about one member of the fleet."""
 
     name: str
     role: str
     state: str
-    """As the fleet calls it: healthy, suspect, ejected, draining …"""
+    """Name of the member's state: healthy, suspect, ejected, draining …"""
     in_flight: int = 0
-    """Legs of ours that it works on."""
+    """This router's running legs on the instance."""
     failures: int = 0
-    """In a row."""
+    """Consecutive failed legs."""
     last_error: str = ""
     returns_in_s: float | None = None
-    """Until it is tried again."""
+    """Seconds until the instance is tried again; None if it is not ejected."""
     watcher: MetricsWatcher | None = None
+    """Latest figures from the instance's `/metrics` page."""
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance in the JSON answer."""
+
     name: str
     role: str
     state: str
@@ -68,7 +71,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str
     returns_in_s: float | None
     read_age_s: float | None
-    """Of the figures below; None: its /metrics cannot be had."""
+    """Age of the figures below; None if the `/metrics` page is not available."""
     running: float | None
     waiting: float | None
     cache_usage: float | None
@@ -86,6 +89,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One row in the tables of requests."""
+
     id: str
     route: str
     state: str
@@ -101,6 +106,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One row in the table of errors."""
+
     text: str
     status: int
     count: int
@@ -113,12 +120,12 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of equal length, one row per second, oldest first."""
 
     last_index: int | None
-    """Of the last row's second; it tells rows of two answers apart."""
+    """Index of the last row's second, by which the page aligns two answers."""
     requests: list[int]
     errors: list[int]
     relayed_bytes: list[int]
     tokens: list[int | None]
-    """None: instances have not spoken of this second yet."""
+    """Generated tokens; None if instances have not reported this second yet."""
     moved_bytes: list[int | None]
     ttft_p50: list[float | None]
     ttft_p99: list[float | None]
@@ -127,7 +134,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the last minute."""
+    """Figures of the last minute."""
 
     requests_per_s: float
     errors_per_s: float
@@ -140,6 +147,8 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterState(msgspec.Struct, frozen=True, kw_only=True):
+    """The router in the JSON answer."""
+
     version: str
     uptime_s: float
     running: int
@@ -152,11 +161,13 @@ class RouterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DashboardState(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole JSON answer."""
+
     router: RouterState
     headline: Headline
     instances: list[InstanceState]
     live: list[RequestRow]
-    """The oldest, which are the ones that may be stuck."""
+    """The oldest running requests, which may hang."""
     num_live: int
     recent: list[RequestRow]
     failed: list[RequestRow]
@@ -172,7 +183,7 @@ def build_state(
     now: float,
     shown: FormatSubject = str,
 ) -> DashboardState:
-    """`shown`: the name of an instance that a mark is about, as in `InstanceFacts.name`."""
+    """Build the answer. `shown` formats the instance of an event as in `InstanceFacts.name`."""
     seconds = time_series.seconds(now)
     return DashboardState(
         router=_router(router),

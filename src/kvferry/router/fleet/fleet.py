@@ -1,16 +1,17 @@
-"""Who there is, who gets the next request, and how each does.
+"""The fleet: membership, the choice of an instance for the next leg, and health.
 
-Candidates come in tiers, and the role's policy chooses within the first that is not empty:
+Candidates come in tiers; the policy of the role chooses from the first non-empty tier:
 
-1. usable: not draining, not resting, not ejected, or half open with no trial under way;
-2. resting: answered 503 a moment ago;
-3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What
-   else is there to lose?
+1. usable: not draining, not in cooldown, and either not ejected or half open without a trial leg;
+2. resting: in cooldown, because the instance answered 503 a moment ago;
+3. last resort (Envoy's panic rule): all members, ejected or not. Only in roles that must answer,
+   because a bad candidate is still better than a certain failure.
 
-In a role that has to answer the last one that is not ejected never is; while it fails too
-(`suspect`), it counts as the others do. In a spare role (P, where D can compute alone) all may be
-ejected. Draining ones are never chosen. Pure: the caller passes `now` (local monotonic seconds) and
-chance. One thread.
+In a role that must answer, the last member that is not ejected is never ejected. While that member
+fails too (`suspect`), the ejected members are equally good candidates. In an optional role (P, if D
+can compute prompts itself) all members may be ejected. Draining members are never chosen.
+
+Pure: the caller passes `now` (local monotonic seconds) and the random source. Used on one thread.
 """
 
 from collections import Counter
@@ -29,6 +30,8 @@ __all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHint
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
+    """Routing policies and health settings of a fleet."""
+
     policies: Mapping[Role, str] = field(
         default_factory=lambda: {
             Role.PREFILL: "prefix_affinity",
@@ -36,10 +39,10 @@ class FleetOptions:
         }
     )
     optional_roles: frozenset[Role] = frozenset()
-    """The router can do without them."""
+    """Roles that the router can do without."""
     max_ejected_share: float = 1.0
-    """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few
-    instances that carry it all.
+    """Largest share of a role that may be ejected, in roles that must answer. With less than 1,
+    large fleets accept some bad answers rather than overload the few remaining instances.
     """
     health: HealthOptions = field(default_factory=HealthOptions)
 
@@ -51,11 +54,14 @@ class _RoleMembers:
     policy: Policy
     members: list[Member] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    """How often a member was chosen for which reason."""
 
 
 class Fleet:
+    """Members by role; the caller reports begin, answer and end of every leg."""
+
     def __init__(self, options: FleetOptions, draw: Callable[[], float]) -> None:
-        """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
+        """`draw` returns random numbers from 0 to below 1. ConfigError if a policy is unknown."""
         self._options = options
         self._draw = draw
         self._by_role = {
@@ -64,10 +70,10 @@ class Fleet:
         self._members: dict[Instance, Member] = {}
         self._num_chosen = 0
 
-    # -- who there is --
+    # -- membership --
 
     def add(self, instance: Instance, now: float) -> Member:
-        """For good, until it is removed. Ends the draining of one that is there."""
+        """Add a permanent member. Adding a draining member again ends the draining."""
         member = self._admit(instance, now)
         member.lease_until = inf
         member.is_draining = member.has_left = False
@@ -75,8 +81,10 @@ class Fleet:
         return member
 
     def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
-        """It registered itself, or does so again: it stays for `ttl_s` more. That does not undo an
-        operator's word: one that was added for good stays so, one that drains goes on draining.
+        """Add a self-registered member, or renew its membership for `ttl_s` seconds.
+
+        An operator's decision takes precedence: a permanent member stays permanent, and a member
+        drained by an operator keeps draining.
         """
         is_known = instance in self._members
         member = self._admit(instance, now)
@@ -88,7 +96,7 @@ class Fleet:
         return member
 
     def drain(self, instance: Instance) -> bool:
-        """No new legs; those under way go on. False when it is not here."""
+        """Give the instance no new legs; running legs continue. False if not a member."""
         member = self._members.get(instance)
         if member is not None:
             member.is_draining, member.has_left = True, False
@@ -96,8 +104,8 @@ class Fleet:
         return member is not None
 
     def leave(self, instance: Instance) -> bool:
-        """As `drain`, by the instance's own word: its next life may register again, unless an
-        operator has said otherwise.
+        """Drain at the instance's own request. Its next incarnation may register again, unless an
+        operator drained the instance.
         """
         member = self._members.get(instance)
         if member is not None and not member.is_draining:
@@ -106,27 +114,27 @@ class Fleet:
         return member is not None
 
     def is_drained(self, instance: Instance) -> bool:
-        """Nothing is under way any more at one that drains. One that is not here is drained too."""
+        """True if a draining member has no running legs, or the instance is not a member."""
         member = self._members.get(instance)
         return member is None or (member.is_draining and member.num_running == 0)
 
     def remove(self, instance: Instance) -> bool:
-        """Legs under way are not touched by it. False when it is not here."""
+        """Remove a member; its running legs continue. False if the instance is not a member."""
         member = self._members.pop(instance, None)
         if member is not None:
             self._by_role[instance.role].members.remove(member)
         return member is not None
 
     def expire(self, now: float) -> list[Instance]:
-        """Removes and returns those that registered themselves and have not renewed in time."""
+        """Remove and return the self-registered members that have not renewed in time."""
         gone = [member.instance for member in self._members.values() if member.lease_until <= now]
         for instance in gone:
             self.remove(instance)
         return gone
 
     def restarted(self, instance: Instance, now: float) -> None:
-        """Another process answers at its address: no failures, nothing cached. Draining is an
-        operator's word and stays.
+        """Record that a new process answers at the address: no failures, an empty cache. Draining
+        was ordered by an operator and continues.
         """
         member = self._members.get(instance)
         if member is not None:
@@ -142,16 +150,17 @@ class Fleet:
         return self._members.get(instance)
 
     def count(self, role: Role, outcome: Outcome) -> int:
-        """How many members had this outcome last; those that have not been asked yet had none."""
+        """Number of members whose last leg had this outcome."""
         return sum(member.record.last_outcome is outcome for member in self._by_role[role].members)
 
-    # -- who is next --
+    # -- choice --
 
     def choose(
         self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()
     ) -> Instance | None:
-        """Who to give a leg to, among those not tried yet; None when there is none. Its turn is
-        taken: requests that come at once are spread though none of them has begun.
+        """Choose an instance not in `tried` for a leg; None if there is none.
+
+        The choice is recorded, so that concurrent requests are spread although none has begun.
         """
         chosen = self._find(role, hints, now, tried)
         if chosen is None:
@@ -164,7 +173,7 @@ class Fleet:
     def peek(
         self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()
     ) -> Instance | None:
-        """Who would be chosen, though nothing is taken."""
+        """The instance that `choose` would return; nothing is recorded."""
         chosen = self._find(role, hints, now, tried)
         return None if chosen is None else chosen[0].instance
 
@@ -191,13 +200,13 @@ class Fleet:
         member.last_chosen = self._num_chosen
 
     def reasons(self, role: Role) -> Mapping[str, int]:
-        """Why members were chosen, and how often."""
+        """How often members were chosen for which reason."""
         return self._by_role[role].reasons
 
     def _fall_back(
         self, role: Role, left: list[Member], usable: list[Member], now: float
     ) -> tuple[list[Member], str]:
-        """Somebody cannot be used: who can, and of which tier they are if not of the first."""
+        """Candidates and tier name when some members are not ready; "" is the first tier."""
         has_to_answer = role not in self._options.optional_roles
         if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
             return usable, ""
@@ -218,7 +227,7 @@ class Fleet:
         hints: RoutingHints | None = None,
         weight: int | None = None,
     ) -> Leg:
-        """A leg goes to it now. Whoever begins one ends it, whatever happens."""
+        """Record that a leg is sent to the instance. The caller must call `end` in every case."""
         member = self._members.get(instance)
         if member is None:
             raise LocalProtocolError(f"a leg was given to {instance}, which is not in the fleet")
@@ -235,8 +244,8 @@ class Fleet:
         return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation)
 
     def note_answer(self, leg: Leg, now: float) -> None:
-        """A stream's first segment has come: it need not end for the instance to be well. Later
-        calls for the same leg change nothing.
+        """Record that an answer has begun; the instance is healthy before the stream has ended.
+        Further calls for the same leg change nothing.
         """
         if not leg.is_answered:
             leg.is_answered = True
@@ -244,6 +253,7 @@ class Fleet:
             leg.member.update_ready_at()
 
     def end(self, leg: Leg, outcome: Outcome, now: float, error: str = "") -> None:
+        """Record the outcome of a leg; exactly once per leg."""
         if leg.is_over:
             raise LocalProtocolError(f"a leg at {leg.instance} was ended twice")
         leg.is_over = True
@@ -264,8 +274,8 @@ class Fleet:
         member.update_ready_at()
 
     def is_current(self, leg: Leg) -> bool:
-        """The instance that was given the leg is still here, in the same life: what it says of its
-        blocks is worth keeping.
+        """True if the instance is still a member and has the same incarnation as when the leg
+        began: only then are retained blocks valid.
         """
         return (
             self._members.get(leg.instance) is leg.member
@@ -273,7 +283,9 @@ class Fleet:
         )
 
     def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
-        """One that is half open was ejected already, so that its role can spare it."""
+        """Eject a member if its role permits. A half-open member was ejected before, so the role
+        can spare the member.
+        """
         if member.breaker.phase is BreakerPhase.HALF_OPEN or self._can_eject(member.instance.role):
             member.breaker.eject(now, is_absent)
             member.probe_at = now
@@ -290,9 +302,7 @@ class Fleet:
     # -- probes --
 
     def take_probes(self, now: float) -> list[Instance]:
-        """Whose health check is due; the next one is due an interval later, whatever comes of
-        this.
-        """
+        """Return the instances whose probe is due, and schedule the next probe of each."""
         if not self._options.health.probe_interval_s:
             return []
         due = [member for member in self._members.values() if member.probe_at <= now]
@@ -317,14 +327,14 @@ class Fleet:
             member.update_ready_at()
 
     def next_deadline(self) -> float | None:
-        """When to call `take_probes` and `expire` next."""
+        """When to call `take_probes` and `expire` next; None if there is nothing to wait for."""
         deadlines = [member.lease_until for member in self._members.values()]
         if self._options.health.probe_interval_s:
             deadlines += [member.probe_at for member in self._members.values()]
         soonest = min(deadlines, default=inf)
         return None if soonest == inf else soonest
 
-    # -- ours --
+    # -- helpers --
 
     def _admit(self, instance: Instance, now: float) -> Member:
         member = self._members.get(instance)
@@ -336,7 +346,9 @@ class Fleet:
         return member
 
     def _probe_interval(self, member: Member) -> float:
-        """Jittered, so that a fleet that was added at once is not asked at once for ever."""
+        """Seconds until the next probe, jittered so that members added together are not probed
+        together forever.
+        """
         health = self._options.health
         interval = (
             min(health.probe_ejected_s, health.probe_interval_s)

@@ -1,21 +1,25 @@
-"""Whether one instance is given requests: a breaker that opens on failures, rests after refusals,
-and closes after one good trial.
+"""Circuit breaker of one instance: whether the instance is given requests.
 
 ```
-             failures in a row, or too large a share of them, or failed probes
-  closed ────────────────────────────────────────────────────────────────▶ ejected, for a time that doubles up to a cap
-    ▲  ▲                                                                      │  ▲
-    │  └── a leg that it was given as a last resort is answered ──────────────┤  │ the trial fails, or a probe is ill
-    │                                                                         ▼  │
-    └───────────────────── the trial is answered ───────────────────────── half open: one trial leg at a time
+           failures in a row, a large share of failures, or failed probes
+  closed ───────────────────────────────────────────────────────────▶ ejected
+    ▲  ▲                                                               │  ▲
+    │  └── a leg given as last resort is answered ─────────────────────┤  │ trial or probe fails
+    │                                                                  ▼  │
+    └────────────────── the trial leg is answered ────────────────── half open
 ```
 
-With probes an instance whose time is over is half open when one of them found it well, else only a
-long time later, as a probe may be wrong where a request is right: a dead one is given next to no
-request of a client. One that was seen down and is up again need not wait for the end of its time,
-and where nothing but probes, or nothing at all, had ever been heard of it, the probe that finds it
-closes. Legs begun before the instance was ejected say nothing about it since. Pure: the caller
-passes `now` (local monotonic seconds) and chance. One thread.
+The time of an ejection doubles each time, up to a cap. A half-open instance is given one trial leg
+at a time. A refusal (503) starts a cooldown and does not open the breaker.
+
+With probes enabled, an ejected instance becomes half open when its time has passed and a probe
+succeeded. If no probe succeeds, the instance becomes half open only `longest_ejection_s` later,
+because a probe may be wrong where a request is right; a dead instance thus gets almost no client
+requests. An instance whose probes failed and now succeed becomes half open at once. If the instance
+was never reached, or was ejected by probes alone, the first successful probe closes the breaker.
+Results of legs that began before the last ejection are ignored.
+
+Pure: the caller passes `now` (local monotonic seconds) and the random source. Used on one thread.
 """
 
 from collections.abc import Callable
@@ -41,34 +45,34 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True)
 class HealthOptions:
+    """Thresholds and times of the breaker and of the probes."""
+
     failures_in_a_row: int = 3
-    """As many legs that failed one after the other open the breaker."""
+    """Consecutive failed legs that eject an instance."""
     failure_share: float = 0.5
-    """Of the legs of a while; see `window_s`."""
+    """Share of failed legs within `window_s` that ejects an instance."""
     window_s: float = 10.0
-    """So does this share of the legs of about this time, once there are `window_legs`: an instance
-    that answers every other request.
+    """Seconds over which `failure_share` is measured. The share catches an instance that
+    answers only every other request.
     """
     window_legs: int = 10
-    """Fewer say nothing."""
+    """Minimum number of legs in the window for `failure_share` to apply."""
     first_ejection_s: float = 2.0
-    """How long an instance is left out the first time; twice as long each further time."""
+    """Seconds of the first ejection; each further ejection lasts twice as long."""
     longest_ejection_s: float = 60.0
-    """At most."""
+    """Upper limit of an ejection in seconds."""
     jitter: float = 0.2
-    """An ejection is shorter by up to this share, so that instances that failed together do not
-    come back together.
+    """Share by which an ejection is randomly shortened, so that instances that failed together do
+    not return together.
     """
     backoff_reset_s: float = 60.0
-    """So long after its last ejection ended an instance starts again with the first one's time."""
+    """Seconds after the last ejection until the next one is `first_ejection_s` long again."""
     probe_interval_s: float = 5.0
-    """0: no probes."""
+    """Seconds between two probes of a healthy instance. 0: no probes."""
     probe_ejected_s: float = 1.0
-    """Between two looks at an instance that is left out, was found unhealthy, or has not been
-    reached yet.
-    """
+    """Seconds between two probes of an instance that is ejected, unhealthy or not yet reached."""
     max_failed_probes: int = 2
-    """As many in a row leave it out."""
+    """Consecutive failed probes that eject an instance."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -82,6 +86,8 @@ class HealthOptions:
 
 
 class BreakerPhase(Enum):
+    """State of a breaker; see the diagram of the module."""
+
     CLOSED = auto()
     EJECTED = auto()
     HALF_OPEN = auto()
@@ -89,8 +95,9 @@ class BreakerPhase(Enum):
 
 @dataclass(slots=True)
 class _Window:
-    """Legs and failures of the last one to two halves of a window. Two counters age as a whole,
-    which is cheap and good enough.
+    """Number of legs and failures over the last one to two half windows.
+
+    Two counters that age as a whole are cheap, and precise enough.
     """
 
     half_s: float
@@ -117,29 +124,34 @@ class _Window:
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one instance. `not_before`: when it may be given a leg; in the past while nothing is
-    wrong, never while a trial is under way.
+    """Breaker of one instance.
+
+    `not_before` is the time from which the instance may be given a leg: in the past while the
+    instance is healthy, infinity while a trial leg runs.
     """
 
     options: HealthOptions
     draw: Callable[[], float]
+    """Random numbers from 0 to below 1."""
     phase: BreakerPhase = BreakerPhase.CLOSED
     not_before: float = -inf
     cooldown_until: float = -inf
+    """End of the cooldown after a refusal."""
     ejected_until: float = -inf
-    """When the last ejection ended or is to end."""
+    """Time at which the last ejection ended or will end."""
     num_ejections: int = 0
     generation: int = 0
-    """Grows with each ejection and restart: tells legs begun before from those begun after."""
+    """Grows with each ejection and restart; results of legs of an older generation are ignored."""
     failures_in_a_row: int = 0
     failed_probes_in_a_row: int = 0
     is_reached: bool = False
-    """A leg was answered, or a probe: it is more than a line in a configuration."""
+    """True once a leg or a probe was answered; until then the instance is only configured."""
     _is_absent: bool = False
-    """It was ejected because it did not answer probes, or because nobody was there yet; not because
-    it answered legs badly.
+    """True if the instance was ejected because it did not answer probes or was never reached, not
+    because of failed legs.
     """
     _streak: int = 0
+    """Number of ejections since the last backoff reset."""
     _window: _Window = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +159,7 @@ class Breaker:
 
     @property
     def is_suspect(self) -> bool:
-        """It would be ejected if its role could spare it."""
+        """True if the instance would be ejected, but the role cannot spare the instance."""
         is_bad = (
             self.failures_in_a_row >= self.options.failures_in_a_row
             or self.failed_probes_in_a_row >= self.options.max_failed_probes
@@ -156,8 +168,8 @@ class Breaker:
 
     @property
     def is_reachable(self) -> bool:
-        """Somebody has reached it and nothing says that it has gone since. Where there are no
-        probes, that is taken on trust.
+        """True if the instance was reached and no probes have failed since. Always True if probes
+        are disabled.
         """
         if not self.options.probe_interval_s:
             return True
@@ -165,7 +177,7 @@ class Breaker:
 
     @property
     def wants_probes(self) -> bool:
-        """The next look at it may change what is thought of it."""
+        """True if the next probe can change the state and should come soon."""
         return (
             self.phase is not BreakerPhase.CLOSED
             or not self.is_reached
@@ -173,7 +185,7 @@ class Breaker:
         )
 
     def phase_at(self, now: float) -> BreakerPhase:
-        """An ejection ends by itself; whoever looks sees it."""
+        """The phase, with an ejection that has run out shown as half open."""
         return (
             BreakerPhase.HALF_OPEN
             if self.phase is BreakerPhase.EJECTED and self.not_before <= now
@@ -181,7 +193,7 @@ class Breaker:
         )
 
     def begin(self, now: float) -> bool:
-        """A leg is given to the instance; True when it is the trial."""
+        """Record that a leg is given to the instance; True if the leg is the trial."""
         if self.phase is BreakerPhase.CLOSED or self.not_before > now:
             return False
         self.phase = BreakerPhase.HALF_OPEN
@@ -189,8 +201,8 @@ class Breaker:
         return True
 
     def note_answer(self, generation: int, now: float) -> None:
-        """A leg begun in that era is being answered: a stream's first segment is as good as its
-        last.
+        """Record that a leg of this generation is being answered. The first bytes of a stream count
+        as much as its end.
         """
         if generation != self.generation:
             return
@@ -203,18 +215,18 @@ class Breaker:
             self._close()
 
     def note_refusal(self, now: float) -> None:
-        """A later answer does not end the rest: an instance that drains still answers what it had
-        taken before.
+        """Start a cooldown. A later answer does not end the cooldown, because a draining instance
+        still answers legs accepted earlier.
         """
         self.cooldown_until = now + COOLDOWN_S
 
     def end_trial(self, generation: int, now: float) -> None:
-        """Where it was neither answered nor failed, the next may try."""
+        """Let the next leg be the trial if this one was neither answered nor failed."""
         if generation == self.generation and self.phase is BreakerPhase.HALF_OPEN:
             self.not_before = now
 
     def note_failure(self, generation: int, now: float) -> bool:
-        """Of a leg begun in that era; whether it is one too many."""
+        """Record a failed leg of this generation; True if the instance should be ejected."""
         if generation != self.generation or self.phase is BreakerPhase.EJECTED:
             return False
         self.failures_in_a_row += 1
@@ -227,6 +239,7 @@ class Breaker:
         )
 
     def eject(self, now: float, is_absent: bool = False) -> None:
+        """Eject the instance for a time that grows with each ejection in a row."""
         options = self.options
         self._is_absent = not self.is_reached or (
             is_absent and self.phase is BreakerPhase.CLOSED and not self.failures_in_a_row
@@ -244,9 +257,11 @@ class Breaker:
         self.generation += 1
         self.phase = BreakerPhase.EJECTED
         self.ejected_until = now + whole * (1 - options.jitter * self.draw())
+        # With probes, the end of the ejection alone is not enough: see the module docstring.
         self.not_before = self._unprobed_end() if options.probe_interval_s else self.ejected_until
 
     def note_probe_passed(self, now: float) -> None:
+        """Record a successful probe, which may close the breaker or end the ejection."""
         was_down = self.failed_probes_in_a_row > 0
         self.failed_probes_in_a_row = 0
         self.is_reached = True
@@ -259,7 +274,9 @@ class Breaker:
             self.not_before = self.ejected_until
 
     def note_probe_failed(self) -> bool:
-        """Whether it is to be ejected for that. A trial that is under way knows better."""
+        """Record a failed probe; True if the instance should be ejected. A running trial leg is
+        the better evidence, so a half-open instance is not ejected while the trial runs.
+        """
         self.failed_probes_in_a_row += 1
         if self.phase is BreakerPhase.EJECTED:
             self.not_before = self._unprobed_end()
@@ -269,8 +286,8 @@ class Breaker:
         return self.failed_probes_in_a_row >= self.options.max_failed_probes
 
     def restart(self) -> None:
-        """Another incarnation: nothing that is known holds any more. Legs of the last one say
-        nothing about this one.
+        """Reset everything: a new incarnation answers at the address. Results of legs of the old
+        incarnation are ignored.
         """
         self.generation += 1
         self._streak = 0
@@ -280,6 +297,7 @@ class Breaker:
         self._close()
 
     def _unprobed_end(self) -> float:
+        """When an ejected instance becomes half open although no probe succeeded."""
         return self.ejected_until + self.options.longest_ejection_s
 
     def _close(self) -> None:

@@ -1,9 +1,8 @@
-"""What an engine's `/metrics` page says about it: load, KV in hand and under way, how it hands KV
-over. Embedded engine and vLLM alike.
+"""Parses an engine's `/metrics` page: load, KV held and in transfer, and the transfer mode.
 
-Pure, and made for pages that cannot be trusted: any bytes are read without an error, in one pass,
-and only up to a bound. What a page does not say is None, so that nothing is shown as 0 that nobody
-counted.
+Works for the embedded engine and for vLLM. Pure, and safe for untrusted pages: any bytes are read
+without an error, in one pass and up to a bound. A value missing from the page is None, so the
+dashboard never shows a 0 for a missing value.
 """
 
 import math
@@ -22,8 +21,9 @@ __all__ = [
 ]
 
 MAX_PAGE_BYTES = 4 * 1024 * 1024
-"""A vLLM with every optional histogram says some 300 KB."""
+"""Longest page that is read. A vLLM with every optional histogram sends about 300 KB."""
 MAX_COUNT = float(2**53)
+"""Largest value that a float holds exactly as an integer."""
 _MAX_WORD_CHARS = 256
 _LABEL = re.compile(r'[ ,]*([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
@@ -31,10 +31,12 @@ _ESCAPED = re.compile(r"\\(.)")
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
+    """Scheduler load of an engine."""
+
     running: float | None = None
     waiting: float | None = None
     cache_usage: float | None = None
-    """Of the KV cache, 0 to 1; the fullest, where a page speaks for several engines."""
+    """Used share of the KV cache, 0 to 1; the maximum if the page covers several engines."""
     generated_tokens: float | None = None
     prompt_tokens: float | None = None
     preemptions: float | None = None
@@ -42,31 +44,35 @@ class LoadMetrics:
 
 @dataclass(frozen=True, slots=True)
 class KvMetrics:
+    """Leases and KV transfers of an engine."""
+
     leases: float | None = None
-    """Held for peers."""
+    """Leases held for peers."""
     held_blocks: float | None = None
     pulls: float | None = None
-    """Requests whose KV is expected from a peer."""
+    """Requests whose KV is being transferred from a peer."""
     transfers: float | None = None
     moved_bytes: float | None = None
     moving_s: float | None = None
     failures: float | None = None
-    """Transfers and handshakes that failed."""
+    """Failed transfers and handshakes."""
     expired: float | None = None
-    """Leases that ran out unread."""
+    """Leases that expired without being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceReading:
+    """One reading of an instance's `/metrics` page."""
+
     load: LoadMetrics = LoadMetrics()
     kv: KvMetrics = KvMetrics()
     mode: str = ""
-    """`pull` or `push`; empty: it does not say."""
+    """`pull` or `push`; empty if not reported."""
     side_channel: str = ""
-    """host:port; empty: it does not say."""
+    """Side channel as host:port; empty if not reported."""
     model: str = ""
     started_at: float | None = None
-    """When its process started, by its own clock: another value is another incarnation."""
+    """Start time of the process by its own clock; another value means another incarnation."""
 
     @property
     def is_push(self) -> bool:
@@ -87,7 +93,7 @@ _SUMMED: Mapping[bytes, str] = {
     b"kvferry:transfer_seconds_total": "moving_s",
     b"vllm:nixl_num_failed_transfers_total": "failures",
     b"vllm:nixl_num_kv_expired_reqs_total": "expired",
-    # Of a vLLM with its own connector, which has no transports.
+    # From vLLM's own NIXL connector, which reports no kvferry transports.
     b"vllm:nixl_xfer_time_seconds_count": "nixl transfers",
     b"vllm:nixl_bytes_transferred_sum": "nixl moved_bytes",
     b"vllm:nixl_xfer_time_seconds_sum": "nixl moving_s",
@@ -100,7 +106,7 @@ _WANTED = frozenset({*_SUMMED, *_USAGE, _MODE, _SIDE_CHANNEL, _STARTED})
 
 
 def read_metrics(page: bytes) -> InstanceReading:
-    """Of several engines on one page (data parallel ranks) the sums."""
+    """Parse a page; values of several engines on one page (data-parallel ranks) are summed."""
     sums: dict[str, float] = {}
     usage: float | None = None
     words: dict[bytes, str] = {}
@@ -147,11 +153,12 @@ def read_metrics(page: bytes) -> InstanceReading:
 
 @dataclass(frozen=True, slots=True)
 class MetricsDelta:
-    """Between two readings of one instance."""
+    """Growth of an instance's counters between two readings."""
 
     tokens: int = 0
     moved_bytes: int = 0
     over_s: float = 1.0
+    """Seconds between the two readings."""
 
 
 @dataclass(slots=True)
@@ -165,8 +172,8 @@ class MetricsWatcher:
     _before: tuple[float, InstanceReading] | None = field(default=None, init=False)
 
     def note(self, reading: InstanceReading, now: float) -> MetricsDelta:
-        """What was added since the last one. Counters that went back are another incarnation's:
-        they have grown by nothing.
+        """Record a reading; return the growth since the last reading. A counter that went back
+        belongs to a new incarnation and counts as no growth.
         """
         before, self._before = self._before, (now, reading)
         self.reading, self.read_at = reading, now
@@ -188,8 +195,8 @@ class MetricsWatcher:
         return growth
 
     def forget(self) -> None:
-        """It does not answer: its last figures are not its present ones, and what comes back may be
-        another incarnation.
+        """Drop the figures of an instance that does not answer. The figures are out of date, and
+        the next answer may come from another incarnation.
         """
         self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = (
             None
@@ -201,11 +208,12 @@ def _grown(earlier: float | None, later: float | None) -> int:
 
 
 def _samples(page: bytes) -> Iterator[tuple[bytes, bytes, float]]:
-    """Name, labels, value of the lines we want. Values that no level or counter can have are left
-    out.
+    """Name, labels and value of each wanted line; values impossible for a gauge or counter are
+    skipped.
     """
     whole = page[:MAX_PAGE_BYTES]
     if len(page) > MAX_PAGE_BYTES:
+        # Drop the line that the bound cuts in two.
         whole = whole[: whole.rfind(b"\n") + 1]
     for line in whole.split(b"\n"):
         name, brace, rest = line.partition(b"{")
@@ -226,7 +234,7 @@ def _samples(page: bytes) -> Iterator[tuple[bytes, bytes, float]]:
 
 
 def _number(text: bytes) -> float | None:
-    """The value; a time stamp may follow it."""
+    """The sample value; a timestamp may follow it."""
     words = text.split(None, 1)
     try:
         value = float(words[0]) if words and b"_" not in words[0] else math.nan
@@ -237,8 +245,8 @@ def _number(text: bytes) -> float | None:
 
 def _label(labels: bytes, wanted: str) -> str:
     text, position = labels.decode(errors="replace"), 0
-    # One after the other, from the start: a search would look at every position anew and take for
-    # ever on a line made for it.
+    # Match labels one after the other from the start. A regex search would retry at every position
+    # and take quadratic time on a malicious line.
     while found := _LABEL.match(text, position):
         if found[1] == wanted:
             return _ESCAPED.sub(

@@ -1,4 +1,4 @@
-"""An instance: one engine in one role, and how it is named. Pure."""
+"""An instance is one engine in one role; this module parses and names instances. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from kvferry.types import Address
 __all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance"]
 
 COOLDOWN_S = 1.0
-"""What an engine that drains says in `Retry-After`. Short, because one that was only full is missed
-meanwhile.
+"""Cooldown after a refusal: the `Retry-After` that a draining engine sends. The cooldown is short,
+because an instance that was only full is needed again soon.
 """
 
 
@@ -22,29 +22,31 @@ _HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 
 
 class Role(StrEnum):
+    """What the router uses an instance for."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Outcome(StrEnum):
-    """Of the last leg that an instance was given."""
+    """How a leg on an instance ended."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """By its client, or for the sake of the other leg: it says nothing about the instance."""
+    """The client or the other leg ended this leg; the outcome says nothing about the instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine's HTTP address in the role the router uses it for."""
+    """HTTP address of one engine, and the role in which the router uses the engine."""
 
     role: Role
     address: Address
     tls: bool = field(default=False, compare=False)
-    """How it is spoken to, not who it is: an address is drained and removed without a word about
-    it.
+    """Whether the instance is called by https. Not part of the identity: an operator drains or
+    removes an address without naming the scheme.
     """
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -52,7 +54,7 @@ class Instance:
         object.__setattr__(self, "_hash", hash((self.role, self.address)))
 
     def __hash__(self) -> int:
-        """Worked out once: an instance is looked up a dozen times for each request."""
+        """The cached hash: each request looks an instance up a dozen times."""
         return self._hash
 
     @property
@@ -64,7 +66,7 @@ class Instance:
 
 
 def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tuple[Instance, ...]:
-    """Host i with port i. One host may stand for several ports."""
+    """Combine host i with port i; a single host is combined with every port."""
     if len(hosts) == 1:
         hosts = [hosts[0]] * len(ports)
     if len(hosts) != len(ports) or not ports:
@@ -84,7 +86,7 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
 
 
 def parse_instance(role: Role, url: str) -> Instance:
-    """From `http://HOST:PORT`, or `HOST:PORT`. ConfigError for anything else."""
+    """Parse `http://HOST:PORT`, `https://HOST:PORT` or `HOST:PORT`; ConfigError otherwise."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = (
@@ -106,8 +108,8 @@ def parse_instance(role: Role, url: str) -> Instance:
 
 
 def _is_host(host: str) -> bool:
-    """A name or an address that can be looked up: what cannot would fail every request that comes
-    to it.
+    """Whether `host` is a well-formed host name or IPv6 address. A malformed host would fail every
+    request.
     """
     if ":" not in host:
         return _HOST.fullmatch(host) is not None

@@ -1,6 +1,6 @@
-"""One instance as the fleet knows it: what it does for this router and how it has been doing.
+"""One instance as a member of the fleet: state, load and history.
 
-Pure. Owned by the `Fleet`; others read.
+Pure. The `Fleet` owns and changes members; other modules only read.
 """
 
 from dataclasses import dataclass, field
@@ -13,46 +13,47 @@ from kvferry.router.fleet.instances import Instance, Outcome, Role
 __all__ = ["Leg", "LegHistory", "Member", "MemberState", "RoutingHints", "leg_weight"]
 
 _PREFILL_BASE = 1024
-"""What a prefill costs however short it is, in bytes of prompt."""
+"""Fixed cost of a prefill, in bytes of prompt."""
 
 
 class MemberState(StrEnum):
+    """State of a member, as shown to operators."""
+
     NEW = "new"
-    """Nobody has heard of it yet. It is given legs like a healthy one."""
+    """Neither a leg nor a probe was answered yet. A new member is given legs like a healthy one."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It fails, but it is the last one of a role that has to answer."""
+    """The member fails, but is the last usable member of a role that must answer."""
     RESTING = "resting"
-    """It answered 503 a moment ago: full, or about to end."""
+    """The member answered 503 a moment ago, because it is full or about to stop."""
     HALF_OPEN = "half_open"
+    """The ejection is over; one trial leg decides."""
     EJECTED = "ejected"
     DRAINING = "draining"
 
 
 @dataclass(slots=True)
 class RoutingHints:
-    """What a policy may look at."""
+    """Properties of a request that a routing policy may use."""
 
     prompt: bytes | memoryview = b""
     """The raw JSON text of the prompt or of the messages."""
     conversation: Instance | None = None
-    """Who served this conversation's last turn, in the role that is asked for."""
+    """The instance of the requested role that served the conversation's last turn."""
     prefix_hashes: list[int] | None = None
-    """Of the prompt's beginnings; kept here by the policy that needed them, so that they are made
-    once.
-    """
+    """Hashes of the prompt's prefixes, cached by the policy."""
 
 
 def leg_weight(role: Role, prompt_bytes: int) -> int:
-    """Load that a leg is. A prefill takes as long as its prompt is; decodes are batched, so each is
-    one. Whole numbers: what is added and taken away leaves nothing behind.
+    """Load of one leg. The time of a prefill is proportional to its prompt; decode legs are
+    batched, so each counts 1. Integers avoid rounding errors when loads are added and subtracted.
     """
     return _PREFILL_BASE + prompt_bytes if role is Role.PREFILL else 1
 
 
 @dataclass(slots=True)
 class LegHistory:
-    """How a member's legs have ended, for those who look at the fleet."""
+    """How the legs of a member have ended, for metrics and dashboard."""
 
     counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     last_outcome: Outcome | None = None
@@ -70,23 +71,26 @@ class LegHistory:
 
 @dataclass(slots=True, eq=False)
 class Member:
+    """An instance with its breaker, lease and load."""
+
     instance: Instance
     breaker: Breaker
     lease_until: float = inf
-    """A member that registered itself goes unless it renews. Others stay."""
+    """When a self-registered member is removed unless it renews; infinity for permanent members."""
     is_draining: bool = False
     has_left: bool = False
-    """It drains by its own word, not an operator's: when it registers again, that is over."""
+    """The member drains at its own request, not an operator's, until it registers again."""
     ready_at: float = -inf
-    """When it may be given a leg, as things stand: `update_ready_at` after any of them changed.
-    Every choice reads it for every member.
+    """When the member may be given a leg. Cached, because every choice reads the time for every
+    member: call `update_ready_at` after any change.
     """
     load: int = 0
+    """Sum of the weights of the running legs."""
     num_running: int = 0
     last_chosen: int = 0
-    """When it was last chosen or given a leg, counted over the whole fleet."""
+    """Value of the fleet's choice counter when this member was last chosen or given a leg."""
     incarnation: int = 0
-    """Grows when it restarts: what it had cached is gone."""
+    """Grows with each restart, which empties the instance's cache."""
     probe_at: float = -inf
     record: LegHistory = field(default_factory=LegHistory)
 
@@ -107,7 +111,7 @@ class Member:
         return MemberState.HEALTHY if self.breaker.is_reached else MemberState.NEW
 
     def is_usable(self, now: float) -> bool:
-        """A request that is sent to it now can be served, as far as anybody has seen."""
+        """True if a request sent now can be served, as far as the router knows."""
         return (
             self.state(now) not in (MemberState.EJECTED, MemberState.DRAINING)
             and self.breaker.is_reachable
@@ -121,15 +125,15 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """A request under way at a member, which may have been removed in the meantime. Ended once."""
+    """A leg that runs on a member, which may be removed meanwhile. Ended exactly once."""
 
     member: Member
     weight: int
     is_trial: bool
     generation: int
-    """Of the member's breaker, when the leg began."""
+    """Generation of the member's breaker when the leg began."""
     incarnation: int
-    """Of the member, then."""
+    """Incarnation of the member when the leg began."""
     is_answered: bool = False
     is_over: bool = False
 

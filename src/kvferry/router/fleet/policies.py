@@ -1,14 +1,8 @@
-"""Which instances have lately been given a prompt that begins like this one.
+"""Routing policies: which instance gets the next leg. Chosen per role, by name.
 
-A prompt is known by marks of its beginnings: a chain of hashes over its raw JSON text, since the
-next turn of a conversation writes the last one's text again, but for the closing bracket, and goes
-on. Marks lie closer at the start (512 bytes) than far out (a sixth of the distance), and far out
-only the text before each mark is looked at, so that a long prompt has few marks and costs little.
-Two prompts with one mark are routed alike, no more: engines compare tokens themselves, so a
-collision costs a cache miss at most. Python's own hash is keyed per process, which denies
-collisions to whoever might want them, and is the fastest at hand.
-
-Pure. One thread.
+A policy gets candidates that may all be used and is notified of each leg that begins. A policy
+stores no members except in `PrefixIndex`, and returns only given members. Pure: the
+random source is passed in. Used on one thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +28,17 @@ __all__ = [
 ]
 
 
+# -- prefix hashes --
+# Which instances were lately given a prompt with the same beginning.
+#
+# The prefixes of a prompt are identified by a chain of hashes over the raw JSON text: the next turn
+# of a conversation repeats the text of the last turn, except for the closing bracket, and appends
+# to the text. At the start a hash is taken every 512 bytes; further out the step is a sixth of the
+# distance from the start, and only the 256 bytes before each position are hashed, so a long prompt
+# has few hashes and costs little. Two prompts with the same hash are only routed alike: engines
+# compare the tokens, so a collision costs at most a cache miss. Python's own hash is keyed per
+# process, so clients cannot construct collisions, and is the fastest hash available.
+
 _STEP_BYTES = 512
 _DENSE_BYTES = 4 * 1024
 _SAMPLE_BYTES = 256
@@ -44,7 +49,7 @@ _Holder = tuple[Member, int]
 
 
 def _hashed_ranges() -> Iterator[tuple[int, int]]:
-    """Where the text of each mark begins and ends."""
+    """Start and end of the text that each hash covers."""
     start = 0
     while start < _LOOKED_AT_BYTES:
         end = start + max(_STEP_BYTES, start // 6)
@@ -56,7 +61,7 @@ _SPANS = tuple(_hashed_ranges())
 
 
 def hash_prefixes(prompt: bytes | memoryview) -> list[int]:
-    """One per span that is full, shortest beginning first."""
+    """One hash per complete range, shortest prefix first."""
     size, prefix_hash, prefix_hashes = len(prompt), 0, []
     for start, end in _SPANS:
         if end > size:
@@ -68,11 +73,11 @@ def hash_prefixes(prompt: bytes | memoryview) -> list[int]:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """The marks used last, each with the few members that were given it last.
+    """The most recently used prefix hashes, each with the members last given that prefix.
 
-    Two generations: when the young one is full it becomes the old one, and what was in the old one
-    and not used since is forgotten. That is a coarser order than least recently used, at a fraction
-    of the time.
+    Two generations: when the young generation is full, it replaces the old generation, and unused
+    entries of the old generation are dropped. The order is coarser than least recently used, and
+    takes a fraction of the time.
     """
 
     max_hashes: int = 65536
@@ -83,7 +88,7 @@ class PrefixIndex:
         return len(self._young) + len(self._old)
 
     def holders(self, prefix_hashes: list[int]) -> Iterator[list[Member]]:
-        """Longest beginning first. A member that has restarted since holds nothing."""
+        """Members that hold each prefix, longest prefix first; restarted members hold nothing."""
         young, old = self._young, self._old
         for prefix_hash in reversed(prefix_hashes):
             held = young.get(prefix_hash) or old.get(prefix_hash)
@@ -108,25 +113,23 @@ class PrefixIndex:
             )
 
 
-# -------------------- policies --------------------
-# Who gets the next request: the policies, chosen per role by name.
-#
-# A policy is asked with members that may all be used, and told who was. It keeps no members: those
-# it is not asked about are not chosen. Pure: chance is passed in. One thread.
+# -- policies --
 
 
 _by_last_chosen = attrgetter("last_chosen")
 
 
 class Policy(Protocol):
+    """Chooses a member for a leg. Implementations are pure."""
+
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
-        """One of the candidates, of which there is at least one, and why it. Changes nothing: who
-        asks twice gets a like answer.
+        """Choose one of the candidates (at least one), and name the reason. Changes no state, so
+        asking twice gives an equivalent answer.
         """
         ...
 
     def note_begun(self, member: Member, hints: RoutingHints) -> None:
-        """A leg was given to it."""
+        """Record that a leg was given to the member."""
         ...
 
 
@@ -136,8 +139,8 @@ class _Stateless:
 
 
 class RoundRobin(_Stateless):
-    """Who was not given one for the longest time. Unlike an index that goes round, that stays fair
-    when members come, go and rest.
+    """The member that was not chosen for the longest time. Unlike a rotating index, this stays fair
+    when members join, leave or rest.
     """
 
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
@@ -145,7 +148,7 @@ class RoundRobin(_Stateless):
 
 
 class LeastLoad(_Stateless):
-    """Equals take turns, else the first of an idle fleet would get everything."""
+    """The member with the least load; equal members take turns, else one would get everything."""
 
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         return _least(candidates), "least_load"
@@ -153,8 +156,8 @@ class LeastLoad(_Stateless):
 
 @dataclass(slots=True)
 class PowerOfTwo(_Stateless):
-    """The less loaded of two at random. Several routers that see only their own load do not all run
-    to the same one.
+    """The less loaded of two random members. Several routers, each seeing only its own load, do not
+    all choose the same instance.
     """
 
     draw: Callable[[], float]
@@ -163,6 +166,7 @@ class PowerOfTwo(_Stateless):
         count = len(candidates)
         if count == 1:
             return candidates[0], "only"
+        # One random number gives an ordered pair of two different members.
         first, second = divmod(int(self.draw() * count * (count - 1)), count - 1)
         one, other = candidates[first], candidates[second + (second >= first)]
         return _least((one, other)), "two_choices"
@@ -170,13 +174,14 @@ class PowerOfTwo(_Stateless):
 
 @dataclass(slots=True)
 class PrefixAffinity:
-    """Who was given the longest beginning of this prompt, unless it has much more to do than the
-    least loaded: a popular beginning must not make one instance work for all.
+    """The member given the longest prefix of this prompt, unless it is overloaded: a popular prefix
+    must not send all requests to one instance.
     """
 
     max_ratio: float = 1.5
+    """A holder may have this many times the load of the least loaded member."""
     slack_legs: int = 2
-    """So many legs like this one it may have more in any case."""
+    """In addition, a holder may have this many legs of this weight."""
     index: PrefixIndex = field(default_factory=PrefixIndex)
 
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
@@ -204,7 +209,7 @@ class PrefixAffinity:
 
 @dataclass(slots=True)
 class ConversationAffinity:
-    """Who served the last turn, else whom the other policy chooses."""
+    """The member that served the conversation's last turn, else the choice of `fallback`."""
 
     fallback: Policy
 
@@ -220,7 +225,7 @@ class ConversationAffinity:
 
 
 def _least(candidates: Sequence[Member]) -> Member:
-    """By load, then by turn. Half the time of `min` with a key."""
+    """The least loaded member; equal members take turns. Half the time of `min` with a key."""
     least = candidates[0]
     for member in candidates:
         if member.load < least.load or (
@@ -244,8 +249,8 @@ def _prefix_hashes_of(hints: RoutingHints) -> list[int]:
 
 
 def _conversation_affinity(role: Role, draw: Callable[[], float]) -> Policy:
-    """A decoder takes what it lacks from P, so that only its load counts; P has to compute what it
-    lacks.
+    """For D only the load matters, because D fetches missing KV from P. P must compute missing KV,
+    so P also uses prefix affinity.
     """
     return ConversationAffinity(PrefixAffinity() if role is Role.PREFILL else LeastLoad())
 
@@ -260,7 +265,7 @@ POLICIES: Mapping[str, Callable[[Role, Callable[[], float]], Policy]] = {
 
 
 def make_policy(name: str, role: Role, draw: Callable[[], float]) -> Policy:
-    """`draw`: numbers from 0 to below 1."""
+    """Make a policy by name. `draw` returns random numbers from 0 to below 1."""
     if name not in POLICIES:
         raise ConfigError(f"{name!r} is no routing policy; choose one of {', '.join(POLICIES)}")
     return POLICIES[name](role, draw)

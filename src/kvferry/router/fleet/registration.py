@@ -1,8 +1,8 @@
-"""How an instance joins a router's fleet by itself: a statement sealed with the cluster's secret,
-renewed while the instance is well. Pure.
+"""Self-registration: an instance joins a fleet with a statement sealed with the cluster secret.
 
-The statement says when it was made, so that one overheard is soon worth nothing; hosts' clocks may
-differ by minutes.
+The instance renews the statement while it is healthy. A statement carries its creation time, so
+an intercepted statement soon becomes useless; the clocks of two hosts may differ by minutes.
+Pure.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,29 @@ from kvferry.router.fleet.instances import Role
 __all__ = ["DEFAULT_TTL_S", "MAX_CLOCK_SKEW_S", "Registrar", "Statement"]
 
 MAX_CLOCK_SKEW_S = 300.0
+"""Largest age of a statement, clock difference included."""
 DEFAULT_TTL_S = 15.0
 _MAX_TTL_S = 3600.0
 
 
 class Statement(msgspec.Struct, frozen=True):
+    """An instance's declaration to the router."""
+
     role: Role
+    """The role in which the instance joins."""
     url: str
     ttl_s: float
-    """Gone from the fleet unless it is renewed by then."""
+    """Seconds until the instance is removed from the fleet unless it renews."""
     made_at: float
-    """Seconds since 1970 by the instance's clock."""
+    """Creation time in seconds since 1970, by the instance's clock."""
     is_leaving: bool = False
+    """The instance is stopping and takes no new legs."""
 
 
 @dataclass(slots=True)
 class Registrar:
+    """Seals and opens statements."""
+
     secret: bytes
 
     @property
@@ -42,7 +49,7 @@ class Registrar:
         return self._seal.close(msgspec.msgpack.encode(statement))
 
     def open(self, text: object, now: float) -> Statement:
-        """`now`: seconds since 1970. InvalidTicket unless it is a genuine and recent statement."""
+        """Open a genuine and recent statement; else InvalidTicket. `now`: seconds since 1970."""
         try:
             statement = msgspec.msgpack.decode(self._seal.open(text), type=Statement)
         except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""Looks after the instances: whether they are well, and what their `/metrics` say of them. Runs on
-the event loop.
+"""Probes the `/health` and `/metrics` pages of the instances. Runs on the event loop.
 
-That page is the one place where both engines, the embedded one and vLLM, let a connector speak
-without a request. Each instance is looked at in turn, on its own: one that hangs holds up no other.
+`/metrics` is the only place where the embedded engine and vLLM both let a connector publish data
+without a request. Each probe is a separate task, so that an instance that hangs delays no other
+probe.
 """
 
 import asyncio
@@ -35,27 +35,30 @@ _REPROBE_INTERVAL_S = 1.0
 
 @dataclass(slots=True)
 class InstanceWatcher:
+    """Runs the probes and keeps the latest reading of each instance."""
+
     instance_client: InstanceClient
     on_instance_gone: Callable[[Instance], object]
-    """It has left the fleet, or is another incarnation of itself: what it had is gone."""
+    """Called when an instance has left the fleet or has restarted: its blocks are gone."""
     latest: dict[Instance, MetricsWatcher] = field(default_factory=dict)
-    """What each said last."""
+    """Latest figures of each instance."""
     cleanup: Callable[[float], object] = lambda now: None
-    """Whatever wants to be looked through now and then."""
+    """Called every `_CLEANUP_INTERVAL_S` with the time, to drop expired entries."""
     _cleanup_at: float = 0.0
     _probed_at: dict[Instance, float] = field(default_factory=dict)
     _readings: dict[Instance, InstanceReading] = field(default_factory=dict)
-    """What each said of itself when it last spoke: how it hands over, where it is asked. It holds
-    until a leg fails or another incarnation speaks, unlike its figures, which are of the moment.
+    """Latest transfer mode and side channel of each instance. Unlike figures, a reading stays valid
+    until a leg fails or another incarnation answers.
     """
     _received_when_ill: dict[Instance, int] = field(default_factory=dict)
-    """How much had come from one that was found unhealthy, then."""
+    """`num_received` of each instance at its last failed probe."""
     _process_start: dict[Instance, float] = field(default_factory=dict)
+    """Start time of each instance's process; a change means a restart."""
     _probes: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probe and expire instances until cancelled."""
         while True:
             now = time.monotonic()
             for instance in self.instance_client.fleet.expire(now):
@@ -67,6 +70,7 @@ class InstanceWatcher:
             for instance in self.instance_client.fleet.take_probes(now):
                 self._start_probe(instance)
             due = self.instance_client.fleet.next_deadline()
+            # At least 10 ms, so that overdue probes cannot turn this into a busy loop.
             wait_s = _IDLE_S if due is None else min(_IDLE_S, max(0.01, due - now))
             self._wake.clear()
             try:
@@ -76,35 +80,36 @@ class InstanceWatcher:
                 pass
 
     def probe_now(self) -> None:
-        """Somebody has joined."""
+        """Wake the loop, because an instance has joined or changed."""
         self._wake.set()
 
     async def supports_push(self, instance: Instance) -> bool:
-        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, for
-        a bounded time, once a second.
+        """Whether the instance accepts push tickets. Waits for a probe only if nothing is known
+        about the instance, for a bounded time, and at most once a second.
         """
         if (
             instance not in self._readings
             and time.monotonic() >= self._probed_at.get(instance, -inf) + _REPROBE_INTERVAL_S
         ):
+            # Shielded: the probe serves other waiters even if this request is cancelled.
             await asyncio.shield(self._start_probe(instance))
         reading = self._readings.get(instance)
         return reading is not None and reading.is_push
 
     def forget(self, instance: Instance) -> None:
-        """It has failed: what comes back may be another incarnation."""
+        """Drop what is known about a failed instance, which may return as a new incarnation."""
         for known in (self.latest, self._readings, self._received_when_ill, self._probed_at):
             known.pop(instance, None)
 
     def forget_instance(self, instance: Instance) -> None:
-        """It has left the fleet."""
+        """Drop everything about an instance that has left the fleet."""
         self.forget(instance)
         self._process_start.pop(instance, None)
         self.instance_client.metrics.forget(instance)
         self.on_instance_gone(instance)
 
     def side_channel(self, instance: Instance) -> Address | None:
-        """Where it answers questions of the cluster's members, if it has said so."""
+        """The instance's side channel, if reported."""
         reading = self._readings.get(instance)
         host, _, port = (
             reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
@@ -161,9 +166,11 @@ class InstanceWatcher:
         )
 
     def _fail_pending_if_silent(self, instance: Instance) -> None:
-        """Not a byte has come from it between two looks in vain, and its role can do without it:
-        what waits for it to begin an answer is tried elsewhere rather than at the end of a long
-        deadline. Streams that have begun stay, as nobody else can go on with them.
+        """Fail pending requests of an instance that is ejected and silent.
+
+        If no bytes arrived between two failed probes, requests without the beginning of an answer
+        are retried elsewhere at once instead of at the end of a long timeout. Streams that have
+        begun continue, because no other instance can take over a stream.
         """
         before, received = (
             self._received_when_ill.get(instance),

@@ -1,3 +1,1 @@
-"""HTTP/1.1 on plain asyncio protocols: the server clients speak to, the client that speaks to
-engines, and the relay between the two.
-"""
+"""HTTP/1.1 on asyncio protocols: a server for clients, a client for engines, and a relay."""

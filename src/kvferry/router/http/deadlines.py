@@ -1,8 +1,8 @@
-"""One timer for all connections of a side. Setting a deadline is an attribute; whoever is past it
-is told within `PERIOD_S`.
+"""Deadlines: one coarse timer for all connections of a server or of a client.
 
-A timer handle per wait would be made and cancelled several times in every request, and hardly one
-in a million ever fires.
+Setting a deadline is one attribute assignment; a member whose deadline has passed is notified
+within `PERIOD_S`. A timer handle per wait would be created and cancelled several times in every
+request, although hardly one in a million fires.
 """
 
 import asyncio
@@ -16,14 +16,16 @@ PERIOD_S = 0.1
 
 
 class HasDeadline(Protocol):
+    """An object watched by a `DeadlineTimer`."""
+
     deadline: float
-    """On the loop's clock."""
+    """Time on the event loop's clock; `NEVER` if there is no deadline."""
 
     def on_deadline(self, now: float) -> None: ...
 
 
 class DeadlineTimer:
-    """Runs while there is anybody to look at."""
+    """Checks all members every `PERIOD_S`; the timer runs only while there are members."""
 
     __slots__ = ("_loop", "_members", "_timer")
 
@@ -55,15 +57,14 @@ class DeadlineTimer:
             member.on_deadline(now)
 
 
-# -------------------- time limits --------------------
-# How long a request may take as a whole. Runs on the event loop.
-#
-# As `asyncio.timeout`, at a fraction of its price: a timer for each request would be set and
-# cancelled thousands of times for one that fires, so all share the coarse one of `DeadlineTimer`.
+# -- time limits --
+# How long a whole request may take. Like `asyncio.timeout`, but cheaper: all limits share the
+# coarse `DeadlineTimer`, because a timer per request would be set and cancelled thousands of times
+# for each one that fires.
 
 
 class TimeLimit:
-    """Of the task that began it: cancels it when the time is over."""
+    """Time limit of one task; cancels the task when the time is over."""
 
     __slots__ = ("_deadline_timer", "_is_expired", "_num_cancelled", "_task", "deadline")
 
@@ -83,18 +84,20 @@ class TimeLimit:
         self._task.cancel()
 
     def end(self) -> bool:
-        """Whether the time was over, and nobody else has cancelled the task. Idempotent, and
-        False.
+        """End the limit; True if it expired and nothing else has cancelled the task.
+
+        Idempotent; further calls return False.
         """
         self._deadline_timer.discard(self)
         if not self._is_expired:
             return False
         self._is_expired = False
+        # As in `asyncio.timeout`: a higher count means that the task was also cancelled elsewhere.
         return self._task.uncancel() <= self._num_cancelled
 
 
 class TimeLimits:
-    """Made on the loop."""
+    """Makes time limits. Must be created on the event loop."""
 
     __slots__ = ("_deadline_timer", "_loop")
 
@@ -103,8 +106,8 @@ class TimeLimits:
         self._deadline_timer = DeadlineTimer(self._loop)
 
     def begin(self, limit_s: float) -> TimeLimit:
-        """For the task that runs. It is told within `PERIOD_S` after the limit, and must `end`
-        it.
+        """Limit the current task. The task is cancelled within `PERIOD_S` after the limit and must
+        call `end`.
         """
         task = asyncio.current_task(self._loop)
         assert task is not None

@@ -1,8 +1,8 @@
-"""Where a body ends: by length, by chunks, or with the connection. Fed with segments cut anywhere.
-Pure.
+"""Message framing: where a body ends, and how the bytes of a connection become requests.
 
-A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is
-still known.
+Pure: no socket, no clock. Input may be cut anywhere. A body ends by length, by chunks, or with the
+connection. A body object either decodes its input, or only tracks the end while raw bytes are
+passed on.
 """
 
 import re
@@ -41,28 +41,30 @@ _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
 _MAX_KNOWN_SIZES = 4096
 _MAX_KNOWN_LINE = 16
 _known_sizes: dict[bytes, int] = {}
-"""Lines that were found to be sizes, with their ends. Instances send the same few again and again,
-and looking one up is cheaper.
+"""Chunk size lines seen before, line end included, with their values. Instances repeat the same few
+sizes, and a lookup is cheaper than parsing.
 """
 
 
 class FramingError(Exception):
-    """The bytes are not a body in this framing."""
+    """The bytes are not valid in this framing."""
 
 
 class Framing(IntEnum):
-    """How an answer of ours tells its end."""
+    """How the end of our own response is marked."""
 
     WHOLE = 0
-    """By its length; all of it was there at once."""
+    """By its length; the body is complete at the start."""
     LENGTH = 1
-    """By its length; the bytes come later."""
+    """By its length; the body follows later."""
     CHUNKED = 2
+    """By chunks."""
     UNTIL_CLOSE = 3
+    """By the end of the connection."""
 
 
-# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as
-# much as a dictionary.
+# State within a chunked body. Plain integers: in Python 3.11 reading an enum member costs as much
+# as a dictionary lookup.
 _SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
 
 
@@ -78,7 +80,7 @@ class LengthBody:
         self.is_ended = length == 0
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """How many of these bytes belong to the body; they are added to `decoded`, if given."""
+        """Consume body bytes and return their number; append data to `decoded`, if given."""
         left = self.left
         if len(data) < left:
             self.left = left - len(data)
@@ -116,19 +118,20 @@ class ChunkedBody:
 
     def __init__(self) -> None:
         self._part = _SIZE
-        self._left = 0  # of the data of this chunk
-        self._line = b""  # the beginning of a line whose end has not come
+        self._left = 0  # bytes left in the current chunk
+        self._line = b""  # start of a line whose end has not arrived
         self._num_trailer_bytes = 0
         self.is_ended = False
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether another chunk could begin exactly here."""
+        """Whether a new chunk could begin exactly here."""
         return self._part == _SIZE and not self._line
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """How many of these bytes belong to the body; the data among them is added to `decoded`, if
-        given. FramingError.
+        """Consume body bytes and return their number; append data to `decoded`, if given.
+
+        Raises FramingError.
         """
         position, end = 0, len(data)
         if self._part == _SIZE and not self._line:
@@ -146,14 +149,15 @@ class ChunkedBody:
         return position
 
     def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """Nearly all segments are whole chunks of sizes seen before: where the first thing begins
-        that is not.
+        """Skip complete chunks of known sizes; return the position of the first other byte.
+
+        Nearly all input consists of complete chunks whose sizes were seen before.
         """
         position, end = 0, len(data)
         known = _known_sizes.get
         width = (
             data.find(b"\n") + 1
-        )  # of a size line; chunks that follow each other mostly have it in common
+        )  # width of a size line; consecutive chunks mostly have the same width
         while True:
             size = known(data[position : position + width])
             if size is None:
@@ -179,10 +183,11 @@ class ChunkedBody:
         return position + 5
 
     def resume_raw(self, start: bytes) -> bytes | None:
-        """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow
-        it untouched. None: they cannot.
+        """Frame `start`, which is already decoded, so that the remaining raw bytes can follow
+        unchanged. None if the current position does not permit raw bytes.
         """
         if self._part == _DATA:
+            # Inside a chunk: one new chunk covers `start` and the rest of the current chunk.
             return b"%x\r\n%b" % (len(start) + self._left, start)
         if self.is_at_boundary:
             return chunk(start) if start else b""
@@ -192,7 +197,7 @@ class ChunkedBody:
         line, position = self._take_line(data, position)
         if line is None:
             return position
-        spelt = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
+        spelt = _SIZE_LINE.fullmatch(line)  # int() would also accept 0x10, 1_0, +1 and spaces
         if spelt is None:
             raise FramingError("the size of a chunk is not valid")
         self._left = size = int(spelt[1], 16)
@@ -217,7 +222,7 @@ class ChunkedBody:
         return stop
 
     def _take_line_end(self, data: bytes, position: int) -> int:
-        """The CR LF after the data of a chunk, or a line of the trailers."""
+        """Consume the CR LF after a chunk's data, or one trailer line."""
         line, position = self._take_line(data, position)
         if self._part == _DATA_END:
             if line == b"":
@@ -236,7 +241,7 @@ class ChunkedBody:
         return position
 
     def _take_line(self, data: bytes, position: int) -> tuple[bytes | None, int]:
-        """The line that begins or goes on here, without its end; None when its end has not come."""
+        """The current line without CR LF, or None while the line is incomplete."""
         found = data.find(b"\n", position)
         stop = found + 1 if found >= 0 else len(data)
         line = self._line + data[position:stop]
@@ -254,7 +259,7 @@ class ChunkedBody:
 Body = LengthBody | ChunkedBody | UntilCloseBody
 
 
-_MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
+_MAKERS: tuple[Callable[[int], Body], ...] = (  # indexed by BodyKind
     lambda length: LengthBody(0),
     lambda length: LengthBody(length),
     lambda length: ChunkedBody(),
@@ -263,34 +268,34 @@ _MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
 
 
 def make_body(kind: BodyKind, length: int) -> Body:
+    """Make the body object for a framing."""
     return _MAKERS[kind](length)
 
 
 def first_chunk(data: bytes) -> bytes | None:
-    """The data of the chunk that these bytes begin with, if its size was seen before and all of it
-    is there.
-    """
+    """Data of the first chunk in `data`, if its size line is known and the chunk is complete."""
     start = data.find(b"\n") + 1
     size = _known_sizes.get(data[:start])
     return data[start : start + size] if size is not None and len(data) >= start + size else None
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk. Never empty: that would be the end."""
+    """Encode one chunk. `data` must not be empty: an empty chunk ends the body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-# -------------------- reading --------------------
-# The bytes of one connection as requests, one after the other. Pure: no socket, no clock.
+# -- requests --
+# The bytes of one connection as consecutive requests.
 
 
 _MAX_SEGMENTS = 1024
+"""Above this number the segments of a body are joined, so that tiny segments stay cheap."""
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
 
 class RequestReader:
-    """Give it bytes, then take a head, then that head's body, then the next head. RequestRefused
-    ends it: what follows cannot be read.
+    """Parses one connection: add bytes, take a head, take the body of that head, and repeat. After
+    RequestRefused the rest of the connection cannot be parsed.
     """
 
     __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_segments", "_size")
@@ -299,14 +304,14 @@ class RequestReader:
         self._limits = limits
         self._data = b""
         self._is_line_checked = False
-        self._left = -1  # of a body of known length; -1 when none is being read
+        self._left = -1  # length of the current body; -1 if no body of known length is read
         self._chunked: ChunkedBody | None = None
         self._segments: list[bytes] = []
-        self._size = 0  # of the segments
+        self._size = 0  # total bytes of the segments
 
     @property
     def num_waiting(self) -> int:
-        """Bytes that nobody has taken."""
+        """Number of bytes added and not yet taken."""
         return len(self._data) + self._size
 
     def add(self, data: bytes) -> None:
@@ -318,7 +323,7 @@ class RequestReader:
             self._data = data
 
     def take_head(self) -> RequestHead | None:
-        """None while it is not whole."""
+        """The next head; None while it is incomplete."""
         data = self._data
         if data[:1] == b"\r":  # empty lines before a request are ignored (RFC 9112, 2.2)
             data = self._data = _EMPTY_LINES.sub(b"", data, count=1)
@@ -334,7 +339,7 @@ class RequestReader:
         return head
 
     def take_body(self) -> bytes | None:
-        """Of the head taken last; None while it is not whole."""
+        """The body of the last head; None while it is incomplete."""
         if self._left >= 0:
             return self._take_length()
         if self._chunked is not None:
@@ -379,7 +384,7 @@ class RequestReader:
                 f"the body of the request is not chunked as it says: {error}"
             ) from None
         self._data = self._data[used:]
-        segment = b"".join(decoded)  # tiny chunks must not become many objects
+        segment = b"".join(decoded)  # join, so that tiny chunks do not become many objects
         if segment:
             self._keep(segment)
         if self._size > self._limits.body_bytes:

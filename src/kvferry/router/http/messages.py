@@ -1,10 +1,12 @@
-"""How an instance can fail the router, by what the router may still do about it.
+"""Types shared by the HTTP server and the HTTP client: errors, limits, headers and message heads.
 
-UpstreamError
-  ConnectFailed     no connection: the request was not sent
-  UpstreamTimeout       connected, but silent for too long
-  UpstreamDisconnected      it closed in the middle; `has_answered` says whether any byte of the answer had come
-  InvalidResponse        what it sent is not an HTTP answer
+Pure. Errors of an instance are sorted by what the router can still do:
+
+    UpstreamError
+      ConnectFailed          no connection; the request was not sent
+      UpstreamTimeout        connected, but silent for too long
+      UpstreamDisconnected   closed too early; `has_answered`: whether any byte arrived
+      InvalidResponse        the bytes received are not an HTTP response
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,88 +32,86 @@ __all__ = [
 
 
 class UpstreamError(Exception):
-    """An instance did not answer as it should. The message is a sentence without the instance's
-    name.
-    """
+    """An instance did not answer correctly. The message does not name the instance."""
 
 
 class ConnectFailed(UpstreamError):
-    """No connection could be made; nothing was sent."""
+    """No connection could be made; the request was not sent."""
 
 
 class UpstreamTimeout(UpstreamError):
-    """It was silent for longer than it may be."""
+    """The instance was silent for longer than allowed."""
 
 
 class UpstreamDisconnected(UpstreamError):
-    """It closed the connection before its answer was whole."""
+    """The instance closed the connection before its answer was complete."""
 
     def __init__(
         self, message: str, has_answered: bool
-    ) -> None:  # a fact about the failure, not a switch
+    ) -> None:  # the flag is a fact about the failure, not a switch
         self.has_answered = has_answered
         super().__init__(message)
 
 
 class InvalidResponse(UpstreamError):
-    """What it sent cannot be read as an answer."""
+    """The bytes from the instance cannot be parsed as a response."""
 
 
-# -------------------- limits --------------------
-# What a client may ask of the server's memory and patience. Pure.
+# -- limits --
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
+    """Limits on the memory and time that a client can use."""
+
     head_bytes: int = 32 * 1024
-    """Of a request line with its header fields."""
+    """Bytes of the request line and headers together."""
     num_headers: int = 100
     body_bytes: int = 64 * 1024 * 1024
     num_connections: int = 10_000
     head_timeout_s: float = 10.0
-    """From the first byte of a head to its last; also for a TLS handshake."""
+    """Time from the first byte of a head to its last, and time for a TLS handshake."""
     body_idle_timeout_s: float = 30.0
-    """Between two segments of a body."""
+    """Longest pause within a body."""
     body_timeout_s: float = 300.0
-    """For a whole body, so that one byte now and then does not hold a connection for ever."""
+    """Time for a whole body, so that a client cannot hold a connection with a byte now and then."""
     keepalive_s: float = 75.0
     """How long a connection may wait for its next request, the first one included."""
     stall_timeout_s: float = 60.0
-    """How long a client may read nothing while there is something for it."""
+    """How long a client may read nothing while data is waiting for it."""
     linger_s: float = 2.0
-    """How long what a refused client still sends is read and dropped: closing at once would destroy
-    the answer on its way.
+    """How long the remaining input of a refused client is read and dropped. Closing at once would
+    reset the connection and destroy the response in flight.
     """
 
 
-# -------------------- messages --------------------
-# What both sides of HTTP are made of: header fields, and a request as a handler gets it. Pure.
+# -- headers and requests --
 
 
 _NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 
 class Headers:
-    """Header fields of a request or an answer. Names are compared without case; fields of one name
-    are joined by a comma.
+    """Header fields of a request or response. Names are case-insensitive; values of equal names are
+    joined by commas.
     """
 
     __slots__ = ("_lines", "_pairs", "_values")
 
     def __init__(self, lines: Sequence[str] = (), values: Mapping[str, str] = _NO_VALUES) -> None:
-        """The lines of a head, found to be valid, and what they say by name. Only who asks for
-        `items` has the lines taken apart.
+        """`lines` are the validated lines of a head, `values` the same fields by lower-case name.
+        The lines are split only if `items` is called.
         """
         self._lines = lines
         self._values = values
         self._pairs: list[tuple[str, str]] | None = None
 
     def get(self, name: str) -> str | None:
-        """`name` in lower case."""
+        """The value of a field; `name` in lower case."""
         return self._values.get(name)
 
     def items(self) -> Iterable[tuple[str, str]]:
-        """In the order and spelling in which they came."""
+        """Fields in the order and spelling in which they arrived."""
         if self._pairs is None:
             parts = [line.partition(":") for line in self._lines]
             self._pairs = [(name, value.strip(" \t")) for name, _, value in parts]
@@ -126,8 +126,8 @@ class Headers:
 
 @dataclass(slots=True)
 class ServerRequest:
-    """`path` and `query` are as they were sent, escapes and all. While `admit` looks at it, `body`
-    is empty.
+    """A request as a handler gets it. `path` and `query` are not unescaped. `body` is empty while
+    `admit` checks the request.
     """
 
     method: str
@@ -138,12 +138,13 @@ class ServerRequest:
     peer: str
 
 
-# -------------------- wire -------------------- Heads of the messages we send. Fields that frame a
-# message or concern one hop only are ours, never the caller's. Pure.
+# -- heads --
+# Heads of the messages that we send. The framing and hop-by-hop fields are set here; the caller's
+# fields of the same names are dropped.
 
 
 Fields = Iterable[tuple[str, str]] | bytes
-"""Of a request: by name and value, or as `request_fields` has made them."""
+"""Header fields of a request: pairs of name and value, or the bytes from `request_fields`."""
 
 _HOP_BY_HOP = frozenset(
     (
@@ -164,8 +165,8 @@ _STATUS_LINES = {
 
 
 def response_head(status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
-    """`framing`: our own fields, each with its line end. ValueError when a field would break out of
-    its line.
+    """Encode the head of a response. `framing`: our own fields, each with CR LF. ValueError if a
+    field contains a line end.
     """
     line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
     return _join(line, headers, f"{framing}\r\n", _HOP_BY_HOP, 2 + framing.count("\n")).encode(
@@ -174,14 +175,12 @@ def response_head(status: int, headers: Iterable[tuple[str, str]], framing: str)
 
 
 def request_fields(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Lines that may be sent more than once. ValueError when a field would break out of its
-    line.
-    """
+    """Encode header fields for several requests. ValueError if a field contains a line end."""
     return _join("", headers, "", _NOT_FORWARDED, 0).encode("latin-1")
 
 
 def request_head(method: str, path: str, host: str, headers: Fields, length: int) -> bytes:
-    """ValueError when the path or a field would break out of its line."""
+    """Encode the head of a request. ValueError if the path or a field contains a line end."""
     fields = headers if isinstance(headers, bytes) else request_fields(headers)
     start = _request_start(method, path, host)
     if length or method not in ("GET", "HEAD"):
@@ -201,9 +200,10 @@ def _request_start(method: str, path: str, host: str) -> bytes:
 def _join(
     start: str, headers: Iterable[tuple[str, str]], end: str, dropped: frozenset[str], num_own: int
 ) -> str:
-    """`num_own`: lines of `start` and `end`."""
+    """Join the lines of a head; `num_own` is the number of lines in `start` and `end`."""
     lines = [f"{name}: {value}\r\n" for name, value in headers if name.lower() not in dropped]
     text = "".join((start, *lines, end))
+    # More line ends than lines: a header value would inject a line.
     expected = len(lines) + num_own
     if text.count("\r") != expected or text.count("\n") != expected:
         raise ValueError("a header with a line end in it cannot be sent")

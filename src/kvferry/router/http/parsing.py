@@ -1,7 +1,7 @@
-"""Heads of HTTP/1.1 messages, read strictly: what is not exactly right is refused, so that nobody
-behind us can read it another way.
+"""Parses the heads of HTTP/1.1 messages, strictly.
 
-By hand and not by httptools, because this is as fast and stricter, see
+Input that is not exactly valid is refused, so that no server behind the router can interpret it
+differently. Written by hand instead of using httptools: as fast, and stricter, see
 docs/decisions/031-router-http.md. Pure.
 """
 
@@ -26,17 +26,21 @@ __all__ = [
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 _REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([!-~]+) HTTP/1\.([01])")
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
+# Matches any prefix of a valid request line.
 _BEGINNING = re.compile(
     rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: (?:[!-~]+(?: [HTP/1.0]{0,8}\r?)?)?)?"
 )
 _ABSOLUTE = re.compile(r"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+([/?].*)?")
 _MAX_LENGTH_DIGITS = 15
 _MAX_KNOWN = 256
-"""Longer lines are not remembered, so that what is remembered is bounded in bytes too."""
+"""Longest line that is cached; bounds the caches in bytes."""
 _MAX_KNOWN_HEAD = 512
+"""Longest response head that is cached."""
 
 
 class BodyKind(IntEnum):
+    """How the end of a received body is marked."""
+
     NONE = 0
     LENGTH = 1
     CHUNKED = 2
@@ -47,18 +51,20 @@ _NONE, _LENGTH, _CHUNKED = (
     BodyKind.NONE,
     BodyKind.LENGTH,
     BodyKind.CHUNKED,
-)  # reading them from the enum each time is slow in Python 3.11
+)  # module constants, because reading an enum member is slow in Python 3.11
 
 
 @dataclass(slots=True)
 class RequestHead:
+    """Parsed head of a request."""
+
     method: str
     path: str
     query: str
     headers: Headers
     body: BodyKind
     length: int
-    """Of the body, when it is told."""
+    """Length of the body if known, else 0."""
     is_http11: bool
     keeps_alive: bool
     expects_continue: bool
@@ -70,6 +76,8 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
+    """Parsed head of a response."""
+
     status: int
     headers: Headers
     body: BodyKind
@@ -78,7 +86,7 @@ class ResponseHead:
 
 
 def read_request_head(data: bytes, max_fields: int) -> RequestHead:
-    """`data` ends with the empty line. RequestRefused for anything that is not exactly a head."""
+    """Parse a request head. `data` ends with the empty line. RequestRefused if it is not valid."""
     lines = data.decode("latin-1").split("\r\n")
     first = lines[0]
     line = _known_request_line(first) if len(first) < _MAX_KNOWN else _read_request_line(first)
@@ -115,8 +123,9 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
 
 
 def read_response_head(data: bytes, method: str) -> ResponseHead:
-    """`data` ends with the empty line; `method` is the request's. InvalidResponse for anything that
-    is not exactly a head. The head may be shared with whoever got the same bytes.
+    """Parse a response head. `data` ends with the empty line; `method` is that of the request.
+
+    Raises InvalidResponse if the head is not valid. Equal bytes may return the same object.
     """
     return (
         _known_response_head(data, method == "HEAD")
@@ -160,9 +169,10 @@ def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
 
 
 def check_partial_head(data: bytes) -> bool:
-    """Look at a head that is not whole. RequestRefused as soon as it cannot become one (a TLS
-    handshake, another protocol); whether its first line is whole, and so was looked at for the last
-    time.
+    """Check an incomplete head. True if its first line is complete and needs no further check.
+
+    Raises RequestRefused as soon as the bytes cannot become a head (a TLS handshake, another
+    protocol).
     """
     end = data.find(b"\n")
     if end < 0:
@@ -178,12 +188,12 @@ def check_partial_head(data: bytes) -> bool:
 
 
 def is_field_line(line: bytes) -> bool:
-    """Whether a line, without its end, could stand in a head; trailers must."""
+    """Whether a line without its end is a valid header field; trailers must be valid too."""
     return _FIELD.fullmatch(line.decode("latin-1")) is not None
 
 
 def _read_fields(lines: list[str]) -> dict[str, str] | None:
-    """What the lines of a head say, by name in lower case. None when one of them is no field."""
+    """Fields by lower-case name; None if a line is not a valid field."""
     values: dict[str, str] = {}
     for line in lines:
         field = _known_field(line) if len(line) < _MAX_KNOWN else _read_field(line)
@@ -200,8 +210,9 @@ def _read_field(line: str) -> tuple[str, str] | None:
 
 
 def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
-    """Method, path, query, and whether it is HTTP/1.1. None when that is not what it says;
-    RequestRefused when the address is not valid.
+    """Method, path, query and whether it is HTTP/1.1; None if the line is malformed.
+
+    Raises RequestRefused if the target is not valid.
     """
     found = _REQUEST_LINE.fullmatch(line)
     if found is None:
@@ -210,12 +221,12 @@ def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
     return method, *_split_target(target, method), minor == "1"
 
 
-# Nearly every line was seen before: of all that a client or an engine sends, one or two lines
-# differ between requests.
+# Caches: nearly every line was seen before. Only one or two lines differ between the requests of
+# one client or engine.
 _known_field = lru_cache(4096)(_read_field)
 _known_request_line = lru_cache(256)(_read_request_line)
-# An engine begins all streams of a second with the same bytes; its whole answers differ in their
-# length.
+# An engine starts all streams of one second with the same head; heads of complete answers differ
+# in their length.
 _known_response_head = lru_cache(512)(_read_response_head)
 
 

@@ -1,5 +1,7 @@
-"""Keep-alive connections to instances: the one that was used last is used first, so that those too
-many grow old and are closed.
+"""HTTP client for instances: pools of keep-alive connections, and responses.
+
+Belongs to one event loop. The connection used last is reused first, so that surplus connections
+grow old and are closed.
 """
 
 import asyncio
@@ -44,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an instance listens. `tls`: how to check that it is the one."""
+    """Address of an instance. `tls`: settings to verify the instance's certificate."""
 
     address: Address
     tls: ssl.SSLContext | None = None
@@ -58,8 +60,8 @@ class Target:
 
 
 class TargetPool:
-    """A target and the connections to it that wait for their next request. An idle one's deadline
-    is when it is too old.
+    """The idle connections to one target. The deadline of an idle connection ends its keep-alive
+    time.
     """
 
     __slots__ = ("_idle", "host", "num_abandoned", "num_received", "target")
@@ -68,11 +70,12 @@ class TargetPool:
         self.target = target
         self.host = str(target.address)
         self.num_received = 0
-        """How often something has come from there."""
+        """How many times data has arrived from the target."""
         self.num_abandoned = 0
         self._idle: list[UpstreamConnection] = []
 
     def take(self, now: float) -> UpstreamConnection | None:
+        """Take the connection used last that is still usable; None if there is none."""
         idle = self._idle
         while idle:
             connection = idle.pop()
@@ -85,21 +88,21 @@ class TargetPool:
         self._idle.append(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """It is lost, whether it was idle or not."""
+        """Drop a lost connection, idle or not."""
         if connection in self._idle:
             self._idle.remove(connection)
 
 
-# -------------------- answer --------------------
-# An instance's answer: its head is there, its body is read or passed on.
+# -- response --
+# The head of the response has arrived; its body is read or relayed.
 
 
 _CHUNKED = BodyKind.CHUNKED
 
 
 class UpstreamResponse:
-    """A context manager: left before the end of the body, it closes the connection; so the instance
-    learns that nobody wants the rest.
+    """Response of an instance, as a context manager. Leaving the context before the end of the body
+    closes the connection, so that the instance stops working on the request.
     """
 
     __slots__ = (
@@ -147,16 +150,18 @@ class UpstreamResponse:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is wanted. Idempotent."""
+        """Drop the rest of the response. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._connection.abort()
 
     async def read(self, limit: int, timeout_s: float) -> bytes:
-        """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or
-        takes longer than `timeout_s`.
+        """Read the whole body, decoded.
+
+        Raises UpstreamError, also if the body exceeds `limit` bytes or takes more than `timeout_s`.
         """
         body = self._body
+        # Fast path: the whole body has arrived, and nothing else.
         if isinstance(body, LengthBody) and 0 < body.left == self._connection.num_waiting <= limit:
             return self._take_complete()
         deadline = self._connection.loop.time() + timeout_s
@@ -171,14 +176,14 @@ class UpstreamResponse:
         return segments[0] if len(segments) == 1 else b"".join(segments)
 
     async def read_some(self, timeout_s: float) -> bytes:
-        """The next segment of the body, decoded; b"" at its end. UpstreamError."""
+        """Read the next decoded bytes of the body; b"" at its end. Raises UpstreamError."""
         return await self._next(self._connection.loop.time() + timeout_s)
 
     async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
-        """The beginning of the body, decoded, as soon as there is enough of it, or it has ended;
-        nothing is taken by that. UpstreamError.
+        """Return the decoded start of the body without consuming bytes, once `is_enough` returns
+        True or the body has ended. Raises UpstreamError.
 
-        What is enough is asked of the first chunk and of all that is there.
+        `is_enough` is called with the first chunk, and with everything that has arrived.
         """
         connection, deadline = self._connection, self._connection.loop.time() + timeout_s
         num_seen = 0
@@ -212,16 +217,16 @@ class UpstreamResponse:
         on_first: Callable[[], None] | None = None,
         filter: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """Pass the answer on: its status, `headers`, and the body from `start` (what was read of it
-        already) to its end.
+        """Relay the response to the client: status, `headers`, and the body.
 
-        Without a filter raw bytes pass, chunk framing included. A filter gets decoded segments and
-        b"" at the end, and returns what the client gets. `on_first` is called before the first byte
-        of the body goes out.
+        `start` is the part of the body that was already read. Without a filter the raw bytes pass
+        unchanged, chunk framing included. A filter gets decoded bytes, and b"" at the end, and
+        returns the bytes for the client. `on_first` is called before the first byte of the body is
+        sent.
 
-        UpstreamError when the instance fails: the reply was started, `reply.can_write` says whether
-        it can be continued (between two chunks) or only aborted. ConnectionError when the client
-        does not read.
+        Raises UpstreamError if the instance fails: the reply was started, and `reply.can_write`
+        tells whether the reply can continue (between two chunks) or only be aborted. Raises
+        ConnectionError if the client does not read.
         """
         relay = Relay(self._connection, self._body, reply, filter)
         try:
@@ -237,7 +242,7 @@ class UpstreamResponse:
         self._end()
 
     def _take_complete(self) -> bytes:
-        """All that is left has come, and nothing else."""
+        """Take the rest of the body, which has arrived completely."""
         data = self._connection.take()
         self._body.advance(data, None)
         self._end()
@@ -265,9 +270,7 @@ class UpstreamResponse:
         return b""
 
     def _decode_peeked(self, data: bytes) -> tuple[bytes, bool]:
-        """What these raw bytes hold, from the beginning of the body, and whether that is all of
-        it.
-        """
+        """Decode raw bytes from the start of the body; also return whether the body is complete."""
         body, decoded = make_body(self._head.body, self._head.length), list[bytes]()
         try:
             body.advance(data, decoded)
@@ -298,27 +301,28 @@ class UpstreamResponse:
             return
         self._is_over = True
         self._connection.mark_complete()
+        # Bytes after the body: the connection is out of step and cannot be reused.
         if self._has_extra_bytes or not self._head.keeps_alive:
             self._connection.abort()
         else:
             self._owner.release(self._pool, self._connection)
 
 
-# -------------------- client --------------------
-# Requests to instances over keep-alive connections. Belongs to one event loop.
+# -- client --
 
 
 KEEPALIVE_S = 4.0
-"""vLLM's server closes a connection that was idle for 5 s; a request sent just then would be
-lost.
+"""How long an idle connection is kept. vLLM's server closes connections after 5 s of idle time; a
+request sent at that moment would be lost.
 """
 
 _MAX_POOLS = 4096
 _SETTLE_S = 1.0
+"""Time at close for abandoned requests to receive the answers in flight."""
 
 
 class UpstreamPool:
-    """Keep-alive connections per target."""
+    """Sends requests to instances over keep-alive connections, pooled per target."""
 
     def __init__(self, keepalive_s: float = KEEPALIVE_S) -> None:
         self._keepalive_s = keepalive_s
@@ -330,7 +334,7 @@ class UpstreamPool:
 
     @property
     def num_connections(self) -> int:
-        """Idle ones and busy ones, and those that are being left."""
+        """Number of connections: idle, busy and abandoned."""
         return len(self._connections)
 
     async def send(
@@ -345,12 +349,13 @@ class UpstreamPool:
         head_timeout_s: float,
         on_late_response: OnLateResponse | None = None,
     ) -> UpstreamResponse:
-        """Send a request and wait for the head of its answer. UpstreamError. `on_late_response`
-        hears of an answer that comes whole although it was left before its end, here or later, for
-        whatever reason.
+        """Send a request and wait for the head of the response. Raises UpstreamError.
 
-        A keep-alive connection may have been closed by the instance at this very moment: when it
-        ends without a byte of an answer, the request is sent once more, over a fresh one.
+        `on_late_response` gets a response that arrives completely although the caller abandoned
+        the request, here or later, for whatever reason.
+
+        An instance may close a keep-alive connection at the moment of reuse. If a reused connection
+        ends without a byte of an answer, the request is sent again over a new connection.
         """
         pool = self._pools.get(target) or self._add_pool(target)
         if isinstance(body, bytes):
@@ -377,7 +382,8 @@ class UpstreamPool:
         except ConnectFailed:
             if connection is None:
                 raise
-            # It was sent, by the warm one: whoever got it may have died of it.
+            # The reused connection had sent the request: the request may have crashed the
+            # instance.
             raise UpstreamDisconnected(
                 "it closed the connection before it had answered", has_answered=False
             ) from None
@@ -389,8 +395,8 @@ class UpstreamPool:
         return UpstreamResponse(connection, head, self, pool)
 
     async def close(self) -> None:
-        """Close every connection, busy ones too. Those that are being left get a moment for what is
-        on its way.
+        """Close all connections, busy ones too. Abandoned requests get a moment for answers in
+        flight.
         """
         for connection in list(self._connections):
             connection.abort()
@@ -401,14 +407,12 @@ class UpstreamPool:
         self._deadline_timer.close()
 
     def num_received(self, target: Target) -> int:
-        """How often something has come from there: that it grows shows that somebody is alive."""
+        """How many times data has arrived from the target; growth shows a live target."""
         pool = self._pools.get(target)
         return 0 if pool is None else pool.num_received
 
     def fail_pending(self, target: Target, error: UpstreamError) -> int:
-        """Fail every request sent there of whose answer nothing has been passed on; how many that
-        were.
-        """
+        """Fail the requests to the target whose answer was not passed on; return how many."""
         pool = self._pools.get(target)
         waiting = (
             []
@@ -420,7 +424,7 @@ class UpstreamPool:
         return len(waiting)
 
     def release(self, pool: TargetPool, connection: UpstreamConnection) -> None:
-        """An exchange has ended cleanly."""
+        """Return a connection after a complete response; unclean connections are closed."""
         if connection.is_clean:
             connection.set_idle(self._loop.time() + self._keepalive_s)
             pool.put(connection)
@@ -430,8 +434,8 @@ class UpstreamPool:
     def _add_pool(self, target: Target) -> TargetPool:
         if (
             len(self._pools) >= _MAX_POOLS
-            # addresses come and go with instances; keep-alive connections of a forgotten one grow
-            # old
+            # bounds the dict while instances change; connections of dropped pools expire by
+            # themselves
         ):
             self._pools.clear()
         pool = self._pools[target] = TargetPool(target)

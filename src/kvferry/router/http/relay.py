@@ -1,8 +1,8 @@
-"""From an instance to a client, callback to callback: bytes are written in the turn of the loop in
-which they come, by no coroutine.
+"""Relays a response body from an instance to a client, from callback to callback.
 
-Back-pressure: while the client's buffer is full, the instance is not read, and its idle timeout
-stands still.
+Runs on the event loop: bytes are written in the tick in which they arrive, without a coroutine in
+between. Back-pressure: while the client's buffer is full, the instance is not read, and the idle
+timeout is suspended.
 """
 
 import asyncio
@@ -23,9 +23,7 @@ _LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED
 
 
 class Relay:
-    """One body on its way. Used once: `begin`, then `run` unless it is over already, then
-    `check`.
-    """
+    """Relay of one body. Used once: `begin`, then `run` unless `is_over`, then `check`."""
 
     __slots__ = (
         "_body",
@@ -61,7 +59,7 @@ class Relay:
         self._error: Exception | None = None
         self.is_over = False
         self.has_extra_bytes = False
-        """Whether the instance sent more than the body."""
+        """True if the instance sent bytes after the body."""
 
     def begin(
         self,
@@ -70,9 +68,7 @@ class Relay:
         start: bytes,
         on_first: Callable[[], None] | None = None,
     ) -> None:
-        """The head, what was read of the body already, and what has come of it since, in one
-        write.
-        """
+        """Send the head and the bytes of the body that have arrived so far, in one write."""
         out = self._out
         out.cork()
         try:
@@ -83,7 +79,7 @@ class Relay:
                 self._on_first = on_first
             if (
                 self._body.is_ended
-            ):  # all of it was read before, and the connection may serve somebody else by now
+            ):  # all of it was read before, and the connection may already serve another request
                 self._end()
             else:
                 data = self._connection.take()
@@ -93,7 +89,7 @@ class Relay:
             out.uncork()
 
     async def run(self, idle_timeout_s: float) -> None:
-        """Until the end of the body, or its failure."""
+        """Relay until the body ends or fails."""
         connection = self._connection
         if connection.is_lost:
             self.on_connection_lost()
@@ -114,12 +110,13 @@ class Relay:
             self._update_can_write()
 
     def check(self) -> None:
-        """Raises what it failed by, if it did."""
+        """Raise the error that ended the relay, if any."""
         self._update_can_write()
         if self._error is not None:
             raise self._error
 
     def _update_can_write(self) -> None:
+        # Raw bytes can be continued only between two chunks.
         self._reply.can_write = not self._reply.is_finished and (
             not self._is_raw or self._body.is_at_boundary
         )
@@ -164,7 +161,7 @@ class Relay:
             self._is_raw, self._body = (
                 True,
                 LengthBody(1),
-            )  # where the client's chunk ends is not known: nothing can follow
+            )  # the end of the client's current chunk is unknown: nothing can follow
             self.fail(InvalidResponse(f"its answer is not chunked as it says: {error}"))
             return
         except Exception as error:
@@ -177,7 +174,7 @@ class Relay:
             self._connection.deadline = self._connection.loop.time() + self._idle_s
 
     def on_connection_lost(self) -> None:
-        """The instance's connection is gone."""
+        """End the body if the connection's end is its end, else fail."""
         if self.is_over:
             return
         if self._body.is_complete_at_close and self._connection.error is None:
@@ -204,7 +201,7 @@ class Relay:
         self._connection.deadline = self._connection.loop.time() + self._idle_s
         self._connection.resume_reading()
 
-    # -- its own --
+    # -- helpers --
 
     def _convert(self, data: bytes) -> int:
         decoded: list[bytes] = []

@@ -1,9 +1,10 @@
-"""One client's connection: requests in, one after the other, each answered by a task of its own
-before the next is looked at.
+"""HTTP/1.1 server: accepts connections, reads requests, and runs one handler task per request.
 
-A client that closes its sending half counts as gone, as with most servers: the two cannot be told
-apart before something is written to it. Bytes of further requests that come meanwhile are kept, and
-from `_MAX_PIPELINED` on not read; a client that leaves then is noticed at the next write.
+Belongs to one event loop. The requests of a connection are served one after the other. A client
+that closes its sending side counts as disconnected, as in most servers: a half-close cannot be
+distinguished from a disconnect before the next write. Pipelined requests are buffered; beyond
+`_MAX_PIPELINED` bytes the connection is not read, and a disconnect is then noticed at the next
+write.
 """
 
 import asyncio
@@ -33,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 _MAX_PIPELINED = 64 * 1024
 _MAX_REFUSED_CONNECTIONS = 256
-"""So many connections too many get an answer that says so; it takes a moment each. More are just
-closed.
+"""Connections over the limit that still get a 503; each takes a moment. Further connections are
+closed at once.
 """
 _SERVER_ERROR = "the server failed to serve this request; its log says why"
 _JSON = ("Content-Type", "application/json")
 
 
-# Where a connection is. Plain numbers: in Python 3.11 reading a member of an enum costs as much as
-# a dictionary.
+# State of a connection. Plain integers: in Python 3.11 reading an enum member costs as much as a
+# dictionary lookup.
 _IDLE, _HEAD, _BODY, _BUSY, _LEAVING = range(
     5
-)  # leaving: the last word was said, what still comes is dropped
+)  # leaving: the last response was sent, and further input is dropped
 
 
 class ServerConnection(asyncio.Protocol):
-    """Owned by the server it came to; everything happens on the loop's thread."""
+    """One client connection, owned by its server. Everything runs on the event loop's thread."""
 
     __slots__ = (
         "_body_until",
@@ -77,13 +78,13 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being read or served, or its answer still on the way."""
+        """True if no request is being read or served."""
         return self._state == _IDLE
 
     # -- asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.out.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
+        self.out.transport = transport  # type: ignore[assignment]  # uvloop has its own class
         address = transport.get_extra_info("peername")
         self._peer = str(address[0]) if isinstance(address, tuple) and address else ""
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
@@ -112,6 +113,7 @@ class ServerConnection(asyncio.Protocol):
         self.deadline = NEVER
         if self._task is None:
             self._server.remove(self)
+        # Without a running task the connection is removed; else by `_serve`.
         elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
             self._task.cancel()
 
@@ -128,7 +130,7 @@ class ServerConnection(asyncio.Protocol):
             self._resume()
 
     def on_deadline(self, now: float) -> None:
-        """The deadline has passed."""
+        """Act on the passed deadline according to the state."""
         if self._state == _IDLE:
             self.close()
         elif self._state == _HEAD:
@@ -145,7 +147,7 @@ class ServerConnection(asyncio.Protocol):
     # -- requests --
 
     def _advance(self) -> None:
-        """Go on with what the client has sent, up to a request that is whole."""
+        """Process buffered input until a request is complete."""
         try:
             while self._state < _BODY and not self.out.is_paused:
                 head = self._reader.take_head()
@@ -157,7 +159,7 @@ class ServerConnection(asyncio.Protocol):
         except RequestRefused as refusal:
             self._refuse(refusal)
             return
-        except Exception:  # of `admit`: the top of a request
+        except Exception:  # raised by `admit`; this is the top of a request
             logger.exception("a request was not admitted")
             self._refuse(RequestRefused(_SERVER_ERROR, status=500))
             return
@@ -175,7 +177,7 @@ class ServerConnection(asyncio.Protocol):
             self.deadline = self._server.loop.time() + self._server.limits.head_timeout_s
 
     def _accept(self, head: RequestHead) -> None:
-        """The head of a request is there: it is refused at once, or its body is read."""
+        """Process a head: refuse the request at once, or read its body."""
         request = self._request = ServerRequest(
             head.method, head.path, head.query, head.headers, b"", self._peer
         )
@@ -183,6 +185,7 @@ class ServerConnection(asyncio.Protocol):
         self._state = _BODY
         refused = self._server.admit(request) if self._server.admit is not None else None
         if refused is not None:
+            # A body that has not arrived completely would be read as the next request.
             is_whole = self._reader.take_body() is not None
             self.out.keeps_alive = self.out.keeps_alive and is_whole
             self._reply.send(*refused)
@@ -208,7 +211,7 @@ class ServerConnection(asyncio.Protocol):
         try:
             await self._server.handler(request, reply)
         except asyncio.CancelledError:
-            self.out.abort()  # the client left, or the server closes
+            self.out.abort()  # the client disconnected, or the server closes
         except ConnectionError:
             self.out.abort()
         except Exception:
@@ -226,9 +229,7 @@ class ServerConnection(asyncio.Protocol):
             self._resume()
 
     def _resume(self) -> None:
-        """With what the client has sent meanwhile; but one that does not read its answers gets no
-        more of them.
-        """
+        """Continue with pipelined requests, unless the client does not read its responses."""
         if self.out.is_paused:
             return
         self.out.resume_reading()
@@ -236,7 +237,7 @@ class ServerConnection(asyncio.Protocol):
             self._advance()
 
     def _end(self) -> None:
-        """A request was answered: the next one, or the end of the connection."""
+        """Continue after a response: wait for the next request, or close the connection."""
         self._request = self._reply = None
         if not self.out.keeps_alive or self._server.is_draining:
             self._close_gracefully()
@@ -244,17 +245,17 @@ class ServerConnection(asyncio.Protocol):
         self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
 
-    # -- the end --
+    # -- closing --
 
     def close(self) -> None:
-        """What was written still goes out, if the client reads it."""
+        """Close after the buffered data is sent, if the client reads it."""
         self._state = _LEAVING
         self.out.has_progressed()
         self.deadline = self._server.loop.time() + self._close_timeout()
         self.out.close()
 
     def _close_timeout(self) -> float:
-        """How long to wait for a client that has, or has not, everything it was sent."""
+        """How long to wait: longer if the client has unread data."""
         return (
             self._server.limits.stall_timeout_s
             if self.out.num_unread
@@ -262,7 +263,7 @@ class ServerConnection(asyncio.Protocol):
         )
 
     def abort(self) -> None:
-        """Now, whatever is under way; the handler's task is cancelled."""
+        """Close at once and cancel the handler's task."""
         self.out.abort()
         if self._task is not None:
             self._task.cancel()
@@ -272,7 +273,7 @@ class ServerConnection(asyncio.Protocol):
         return self._task
 
     def _refuse(self, refusal: RequestRefused) -> None:
-        """Answer what is no request, and close: where the next one would begin is not known."""
+        """Answer an invalid request and close: the start of the next request is unknown."""
         self._server.on_malformed(refusal)
         self.out.keeps_alive = False
         reply = (
@@ -288,8 +289,8 @@ class ServerConnection(asyncio.Protocol):
         self._close_gracefully()
 
     def _close_gracefully(self) -> None:
-        """Closing while the client still sends would reset the connection and destroy our last log
-        lines: say that we end, drop the rest.
+        """Close without destroying the response in flight. Closing while the client still sends
+        would reset the connection: send a FIN and drop further input instead.
         """
         if self.out.end_writing():
             self._state = _LEAVING
@@ -299,23 +300,24 @@ class ServerConnection(asyncio.Protocol):
             self.close()
 
 
-# -------------------- server -------------------- The HTTP/1.1 server: accepts connections, bounds
-# them, and lets them end in good order. Belongs to one event loop.
+# -- server --
 
 
 ResponseParts = tuple[int, Iterable[tuple[str, str]], bytes]
+"""Status, headers and body of a response."""
 Admit = Callable[[ServerRequest], ResponseParts | None]
+"""Decides on a request before its body is read; None admits the request."""
 
 _BACKLOG = 1024
 
 
 class HttpServer:
-    """Calls `handler` for every request that is whole, in a task that is cancelled when the client
-    leaves.
+    """Calls `handler` for every complete request, in a task that is cancelled when the client
+    disconnects.
 
-    `admit` sees a request before its body is read, and may answer it in the handler's place.
-    `on_malformed` hears of everything that was refused because it is not HTTP, too large, too slow
-    or one connection too many.
+    `admit` gets a request before the body is read and may answer instead of the handler.
+    `on_malformed` is called for refused input: not HTTP, too large, too slow, or over the
+    connection limit.
     """
 
     def __init__(
@@ -342,7 +344,7 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Listen on a bound socket, which is ours from now on. May be called for several."""
+        """Listen on a bound socket and take ownership of it. May be called for several sockets."""
         server = await self.loop.create_server(
             lambda: ServerConnection(self),
             sock=sock,
@@ -354,8 +356,8 @@ class HttpServer:
         self._servers.append(server)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more, close idle connections, let the requests under way finish. Returns
-        when all are gone, or it is time.
+        """Stop accepting, close idle connections, and let running requests finish. Returns when all
+        connections have ended, or after `timeout_s`.
         """
         self.is_draining = True
         for server in self._servers:
@@ -369,7 +371,7 @@ class HttpServer:
         await asyncio.wait((self._is_empty,), timeout=timeout_s)
 
     async def close(self) -> None:
-        """End everything now. Returns when no handler runs any more."""
+        """Close everything now; returns when no handler runs any more."""
         self.is_draining = True
         for server in self._servers:
             server.close()
@@ -380,11 +382,11 @@ class HttpServer:
             await asyncio.wait(tasks)
         self._deadline_timer.close()
 
-    # -- what connections tell --
+    # -- called by connections --
 
     def add(self, connection: ServerConnection) -> int:
-        """By how many there are too many now. One that is turned away is ours too until it is
-        gone.
+        """Add a connection; return by how many the limit is exceeded. A refused connection counts
+        until its end.
         """
         self._connections.add(connection)
         self._deadline_timer.add(connection)

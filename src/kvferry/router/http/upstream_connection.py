@@ -1,9 +1,10 @@
-"""Leaving an instance before it has answered, without losing an answer that is on its way.
+"""One connection to an instance, and how a request is abandoned without losing its answer.
 
-A connection that is closed loses what its peer has sent and we have not read, and nobody learns of
-it. So the leaver only says that it has nothing more to say (a half-close), which an engine takes
-for a client that is gone, and reads on until the instance closes its side: either there is a whole
-answer among what came, or there will never be one.
+Belongs to one event loop. Closing a connection loses bytes that the peer has sent and we have
+not read, and neither side notices. A request with `on_late_response` is therefore abandoned by a
+half-close, which an engine treats as a client that has disconnected. The connection is then read
+until the instance closes its side: either the bytes contain a complete answer, or no answer
+will ever arrive.
 """
 
 import asyncio
@@ -38,25 +39,26 @@ __all__ = [
 
 
 OnLateResponse = Callable[[int, bytes], None]
-"""Hears status and body of an answer that came whole after its asker had left."""
+"""Gets status and body of a response that arrived completely after its request was abandoned."""
 
 ABANDON_TIMEOUT_S = 5.0
-"""How long an instance may take to close its side. One that runs does so at once."""
+"""How long an instance may take to close its side. A running instance closes at once."""
 _MAX_ABANDONED, _MAX_ABANDONED_PER_TARGET = 4096, 2048
-"""All clients of a router may leave at once, and an instance that stands still must not take what
-the others need.
+"""Bounds on abandoned connections, in total and per target: all clients may leave at once, and an
+instance that hangs must not use up the places of the other instances.
 """
 _MAX_LATE_HEAD = 64 * 1024
 _MAX_KEPT = 2 * 1024 * 1024
-"""Of an answer: block ids of a million tokens are half a megabyte."""
+"""Longest answer that is stored: the block ids of a million tokens take half a megabyte."""
 _WARN_S = 60.0
+"""Least time between two warnings about too many abandoned connections."""
 
 _log = logging.getLogger(__name__)
 
 
 class AbandonedConnections:
-    """Connections that are being left. Bounded: what is too much is closed at once, and with it
-    what it would have brought.
+    """The abandoned connections. Bounded: beyond the bound a connection is closed at once, and its
+    late answer is lost.
     """
 
     __slots__ = ("_idle", "_members", "_warned_at")
@@ -68,6 +70,7 @@ class AbandonedConnections:
         self._warned_at = -inf
 
     def admit(self, connection: "UpstreamConnection") -> bool:
+        """Add a connection; False if the bound is reached."""
         pool = connection.pool
         if len(self._members) >= _MAX_ABANDONED or pool.num_abandoned >= _MAX_ABANDONED_PER_TARGET:
             self._warn(str(pool.target.address))
@@ -94,14 +97,14 @@ class AbandonedConnections:
             )
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Until none is left, or the time is up."""
+        """Wait until no connection is left, or the time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
 
 class LateResponse:
-    """An answer from its first byte on, for somebody who wants it even when its asker has left."""
+    """Records all bytes of a response, for a caller that needs late responses too."""
 
     __slots__ = ("_method", "_on_late_response", "_segments", "_size")
 
@@ -112,26 +115,28 @@ class LateResponse:
         self._size = 0
 
     def add(self, data: bytes) -> bool:
-        """False: it is too long to be kept."""
+        """Store bytes; False if the response is too long to be stored."""
         self._segments.append(data)
         self._size += len(data)
         return self._size <= _MAX_KEPT
 
     def deliver(self) -> None:
-        """Its asker has left, and nothing more will come."""
+        """Deliver the response if it is complete; the request was abandoned and has ended."""
         answer = parse_complete_response(b"".join(self._segments), self._method)
         if answer is not None:
             self._on_late_response(*answer)
 
 
 def half_close(transport: asyncio.Transport) -> bool:
-    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will
-    be. False: it could not be done.
+    """Shut down the sending side of the socket; False if that fails.
+
+    Works below TLS too, where asyncio transports have no half-close. Unsent data is lost.
     """
     raw = transport.get_extra_info("socket")
-    if raw is None:  # it is lost, and about to say so
+    if raw is None:  # the connection is lost; connection_lost follows
         return False
     try:
+        # A duplicate descriptor: closing the wrapper must not close the transport's socket.
         with socket.socket(fileno=os.dup(raw.fileno())) as ours:
             ours.shutdown(socket.SHUT_WR)
     except OSError:
@@ -140,10 +145,12 @@ def half_close(transport: asyncio.Transport) -> bool:
 
 
 def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None:
-    """Status and body of an answer whose connection is closed; None: it is not whole, or is no
-    answer. Pure.
+    """Parse status and body from all bytes of a closed connection; None if incomplete or invalid.
+
+    Pure.
     """
     status = start = 0
+    # Skip interim responses (1xx).
     while status < 200:
         end = raw.find(b"\r\n\r\n", start, start + _MAX_LATE_HEAD) + 4
         if end < 4:
@@ -161,38 +168,36 @@ def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None
     return (status, b"".join(decoded)) if body.is_ended or body.is_complete_at_close else None
 
 
-# -------------------- upstream connection --------------------
-# One connection to an instance: a request out, the head and then the raw bytes of its answer in.
-#
-# A request whose answer matters to somebody even after its asker has left (`on_late_response`) is
-# left in good order: see `parting`.
+# -- connection --
+# One request at a time: send the request, receive the head, then the raw bytes of the body.
 #
 # An instance may answer before it has read the whole request, and then reset the connection. The
-# loop reads before it writes, so the answer is there before the failed write ends the connection.
+# loop reads before it writes, so the answer has arrived before the failed write ends the
+# connection.
 
 
 _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
-"""Bytes of a body that nobody has taken; the instance is not read while there are more."""
+"""Bytes of a body that may wait to be taken; above this the connection is not read."""
 
 
 class Receiver(Protocol):
-    """Gets the bytes of a body as they come."""
+    """Gets the bytes of a body as they arrive."""
 
     def receive(self, data: bytes) -> None: ...
     def fail(self, error: Exception) -> None: ...
     def on_connection_lost(self) -> None:
-        """The connection is gone; its `error` says how."""
+        """The connection is lost; its `error` tells why."""
 
 
-# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with
-# too many connections answers before it is asked. Idle, after an exchange: what comes is an answer
-# to nothing. Parting: the asker has left.
+# State of a connection. FRESH: no request was sent yet; data is stored anyway, because a server
+# with too many connections answers before the request. IDLE: between two requests; data is
+# unexpected. ABANDONED: the caller has left, and only the late response is recorded.
 _FRESH, _HEAD, _BODY, _IDLE, _ABANDONED = range(5)
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Belongs to the loop's thread. `on_lost` hears of its end once."""
+    """An asyncio protocol for one connection. `on_lost` is called once, at its end."""
 
     __slots__ = (
         "_abandoned",
@@ -234,9 +239,11 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.error: Exception | None = None
-        """Why it was lost; None also when the instance closed it in good order."""
+        """Why the connection was lost; None also if the instance closed it in an orderly way."""
         self.has_answered = False
+        """Whether any byte of the current response has arrived."""
         self.receiver: Receiver | None = None
+        """Gets the bytes of the body directly; None: bytes are stored until `take`."""
 
     @property
     def is_lost(self) -> bool:
@@ -244,17 +251,17 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Bytes of the body that nobody has taken."""
+        """Bytes of the body that were not taken yet."""
         return self._size
 
     @property
     def is_pending(self) -> bool:
-        """Somebody waits for an answer of which nothing has been passed on."""
+        """True if a caller waits for a response of which nothing has been passed on."""
         return self.receiver is None and self._phase in (_HEAD, _BODY)
 
     @property
     def is_clean(self) -> bool:
-        """Whether another request could follow: nothing is left over on either side."""
+        """True if another request can be sent: no data is left in either direction."""
         transport = self.transport
         return (
             transport is not None
@@ -263,7 +270,7 @@ class UpstreamConnection(asyncio.Protocol):
             and not transport.get_write_buffer_size()
         )
 
-    # -- the exchange --
+    # -- one request --
 
     def send_request(
         self,
@@ -272,7 +279,7 @@ class UpstreamConnection(asyncio.Protocol):
         timeout_s: float,
         on_late_response: OnLateResponse | None = None,
     ) -> "asyncio.Future[ResponseHead]":
-        """Send a request; the head of its answer comes by the future."""
+        """Send a request; the future gets the head of the response."""
         self._method = method
         self._late = (
             LateResponse(method, on_late_response) if on_late_response is not None else None
@@ -281,6 +288,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.has_answered = False
         self.deadline = self.loop.time() + timeout_s
         waiter = self._head_waiter = self.loop.create_future()
+        # Data that arrived before the request was sent: see FRESH.
         if self._segments:
             self.has_answered = True
             if self._late is not None:
@@ -297,7 +305,7 @@ class UpstreamConnection(asyncio.Protocol):
         return waiter
 
     def take(self) -> bytes:
-        """The raw bytes of the body that have come and that nobody has taken."""
+        """Take the raw bytes of the body that have arrived."""
         segments = self._segments
         if not segments:
             return b""
@@ -309,15 +317,15 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     def peek(self) -> bytes:
-        """The same, and they stay."""
+        """Return the same bytes as `take` without removing them."""
         segments = self._segments
         if len(segments) > 1:
             segments[:] = [b"".join(segments)]
         return segments[0] if segments else b""
 
     async def wait_readable(self, deadline: float) -> None:
-        """Until there is something to take, or the connection is lost. UpstreamTimeout, and then it
-        is closed.
+        """Wait until there are bytes to take, or the connection is lost. On timeout the connection
+        is closed and UpstreamTimeout is raised.
         """
         if self._phase == _ABANDONED:
             raise UpstreamDisconnected("it was left before it had answered", self.has_answered)
@@ -330,11 +338,11 @@ class UpstreamConnection(asyncio.Protocol):
                 self.deadline = NEVER
 
     def mark_complete(self) -> None:
-        """The answer is whole and its asker has it."""
+        """Record that the caller has the complete response."""
         self._late = None
 
     def set_idle(self, deadline: float) -> None:
-        """The exchange is over; until the deadline another may begin."""
+        """Mark the connection as reusable until the deadline."""
         self._phase = _IDLE
         self.deadline = deadline
         self.resume_reading()
@@ -356,7 +364,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits gets the error; the connection is closed."""
+        """Raise the error in the waiting caller and close the connection."""
         receiver = self.receiver
         self._fail(error)
         self.abort()
@@ -364,7 +372,7 @@ class UpstreamConnection(asyncio.Protocol):
             receiver.fail(error)
 
     def abort(self) -> None:
-        """Whoever asked wants nothing more from it. Idempotent."""
+        """End the request: abandon the connection or close the connection. Idempotent."""
         self.receiver = None
         if self._phase == _ABANDONED:
             return
@@ -374,7 +382,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort_transport()
 
     def abort_transport(self) -> None:
-        """Nobody wants anything more from it."""
+        """Close the connection at once; a late response is lost."""
         self.deadline = NEVER
         if self.transport is not None:
             self.transport.abort()
@@ -382,7 +390,7 @@ class UpstreamConnection(asyncio.Protocol):
     # -- asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
         self.pool.num_received += 1
@@ -401,7 +409,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.has_answered = True
             self._read_head()
         elif self._phase == _IDLE:
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
         else:
             if self._size > _MAX_WAITING:
                 self.pause_reading()
@@ -427,13 +435,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._wake()
 
     def on_deadline(self, now: float) -> None:
-        """The deadline has passed."""
+        """Fail the request, or close an abandoned connection."""
         if self._phase == _ABANDONED:
             self.abort_transport()
-        elif not self._is_response_ready:  # whoever has some has not looked yet
+        elif not self._is_response_ready:  # else the caller has data and has not run yet
             self.fail(UpstreamTimeout("it was silent for too long"))
 
-    # -- its own --
+    # -- helpers --
 
     def _abandon(self) -> None:
         self._fail(UpstreamDisconnected("it was left before it had answered", self.has_answered))
@@ -441,7 +449,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._segments = []
         self._size = 0
         if self.transport is None:
-            self._finish_abandoned()  # all that would come has come
+            self._finish_abandoned()  # no further bytes can arrive
             return
         self.deadline = self.loop.time() + ABANDON_TIMEOUT_S
         self.resume_reading()
@@ -484,7 +492,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def _is_response_ready(self) -> bool:
-        """Of an answer, for its asker: in this very turn."""
+        """True if the waiting caller was woken in this tick and has not run yet."""
         waiter = (
             self._head_waiter
             if self._phase == _HEAD

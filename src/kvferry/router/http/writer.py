@@ -1,5 +1,7 @@
-"""The sending half of a client's connection: what is written, whether there is room, and who is
-told when there is again.
+"""The sending side of a client connection: `ConnectionWriter`, and the response of one request.
+
+Belongs to the event loop's thread. `ConnectionWriter` tracks back-pressure and notifies the
+producer; `ResponseWriter` is what a handler writes to.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ __all__ = ["BodySource", "ConnectionWriter", "ResponseWriter"]
 
 
 class BodySource(Protocol):
-    """Whoever produces what the client reads, without a coroutine that could wait."""
+    """Produces the client's data by callbacks, without a coroutine that could wait."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -27,7 +29,9 @@ class BodySource(Protocol):
 
 
 class ConnectionWriter:
-    """All of its methods may be called when the client is gone; `put` then says so."""
+    """Writes to one client. Every method may be called after the client has disconnected; only
+    `put` then raises.
+    """
 
     __slots__ = (
         "_corked",
@@ -46,14 +50,15 @@ class ConnectionWriter:
         self._writable: asyncio.Future[None] | None = None
         self._corked: list[bytes] | None = None
         self.num_unread = 0
-        """Bytes that the client's kernel had not taken, when that was looked at last."""
+        """Unsent bytes in the write buffer at the last check."""
         self.num_sent = 0
-        """Bytes, over all answers of this connection."""
+        """Bytes sent in all responses of this connection."""
         self.transport: asyncio.Transport | None = None
         self.source: BodySource | None = None
+        """Producer that is paused and resumed with the write buffer."""
         self.is_paused = False
         self.keeps_alive = True
-        """Whether another request may follow this one."""
+        """Whether another request may follow on this connection."""
 
     @property
     def is_closing(self) -> bool:
@@ -64,6 +69,7 @@ class ConnectionWriter:
         return self._server.is_draining
 
     def put(self, data: bytes) -> None:
+        """Write bytes. ConnectionResetError if the client has disconnected."""
         transport = self.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
@@ -74,8 +80,8 @@ class ConnectionWriter:
             self._corked.append(data)
 
     def cork(self) -> None:
-        """Gather what is put until `uncork`, which sends it by one call: a loop writes each segment
-        by a call of its own.
+        """Collect writes until `uncork`, which sends all data in one call; the event loop would
+        make one call per write.
         """
         if self._corked is None:
             self._corked = []
@@ -86,7 +92,7 @@ class ConnectionWriter:
             self.transport.write(corked[0] if len(corked) == 1 else b"".join(corked))
 
     async def wait_writable(self) -> None:
-        """ConnectionError when the client reads nothing for too long."""
+        """Wait for space in the buffer. ConnectionError if the client stalls for too long."""
         writable = self._writable
         if writable is None or writable.done():
             writable = self._writable = self._server.loop.create_future()
@@ -108,13 +114,13 @@ class ConnectionWriter:
             self.source.resume()
 
     def has_progressed(self) -> bool:
-        """Whether the client has read anything since it was asked last."""
+        """Whether the client has read anything since the last check."""
         size = self.transport.get_write_buffer_size() if self.transport is not None else 0
         before, self.num_unread = self.num_unread, size
         return size < before
 
     def fail(self, error: Exception) -> bool:
-        """Tell whoever waits for room; whether there was anybody."""
+        """Pass the error to the coroutine or source that waits for space; False if none waits."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_exception(error)
             return True
@@ -136,7 +142,7 @@ class ConnectionWriter:
             self.transport.resume_reading()
 
     def end_writing(self) -> bool:
-        """Send what there is and then our end; False when that is not possible (TLS)."""
+        """Send all data and then a FIN; False if that is not possible (TLS)."""
         transport = self.transport
         if transport is None or transport.is_closing() or not transport.can_write_eof():
             return False
@@ -149,7 +155,7 @@ class ConnectionWriter:
             self.transport.close()
 
     def reset(self) -> None:
-        """Abort in a way that the client can tell from an end."""
+        """Abort with a TCP reset, which the client can distinguish from a regular end."""
         if self.transport is not None:
             sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -160,22 +166,21 @@ class ConnectionWriter:
             self.transport.abort()
 
 
-# -------------------- reply --------------------
-# The answer to one request, as its handler writes it.
+# -- response --
 
 
 _WHOLE, _CHUNKED, _UNTIL_CLOSE = Framing.WHOLE, Framing.CHUNKED, Framing.UNTIL_CLOSE
+# Smaller bodies are joined with the head into one write.
 _JOINED_BYTES = 64 * 1024
 _BODILESS = (204, 304)
 
 
 class ResponseWriter:
-    """Either one `send`, or `start`, any number of `write`, `finish`. `abort` at any time. Belongs
-    to the loop's thread.
+    """The response to one request: one `send`, or `start`, `write` any number of times, `finish`.
 
-    An answer that is passed on raw (`UpstreamResponse.relay`) and breaks off cannot always be
-    continued: inside a chunk, or within a body of known length, whatever we write would become part
-    of the data. `can_write` says so; then `abort` is all that is left.
+    `abort` may be called at any time. A raw relayed response (`UpstreamResponse.relay`) that breaks
+    off cannot always be continued: within a chunk, or within a body of known length, further bytes
+    would become part of the data. In that case `can_write` is False, and only `abort` is possible.
     """
 
     __slots__ = (
@@ -198,12 +203,12 @@ class ResponseWriter:
         self.has_body = head is None or head.method != "HEAD"
         self.status = 0
         self.can_write = False
-        """Whether `write` and `finish` would continue what was sent so far."""
+        """Whether `write` and `finish` can continue the bytes sent so far."""
         self.is_finished = False
 
     @property
     def num_sent(self) -> int:
-        """Bytes of this answer so far, its head and its framing among them."""
+        """Bytes of this response so far, head and framing included."""
         return self.out.num_sent - self._sent_before
 
     @property
@@ -211,7 +216,7 @@ class ResponseWriter:
         return self.status != 0
 
     def send(self, status: int, headers: Iterable[tuple[str, str]], body: bytes = b"") -> None:
-        """A whole answer."""
+        """Send a complete response."""
         out = self.out
         length = f"Content-Length: {len(body)}\r\n" if status not in _BODILESS else ""
         head = self._begin(status, headers, length)
@@ -226,14 +231,14 @@ class ResponseWriter:
         self.is_finished = True
 
     def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """A stream: chunked, or up to the end of the connection for HTTP/1.0."""
+        """Start a stream: chunked, or until the connection ends for HTTP/1.0."""
         self.start_framed(status, headers, _CHUNKED if self.is_http11 else _UNTIL_CLOSE, 0)
         self.can_write = True
 
     def start_framed(
         self, status: int, headers: Iterable[tuple[str, str]], framing: Framing, length: int
     ) -> None:
-        """A head alone; the bytes that follow come by `put_raw`."""
+        """Send only a head; the body follows by `put_raw`."""
         self._framing = framing
         if framing is _CHUNKED:
             field = "Transfer-Encoding: chunked\r\n" if status not in _BODILESS else ""
@@ -245,43 +250,44 @@ class ResponseWriter:
         self.out.put(self._begin(status, headers, field))
 
     async def write(self, data: bytes) -> None:
-        """Waits until there is room. ConnectionError when the client is gone, or reads nothing for
-        too long.
+        """Write part of the stream and wait for space in the buffer. ConnectionError if the client
+        has disconnected or does not read for too long.
         """
         self.put(data)
         if self.out.is_paused:
             await self.out.wait_writable()
 
     async def finish(self) -> None:
-        """The end of the stream. Idempotent."""
+        """End the stream. Idempotent."""
         if not self.is_finished:
             self.end()
 
     def abort(self) -> None:
-        """Close the connection: what was sent may still arrive, but never looks whole."""
+        """Close the connection; the bytes sent never look like a complete response."""
         self.is_finished = True
         self.can_write = False
         self.out.keeps_alive = False
         if self._framing is _UNTIL_CLOSE:
-            self.out.reset()  # for the client any other end is the end of the body
+            self.out.reset()  # a regular close would look like the end of the body
         elif self.is_started:
             self.out.close()
         else:
             self.out.abort()
 
     def put(self, data: bytes) -> None:
-        """A segment of the stream, without waiting."""
+        """Write part of the stream without waiting."""
         if not self.can_write:
             raise ConnectionError("this answer cannot be continued")
         if data and self.has_body:
             self.out.put(chunk(data) if self._framing is _CHUNKED else data)
 
     def put_raw(self, data: bytes) -> None:
-        """Bytes in the framing that was started."""
+        """Write bytes that already have the framing of the response."""
         if data and self.has_body:
             self.out.put(data)
 
     def end(self) -> None:
+        """End the stream without waiting."""
         if not self.can_write:
             raise ConnectionError("this answer cannot be continued")
         self.can_write = False
@@ -290,7 +296,7 @@ class ResponseWriter:
             self.out.put(b"0\r\n\r\n")
 
     def end_raw(self) -> None:
-        """The raw bytes that were put have brought the end with them."""
+        """Mark the response as complete: the raw bytes contained the end."""
         self.can_write = False
         self.is_finished = True
 

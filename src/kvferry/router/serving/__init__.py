@@ -1,1 +1,1 @@
-"""serving."""
+"""Serves one generation request: admission, the prefill leg, the decode leg, and retries."""

@@ -1,10 +1,10 @@
-"""How many requests are served at once, and who waits for how long.
+"""Admission control: how many requests run at once, and how many wait.
 
-`AdmissionQueue` decides, purely: a bounded number of requests runs, a bounded number waits, of each
-tenant not more than its share. A tenant's requests are admitted in the order they came; tenants
-take turns, so that whoever sends much waits for itself. `AdmissionController` is the shell that
-makes a waiting request a waiting coroutine, and ends its waiting in time. One thread, the event
-loop's.
+`AdmissionQueue` is pure and makes the decision. A bounded number of requests runs, a bounded number
+waits, and each tenant has a limit of its own. Requests of one tenant are admitted in order of
+arrival; tenants take turns, so a tenant with many requests delays only its own requests.
+`AdmissionController` is the shell: each waiting request is a coroutine that waits on a future until
+it is admitted or times out. Used on the event loop only.
 """
 
 import asyncio
@@ -26,19 +26,25 @@ __all__ = [
 ]
 
 _SMOOTHING = 0.1
+"""Weight of the newest sample in the moving average of service times."""
 _RETRY_BOUNDS_S = (1, 60)
+"""Smallest and largest `Retry-After` sent to a client."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
+    """Limits on running and waiting requests."""
+
     max_running: int = 1024
-    """Requests that instances work on."""
+    """Requests that run on instances at the same time."""
     max_waiting: int = 1024
-    """Requests that wait for one of those to end. Beyond it: 503."""
+    """Requests that may wait for admission. Further requests get 503."""
     tenant_running: int | None = None
-    """The same for one tenant; without it, as many as there is room for."""
+    """Running requests of one tenant. None: only `max_running` applies."""
     tenant_waiting: int | None = None
-    """Likewise. Beyond it: 429."""
+    """Waiting requests of one tenant. Further requests of the tenant get 429. None: half of
+    `max_waiting` if the router has API keys, else no limit.
+    """
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.max_waiting < 0:
@@ -53,17 +59,21 @@ class AdmissionOptions:
 
 
 class RefusalReason(StrEnum):
+    """Why a request was not admitted."""
+
     TENANT = "tenant"
-    """This tenant has as many waiting as it may."""
+    """The tenant already has `tenant_waiting` requests in the queue."""
     FULL = "full"
+    """The queue already holds `max_waiting` requests."""
     LATE = "late"
-    """It waited until its deadline."""
+    """The request was still waiting when its timeout ran out."""
     CLOSING = "closing"
+    """The router is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefused:
-    """Not served, and how many seconds from now that may be different."""
+    """A request was not admitted; the client may retry after `retry_after_s` seconds."""
 
     reason: RefusalReason
     retry_after_s: int
@@ -75,8 +85,9 @@ class AdmissionRefused:
 
 @dataclass(slots=True, eq=False)
 class AdmissionSlot:
-    """One request's place: waiting until `is_admitted`. Whoever got it hands it back by `leave`,
-    once, in either case.
+    """Place of one request in the admission queue; the request waits until `is_admitted`.
+
+    The caller passes the slot to `leave` exactly once, whether the request was admitted or not.
     """
 
     tenant: str
@@ -90,6 +101,8 @@ class AdmissionSlot:
 
 @dataclass(slots=True)
 class AdmissionQueue:
+    """Pure admission decision: which requests run, which wait, which are refused."""
+
     options: AdmissionOptions
     num_running: int = field(default=0, init=False)
     num_waiting: int = field(default=0, init=False)
@@ -97,12 +110,15 @@ class AdmissionQueue:
     _waiting: OrderedDict[str, deque[AdmissionSlot]] = field(
         default_factory=OrderedDict, init=False
     )
-    """Of tenants with someone waiting; first the one whose turn it is."""
+    """Waiting slots per tenant, for tenants that wait; the tenant whose turn is next is first."""
     _mean_s: float = field(default=0.0, init=False)
+    """Moving average of the time from admission to `leave`."""
 
     def arrive(self, tenant: str, now: float) -> AdmissionSlot | AdmissionRefused:
-        """Runs, waits or goes. Nobody overtakes who waits: beside a free place wait only tenants
-        that run as many as they may.
+        """Admit the request, queue the request, or refuse the request.
+
+        A free place goes to the new request at once. No waiting request is overtaken: while a
+        place is free, only tenants at their `tenant_running` limit have requests in the queue.
         """
         entry = AdmissionSlot(tenant)
         if self.num_running < self.options.max_running and self._may_run(tenant):
@@ -120,13 +136,14 @@ class AdmissionQueue:
         return entry
 
     def leave(self, entry: AdmissionSlot, now: float) -> list[AdmissionSlot]:
-        """It is done, or does not want to wait any longer; whom that admits."""
+        """Remove a finished or abandoned request; return the slots admitted in its place."""
         if entry.is_over:
             raise LocalProtocolError("a request left the router twice")
         entry.is_over = True
         if entry.admitted_at is None:
             self._unqueue(entry)
             return []
+        # The first sample replaces the initial 0; later samples are smoothed.
         self._mean_s += (now - entry.admitted_at - self._mean_s) * (
             _SMOOTHING if self._mean_s else 1
         )
@@ -137,8 +154,10 @@ class AdmissionQueue:
         return self._admit_next(now)
 
     def estimate_s(self, num_ahead: int, num_places: int | None = None) -> int:
-        """After how many seconds there may be room behind so many: as long as they take at the
-        present pace, in so many places at once.
+        """Seconds until a place may be free behind `num_ahead` requests.
+
+        The estimate is the mean service time multiplied by the requests ahead, divided by the
+        `num_places` that run in parallel, clamped to `_RETRY_BOUNDS_S`.
         """
         least, most = _RETRY_BOUNDS_S
         num_places = min(num_places or self.options.max_running, self.options.max_running)
@@ -164,6 +183,7 @@ class AdmissionQueue:
     def _admit_next(self, now: float) -> list[AdmissionSlot]:
         admitted: list[AdmissionSlot] = []
         while self.num_running < self.options.max_running:
+            # Skip tenants at their own limit; the dict order is the order of turns.
             tenant = next((tenant for tenant in self._waiting if self._may_run(tenant)), None)
             if tenant is None:
                 break
@@ -184,22 +204,26 @@ class AdmissionQueue:
 
 
 class AdmissionController:
-    """`enter` returns at once while there is room, without giving way to other coroutines."""
+    """Shell around `AdmissionQueue`: makes requests wait as coroutines.
+
+    While a place is free, `enter` returns without yielding to the event loop.
+    """
 
     def __init__(self, options: AdmissionOptions, clock: Callable[[], float]) -> None:
-        """`clock`: local monotonic seconds."""
+        """`clock` returns local monotonic seconds."""
         self.queue = AdmissionQueue(options)
         self._clock = clock
         self.is_closing = False
         self._waiters: dict[AdmissionSlot, asyncio.Future[None]] = {}
 
     def close(self) -> None:
-        """From now on everybody is refused who is not admitted or waiting already."""
+        """Refuse every new request from now on; requests admitted or waiting are not affected."""
         self.is_closing = True
 
     async def enter(self, tenant: str, timeout_s: float) -> AdmissionSlot | AdmissionRefused:
-        """A pass that is admitted, to be handed to `leave`, or why not. A cancelled wait leaves
-        nothing behind.
+        """Wait for admission: an admitted slot, which the caller passes to `leave`, or the refusal.
+
+        A cancelled wait leaves no slot in the queue.
         """
         if self.is_closing:
             return AdmissionRefused(RefusalReason.CLOSING, 1)
@@ -211,12 +235,13 @@ class AdmissionController:
             async with asyncio.timeout(timeout_s):
                 await admitted
         except TimeoutError:
-            if not entry.is_admitted:  # else its turn came in the same moment
+            if not entry.is_admitted:  # else the slot was admitted in the tick of the timeout
                 self.leave(entry)
                 return AdmissionRefused(
                     RefusalReason.LATE, self.queue.estimate_s(self.queue.num_waiting)
                 )
         except asyncio.CancelledError:
+            # If the slot was admitted in the same tick, `leave` passes its place on.
             self.leave(entry)
             raise
         finally:
@@ -228,5 +253,5 @@ class AdmissionController:
             waiter = self._waiters[admitted]
             if (
                 not waiter.done()
-            ):  # a waiter that was cancelled in the same moment hands its pass on
+            ):  # done: cancelled in this tick; `enter` calls `leave` and passes the place on
                 waiter.set_result(None)

@@ -1,7 +1,8 @@
-"""The two requests that one client's request becomes, and what the first answer says.
+"""A client's request, and the bodies of its prefill leg and decode leg.
 
-Pure. Values are kept as the JSON text the client sent and only the keys that change are replaced,
-so that a long prompt is never decoded here and reaches both engines exactly as written.
+Pure. Values stay the JSON text that the client sent, and only the keys that change are replaced. A
+long prompt is therefore never decoded here and reaches both engines exactly as written. The module
+also reads the `kv_transfer_params` of P's answer.
 """
 
 import re
@@ -26,15 +27,16 @@ MAX_CONVERSATION_CHARS = 256
 
 _Fields = dict[str, msgspec.Raw]
 
-# Made once: `msgspec.json.decode` with a type works that type out again each time, which takes ten
-# times as long as a short text.
+# Decoders are made once: `msgspec.json.decode` with a type analyses the type on every call, which
+# takes ten times as long as decoding a short text.
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _name_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _encoder = msgspec.json.Encoder()
 
-# A client's own kv_transfer_params would point the engines at blocks of somebody else;
-# conversation_id is addressed to the router.
+# A client's own kv_transfer_params could point the engines at another client's blocks;
+# conversation_id is meant for the router.
 _NEVER_FORWARDED = ("kv_transfer_params", "conversation_id")
+# The prefill leg produces one token and is not streamed.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
 _PREFILL_PARAMS = {
     "do_remote_decode": True,
@@ -47,15 +49,17 @@ _PREFILL_PARAMS = {
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _NO_CONVERSATION = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
-# vLLM takes this from among those, too.
+# vLLM also accepts kv_transfer_params inside vllm_xargs.
 _EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
 _MAX_SMALL_BYTES = 1024 * 1024
-"""Of all fields but the large ones together: a million tiny keys would hold up everybody for
-seconds.
+"""Limit on all fields except the large ones, together: decoding a million tiny keys would block the
+event loop for seconds.
 """
 
 
 class _LargeFields(msgspec.Struct):
+    """Fields that may be large; large fields do not count towards `_MAX_SMALL_BYTES`."""
+
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
@@ -68,12 +72,12 @@ class _LargeFields(msgspec.Struct):
 
 _large_decoder = msgspec.json.Decoder(_LargeFields)
 _one_decoder = msgspec.json.Decoder(tuple[msgspec.Raw])
-"""Of a list of one: it stops at the second, however many there are."""
+"""Decodes a list with one element; fails at the second element, however long the list is."""
 
 
 @dataclass(frozen=True, slots=True)
 class InvalidRequest:
-    """A request that goes to no engine, and the sentence the client gets."""
+    """A request that is sent to no engine, with the status and message for the client."""
 
     status: int
     message: str
@@ -81,7 +85,7 @@ class InvalidRequest:
 
 @dataclass(frozen=True, slots=True)
 class PushSource:
-    """A prefill engine that pushes: one life of it, and how the decode side reaches it."""
+    """One incarnation of a prefill engine that pushes, and its address for D."""
 
     engine: str
     epoch: str
@@ -89,7 +93,7 @@ class PushSource:
     tp_size: int
 
     def push_handover(self, push_ticket: str) -> "Handover":
-        """What the decode leg carries while P has not computed anything yet."""
+        """The `kv_transfer_params` of a decode leg that starts before P has answered."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -104,30 +108,33 @@ class PushSource:
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """What P's answer says of the blocks it holds for us, or what we promise D of them before P has
-    answered.
+    """The `kv_transfer_params` that the decode leg carries.
+
+    Either P's answer describes the blocks that P holds, or, for a push, the router makes the
+    parameters before P has answered.
     """
 
     params: msgspec.Raw
-    """`kv_transfer_params` as P wrote them."""
+    """`kv_transfer_params` as JSON text; from P unless `push_ticket` is set."""
     ticket: str | None
-    """None: P issues no tickets, nothing can be released early."""
+    """P's ticket for the blocks. None: P issues no tickets, and no early release is possible."""
     side_channel: Address | None
+    """P's side channel, where `ticket` is released."""
     push_source: PushSource | None = None
-    """P's answer says that it pushes."""
+    """Set if P's answer reports push mode."""
     push_ticket: str = ""
-    """Of a promise: both legs carry it."""
+    """Push ticket carried by both legs; empty if P answered first."""
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
-    """A well-formed request, still undecoded below its first level."""
+    """A well-formed request; only its top-level keys are decoded."""
 
     fields: _Fields
     conversation_id: str | None = None
 
     @property
     def prompt(self) -> memoryview:
-        """The JSON text of what is to be computed."""
+        """The JSON text of `messages` or `prompt`."""
         text = self.fields.get("messages") or self.fields.get("prompt")
         return memoryview(b"") if text is None else memoryview(text)
 
@@ -136,10 +143,10 @@ class ClientRequest(msgspec.Struct, frozen=True):
         return bytes(self.fields.get("stream", b"")) == b"true"
 
     def prefill_body(self, push_ticket: str = "", last_turn: bytes | None = None) -> bytes:
-        """Computes the prompt, keeps the blocks, answers with one token at once.
+        """Body of the prefill leg: P computes the prompt, retains the blocks and returns one token.
 
-        `last_turn`: what D said at the end of the conversation's last turn, so that P can fetch
-        what D still has of it.
+        `last_turn`: the parameters that D returned at the end of the conversation's last turn.
+        With the parameters P fetches the blocks that D has retained.
         """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")
@@ -153,9 +160,11 @@ class ClientRequest(msgspec.Struct, frozen=True):
         return _encoder.encode(leg)
 
     def decode_body(self, handover: Handover | None, turn_id: str | None = None) -> bytes:
-        """The client's request with P's blocks attached; without any, D computes the prompt itself.
+        """Body of the decode leg: the client's request with P's blocks attached.
 
-        `turn_id`: D is to keep the turn's blocks for the next one, under this word."""
+        Without `handover`, D computes the prompt itself. `turn_id`: D retains the blocks of this
+        turn under this id for the next turn."""
+        # With null D retains nothing; without the key D retains the turn by default.
         conversation_field = (
             _NO_CONVERSATION
             if turn_id is None
@@ -184,7 +193,7 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
 
 
 def _with_field(params: msgspec.Raw, conversation_field: bytes) -> msgspec.Raw:
-    """One key more in an object that is kept as the text it came in."""
+    """Add one key to a JSON object that stays undecoded text."""
     rest = bytes(params)[1:].lstrip()
     return msgspec.Raw(
         b"{%s%s%s" % (conversation_field, b"" if rest.startswith(b"}") else b",", rest)
@@ -192,8 +201,10 @@ def _with_field(params: msgspec.Raw, conversation_field: bytes) -> msgspec.Raw:
 
 
 def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
+    """Parse and check the body of a client's request."""
     if not body.strip():
         return InvalidRequest(400, "the request body is empty: send a JSON object")
+    # msgspec does not check the UTF-8 of values that stay Raw.
     if not body.isascii() and not _is_utf8(body):
         return InvalidRequest(400, "the request body is not valid JSON: it is not UTF-8")
     try:
@@ -229,7 +240,7 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
 
 
 def _conversation(name: msgspec.Raw | None) -> str | None:
-    """None: there is none; empty: what stands there is no name."""
+    """The conversation id; None if absent, empty if the value is not a string."""
     if name is None:
         return None
     try:
@@ -257,8 +268,9 @@ _params_decoder: msgspec.json.Decoder[_Params | None] = msgspec.json.Decoder(_Pa
 
 
 def read_prefill_answer(body: bytes) -> Handover | None:
-    """P's blocks; None when P kept none (it may: a prompt with nothing worth moving).
-    RemoteProtocolError for anything malformed.
+    """Read P's answer; None if P holds no blocks (nothing in the prompt was worth moving).
+
+    Raises RemoteProtocolError if the answer is malformed.
     """
     try:
         raw = _answer_decoder.decode(body).kv_transfer_params
@@ -293,8 +305,8 @@ def _side_channel(params: _Params) -> Address | None:
 
 
 def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
-    # Token ids are by far the longest lists, and are told apart by the first character after the
-    # bracket.
+    # A list of token ids is by far the longest kind of list; the first character after the bracket
+    # distinguishes token ids from prompts.
     text = memoryview(prompt) if prompt is not None else memoryview(b"")
     if not _LIST_OF_PROMPTS.match(text):
         return False
@@ -306,7 +318,7 @@ def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
 
 
 def _is_utf8(body: bytes) -> bool:
-    """Texts that are not decoded here are not looked into by the decoder either."""
+    """Whether the body is UTF-8. msgspec does not check values that stay undecoded."""
     try:
         body.decode()
     except UnicodeDecodeError:
@@ -322,7 +334,7 @@ def _small_bytes(body: bytes) -> int:
 
 
 def _without_transfer(extra: msgspec.Raw) -> msgspec.Raw:
-    """Whatever is not an object is the engine's to refuse."""
+    """Remove kv_transfer_params from vllm_xargs; the engine checks a value that is no object."""
     try:
         fields = _decoder.decode(extra)
     except msgspec.ValidationError:

@@ -1,5 +1,7 @@
-"""The name a request has in both legs and in every log: the client's, if it is fit to be one. Pure
-but for randomness.
+"""State of one client request in the router, and the headers and errors shared by both legs.
+
+Everything here is plain data or pure, except that request ids are random and `RequestContext`
+reads the clock and writes to the client.
 """
 
 import random
@@ -30,16 +32,18 @@ __all__ = [
 
 
 _FIT = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-# Names must differ, and nobody is let in for knowing one: a system call for each would be wasted.
+# Ids must be unique, not secret: knowing an id grants no access. A seeded generator therefore
+# suffices, without a system call per request.
 _draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
 
 
 def choose_request_id(sent: str | None) -> str:
+    """The client's `X-Request-Id` if well formed, else a random id; both legs and logs use it."""
     return sent if sent is not None and _FIT.fullmatch(sent) else f"{_draw(128):032x}"
 
 
-# -------------------- exchange --------------------
-# One client's request on its way through the router, and what an instance's leg of it may come to.
+# -- request context --
+# One client request on its way through the router, and the possible results of a leg.
 
 
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
@@ -54,7 +58,7 @@ _TO_CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A whole answer that is to be the client's."""
+    """A complete HTTP response."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -63,25 +67,27 @@ class HttpResponse:
 
 @dataclass(frozen=True, slots=True)
 class LegFailure:
-    """A leg that came to nothing while the client has got nothing: it may be tried elsewhere."""
+    """A leg failed before the client received anything, so another instance may be tried."""
 
     instance: Instance | None
-    """None: there was nobody to ask."""
+    """The instance that failed. None: no instance was available."""
     message: str
     answer: HttpResponse | None = None
-    """What the instance said, if it said anything."""
+    """The instance's response, if there was one."""
     is_refusal: bool = False
-    """It takes no requests now (503): it has done nothing, and another may."""
+    """The instance answered 503 and did no work; another instance may accept the request."""
     is_unsent: bool = False
-    """It could not be reached: nobody has done anything yet, so that asking another costs none of
-    the tries.
+    """The connection failed, so no instance did any work, and the retry costs none of
+    `max_retries`.
     """
     needs_prefill: bool = False
-    """D could not use P's blocks, or had used them up: trying again begins with P."""
+    """D could not use P's blocks, or had consumed them: a retry starts with the prefill leg."""
 
 
 @dataclass(slots=True)
 class RequestContext:
+    """One client request, from the parsed body to the end of its response."""
+
     http: ServerRequest
     reply: ResponseWriter
     client: ClientRequest
@@ -89,20 +95,20 @@ class RequestContext:
     tenant: str
     timeline: Timeline
     leg_headers: bytes
-    """Headers of both legs, as they are sent."""
+    """Encoded headers sent with both legs."""
     turn_id: str | None = None
-    """D is asked to keep this turn's blocks under this word."""
+    """Id under which D retains the blocks of this turn. None: D retains nothing."""
     hints: RoutingHints = field(default_factory=RoutingHints)
     retries_left: int = 0
     tried: list[Instance] = field(default_factory=list)
-    """Of either role: they have refused or failed this request."""
+    """Instances of either role that refused or failed this request."""
     cors: list[tuple[str, str]] = field(default_factory=list)
     error: str = ""
-    """Why it failed."""
+    """Why the request failed; empty if it did not."""
     stream_error: str = ""
-    """Why the client's stream ended before its end."""
+    """Why the client's stream was cut short; empty if it was not."""
     prefiller: Instance | None = None
-    """Whose blocks the decode leg is given."""
+    """The prefill instance whose blocks the decode leg receives."""
 
     def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
@@ -116,9 +122,7 @@ class RequestContext:
 
 
 def leg_headers(headers: Headers, request_id: str, authorization: str | None) -> bytes:
-    """What both legs of a client's request say beside their body. `authorization`: for
-    instances.
-    """
+    """Encoded headers of both legs. `authorization`: the credentials sent to instances."""
     fields = [("X-Request-Id", request_id), ("Content-Type", "application/json")]
     if authorization is not None:
         fields.append(("Authorization", authorization))
@@ -130,7 +134,7 @@ def leg_headers(headers: Headers, request_id: str, authorization: str | None) ->
 
 
 def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
-    """What of an instance's answer reaches the client."""
+    """Headers of an instance's response that are passed on to the client."""
     passed = []
     for name in _TO_CLIENTS:
         value = headers.get(name)
@@ -139,10 +143,9 @@ def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
     return passed
 
 
-# -------------------- failures --------------------
-# The router's own errors, as a whole answer or as the last event of a stream. Pure.
-#
-# They look like an engine's, because an engine's refusals are passed on as they are.
+# -- errors --
+# The router's own errors, as a complete response or as the last event of a stream. Pure.
+# The format is that of an engine, because refusals of engines are passed on unchanged.
 
 
 _JSON = ("Content-Type", "application/json; charset=utf-8")
@@ -161,7 +164,9 @@ def build_error_response(
 
 
 def error_event(status: int, message: str) -> bytes:
-    """A server-sent event that says why the stream ends here. What was sent before may have ended
-    inside an event: empty lines close it, and mean nothing otherwise.
+    """Server-sent event that reports why the stream ends here.
+
+    The bytes sent before may have ended inside an event. The leading empty lines close that event,
+    and have no meaning otherwise.
     """
     return b"\n\ndata: " + error_body(RequestRefused(message, status=status)) + b"\n\n"

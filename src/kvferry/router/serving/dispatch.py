@@ -1,11 +1,12 @@
-"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One
-after the other, or, where P and D are both known to push, at once.
+"""Serves one client request with a prefill leg on P and a decode leg on D.
 
-Runs on the event loop. While the client has got nothing, what one instance fails at is tried on
-another: a prefill has no side effect, and nobody has seen a token. A client that leaves cancels the
-handler, which leaves the leg under way; an engine aborts what its client has left. What P holds is
-given back unless D has taken over (`PrefilledBlocks`), also when P's answer was on its way
-(`PrefillLeg`).
+The legs run one after the other, or in parallel if P and D are both known to push. Runs on the
+event loop. Until the client has received a byte, a failed leg is retried on another instance: a
+prefill changes nothing but P's held blocks, and the client has seen no token. When a client
+disconnects, the handler is cancelled and the running leg closes the connection to its instance;
+the engine then aborts the request. P's blocks are released unless D has taken the blocks over
+(`PrefilledBlocks`), also if P's answer was in flight at the time (`PrefillLeg`). See
+docs/decisions/035-router.md.
 """
 
 import asyncio
@@ -38,25 +39,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
+    """Result of a successful prefill leg."""
+
     instance: Instance | None
-    """None: D computes the prompt itself."""
+    """None: D computes the prompt."""
     handover: Handover | None
 
 
 @dataclass(frozen=True, slots=True)
 class _ParallelLegs:
-    """What two legs that run at once know of each other."""
+    """State shared by a prefill leg and a decode leg that run in parallel."""
 
     push_handover: Handover
     held: PrefilledBlocks
     is_computed: asyncio.Event = field(default_factory=asyncio.Event)
-    """P has answered."""
+    """Set when P has answered."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """The client has got something of D's answer."""
+    """Set when D's answer has content for the client."""
 
 
 @dataclass(slots=True)
 class Dispatcher:
+    """Chooses P and D for a request, runs both legs, and retries."""
+
     instance_client: InstanceClient
     releases: BlockReleaser
     push_sources: PushSources
@@ -75,7 +80,7 @@ class Dispatcher:
         return self.instance_client.fleet
 
     async def serve(self, context: RequestContext) -> None:
-        """The client has its answer when this returns."""
+        """Serve the request until the client has received the response."""
         last_turn = await self.turns.take(context)
         context.retries_left = self.instance_client.options.routing.max_retries
         while True:
@@ -88,15 +93,15 @@ class Dispatcher:
                 or not self._may_retry(context, failure)
             ):
                 break
-            # Another pair if there is one; else the same again: P may be another incarnation of
-            # itself by now.
+            # Use another pair if there is one, else the same pair: P may have restarted and have
+            # a new incarnation. The retry runs without the conversation's last turn.
             last_turn = None
         context.error = failure.message
         context.send(_final_response(failure))
 
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
-        # What was not sent, or was refused, costs no try, as long as it finds others: it ends with
-        # the fleet.
+        # A leg that was not sent, or was refused, costs no retry unless the same instance is
+        # tried again: the loop ends when all instances of the fleet have been tried.
         if not (failure.is_unsent or failure.is_refusal) or (
             failure.instance is not None and context.tried.count(failure.instance) > 1
         ):
@@ -111,7 +116,7 @@ class Dispatcher:
     async def _attempt(
         self, context: RequestContext, last_turn: LastTurn | None
     ) -> LegFailure | None:
-        """One P and one D, and others in the place of those that refuse or cannot be reached."""
+        """Try one P and one D; instances that refuse or are unreachable are replaced."""
         context.hints = hints = RoutingHints(
             context.client.prompt, last_turn.prefiller if last_turn is not None else None
         )
@@ -134,7 +139,7 @@ class Dispatcher:
         with PrefilledBlocks(self.releases, prefilled.handover) as held:
             return await self._decode_somewhere(context, held, prefilled.handover, last_turn)
 
-    # -- one after the other --
+    # -- legs one after the other --
 
     async def _prefill_somewhere(
         self,
@@ -143,6 +148,7 @@ class Dispatcher:
         hints: RoutingHints,
         last_turn: LastTurn | None,
     ) -> _Prefilled | HttpResponse | LegFailure:
+        """Run the prefill leg on `instance`, and on further instances after a failure."""
         refusal: LegFailure | None = None
         failure: LegFailure | None = None
         while instance is not None:
@@ -163,7 +169,8 @@ class Dispatcher:
                     break
             instance = self.fleet.choose(Role.PREFILL, hints, time.monotonic(), context.tried)
         if refusal is not None:
-            # They are full or leaving: what they cannot take now is not D's to take.
+            # The prefill instances are full or draining: D must not take over the refused
+            # work.
             return refusal
         if self.instance_client.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
             context.timeline.fallback = (
@@ -180,6 +187,7 @@ class Dispatcher:
         handover: Handover | None,
         last_turn: LastTurn | None,
     ) -> LegFailure | None:
+        """Run the decode leg; try further instances while P's blocks can still be used."""
         hints = _decode_hints(context, last_turn)
         failure: LegFailure | None = None
         asked: list[Instance] = []
@@ -195,7 +203,7 @@ class Dispatcher:
                 return failure
         return failure or _no_instance(Role.DECODE)
 
-    # -- at once --
+    # -- legs in parallel --
 
     async def _serve_in_parallel(
         self,
@@ -219,7 +227,7 @@ class Dispatcher:
             context.send(result)
             return None
         if result is not None:
-            # D could not get P's KV. If P is another incarnation by now, its next answer shows it.
+            # D could not get P's KV. If P has restarted, P's next answer shows the new incarnation.
             self.push_sources.forget(prefiller)
         return result
 
@@ -230,7 +238,7 @@ class Dispatcher:
         parallel: _ParallelLegs,
         last_turn: LastTurn | None,
     ) -> HttpResponse | LegFailure | None:
-        """P's objection, if it has one."""
+        """Run the prefill leg beside the decode leg; return P's error or failure, if any."""
         params = last_turn.params or None if last_turn is not None else None
         result = await self.prefill.run(
             context, prefiller, parallel.held.receive, parallel.push_handover.push_ticket, params
@@ -252,8 +260,10 @@ class Dispatcher:
         decoder: Instance,
         last_turn: LastTurn | None,
     ) -> LegFailure | None:
-        """One that pushes is asked at once. Where it has refused, the next may pull: that one waits
-        for P's own ticket.
+        """Run the decode leg beside the prefill leg.
+
+        A D that pushes is called at once. After a refusal the next D may only support pull: that D
+        is called when P has answered, with the ticket from P's answer.
         """
         hints = _decode_hints(context, last_turn)
         failure: LegFailure | None = None
@@ -277,12 +287,14 @@ class Dispatcher:
             instance = self._next_decoder(context, hints, asked)
         return failure or _no_instance(Role.DECODE)
 
-    # -- whom --
+    # -- choice of instances --
 
     async def _choose_pushing(
         self, context: RequestContext, hints: RoutingHints
     ) -> Instance | None:
-        """The next D if it pushes. One that does not keeps its turn, for when P is through."""
+        """Choose the next D if D pushes. A D that does not push is only peeked at, not chosen, and
+        keeps its place in the order until P has answered.
+        """
         now = time.monotonic()
         next_up = self.fleet.peek(Role.DECODE, hints, now, context.tried) or self.fleet.peek(
             Role.DECODE, hints, now
@@ -292,8 +304,9 @@ class Dispatcher:
         return self._choose(Role.DECODE, context, hints)
 
     def _choose(self, role: Role, context: RequestContext, hints: RoutingHints) -> Instance | None:
-        """One that has not failed this request, or, if all have, one of them again: only a new
-        attempt asks for it.
+        """Choose an instance that has not failed this request.
+
+        If every instance has, choose one again: the caller begins a new attempt.
         """
         now = time.monotonic()
         chosen = self.fleet.choose(role, hints, now, context.tried)
@@ -306,8 +319,9 @@ class Dispatcher:
     def _next_decoder(
         self, context: RequestContext, hints: RoutingHints, asked: list[Instance]
     ) -> Instance | None:
-        """One that has not failed this request, or one that has failed it with other blocks than
-        these: that may have been P's fault.
+        """Choose a D that has not failed this request, or a D that failed with other blocks.
+
+        A failure with other blocks (not in `asked`) may have been P's fault.
         """
         now = time.monotonic()
         chosen = self.fleet.choose(Role.DECODE, hints, now, context.tried)
@@ -331,7 +345,7 @@ def _no_instance(role: Role) -> LegFailure:
 
 
 def _final_response(failure: LegFailure) -> HttpResponse:
-    """What the instance said if it said something a client can use, else that it failed."""
+    """The instance's response if there is one for the client, else a 502 with the failure."""
     return (
         failure.answer if failure.answer is not None else build_error_response(502, failure.message)
     )

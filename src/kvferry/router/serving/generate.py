@@ -1,5 +1,4 @@
-"""The front of the router: a generation is read, waits for its turn, is served within its time, and
-its end is noted.
+"""Handles a generation: parse, wait for admission, serve within the deadline, record the outcome.
 
 Runs on the event loop.
 """
@@ -43,6 +42,8 @@ _SENTENCES = {
 
 @dataclass(slots=True)
 class GenerateHandler:
+    """Handles one completion or chat request from its headers to its log line."""
+
     options: RouterOptions
     access_policy: AccessPolicy
     admission: AdmissionController
@@ -52,7 +53,7 @@ class GenerateHandler:
     limits: TimeLimits = field(default_factory=TimeLimits)
 
     async def generate(self, request: ServerRequest, reply: ResponseWriter) -> None:
-        """Completions and chat."""
+        """Serve a request to /v1/completions or /v1/chat/completions."""
         headers = request.headers
         request_id = choose_request_id(headers.get("x-request-id"))
         cors = self.access_policy.cors_headers(headers)
@@ -91,7 +92,7 @@ class GenerateHandler:
                     self.admission.leave(entry)
             outcome = _ending(context)
         except ConnectionError:
-            # The client is gone, or reads nothing.
+            # The client has disconnected, or does not read.
             reply.abort()
         finally:
             self._note_end(context, outcome)
@@ -101,6 +102,7 @@ class GenerateHandler:
         try:
             await self.serving.serve(context)
         except asyncio.CancelledError:
+            # `end` is True if the deadline cancelled the task; else the client or the server did.
             if not limit.end():
                 raise
             await self._out_of_time(context)
@@ -135,7 +137,10 @@ class GenerateHandler:
             reply.abort()
 
     def _authorization(self, request: ServerRequest) -> str | None:
-        """For instances: their own key, or the client's credentials where they are none of ours."""
+        """Authorization header for instances: the instance key if there is one.
+
+        Otherwise the client's header is passed on, unless the router itself checks client keys.
+        """
         if self.options.access.instance_key:
             return f"Bearer {self.options.access.instance_key}"
         return None if self.access_policy.keys else request.headers.get("authorization")
@@ -184,6 +189,6 @@ def _ending(context: RequestContext) -> RequestOutcome:
 
 
 def _trace_id(context: RequestContext) -> str:
-    """The second part of a W3C `traceparent`."""
+    """The trace id, which is the second field of a W3C `traceparent` header."""
     parts = (context.http.headers.get("traceparent") or "").split("-")
     return parts[1] if len(parts) >= 4 else ""

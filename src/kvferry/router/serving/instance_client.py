@@ -1,5 +1,6 @@
-"""One call to an instance: what it counts for, how long it may take, and what its failures are
-called. Runs on the event loop.
+"""Calls to instances: the client that sends a leg, its time limits, and its error reports.
+
+Runs on the event loop.
 """
 
 import ssl
@@ -33,6 +34,7 @@ from kvferry.router.time_series import TimeSeries
 __all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
 
 UNAVAILABLE = 503
+"""The HTTP status by which an instance refuses a leg."""
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
@@ -40,7 +42,7 @@ _MAX_TARGETS = 4096
 
 @dataclass(slots=True)
 class InstanceClient:
-    """Makes calls on behalf of requests."""
+    """Sends HTTP requests to instances on behalf of client requests."""
 
     options: RouterOptions
     fleet: Fleet
@@ -48,14 +50,14 @@ class InstanceClient:
     metrics: RouterMetrics
     time_series: TimeSeries
     tls: ssl.SSLContext | None = None
-    """For instances that speak TLS."""
+    """TLS settings for instances with an https URL."""
 
     _targets: dict[Instance, Target] = field(default_factory=dict, init=False)
 
     def target(self, instance: Instance) -> Target:
         target = self._targets.get(instance)
         if target is None or (target.tls is not None) is not instance.tls:
-            if len(self._targets) >= _MAX_TARGETS:  # instances come and go
+            if len(self._targets) >= _MAX_TARGETS:  # bounds the cache while instances change
                 self._targets.clear()
             target = self._targets[instance] = Target(
                 instance.address, self.tls if instance.tls else None
@@ -63,7 +65,7 @@ class InstanceClient:
         return target
 
     def track_leg(self, instance: Instance, hints: RoutingHints) -> "TrackedLeg":
-        """Around one leg: the instance's load and health."""
+        """Context manager around one leg that records the instance's load and health."""
         if self.fleet.get(instance) is None:
             raise ConnectFailed("it has left the fleet")
         return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints))
@@ -75,6 +77,7 @@ class InstanceClient:
         body: bytes,
         on_late_response: OnLateResponse | None = None,
     ) -> Coroutine[Any, Any, UpstreamResponse]:
+        """Send one leg with the client's path and the leg's headers."""
         timeouts = self.options.timeouts
         return self.upstreams.send(
             self.target(instance),
@@ -90,7 +93,7 @@ class InstanceClient:
     async def get(
         self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]
     ) -> UpstreamResponse:
-        """A page of an instance, which is not asked about anything that takes long."""
+        """Fetch a page of an instance that is quick to produce; the probe timeout applies."""
         timeouts = self.options.timeouts
         return await self.upstreams.send(
             self.target(instance),
@@ -105,7 +108,7 @@ class InstanceClient:
         return self.upstreams.num_received(self.target(instance))
 
     def fail_pending(self, instance: Instance) -> int:
-        """Fail what waits for it to begin an answer; how much that was."""
+        """Fail the requests for which the instance has not begun an answer; return their number."""
         return self.upstreams.fail_pending(
             self.target(instance), UpstreamTimeout("it was silent, to its health checks too")
         )
@@ -114,8 +117,9 @@ class InstanceClient:
         return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
     async def read_error_body(self, answer: UpstreamResponse) -> bytes | None:
-        """Of an answer that is known to be none: it is not waited for long. None: it did not come
-        whole.
+        """Read the body of an error response within the short probe timeout.
+
+        None if the body did not arrive completely.
         """
         try:
             return await answer.read(
@@ -127,7 +131,7 @@ class InstanceClient:
     async def refusal(
         self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg"
     ) -> LegFailure:
-        """It answered 503. Clients are always told when to come back."""
+        """Turn a 503 into a `LegFailure`; the client always gets a `Retry-After` header."""
         call.outcome = Outcome.REFUSED
         body = await self.read_error_body(answer)
         self.metrics.refusals.add(instance.role, instance.url)
@@ -154,8 +158,10 @@ class InstanceClient:
     async def server_error(
         self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg"
     ) -> LegFailure:
-        """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P
-        is none of its business.
+        """Turn a 5xx that is not a refusal into a `LegFailure`.
+
+        D's error response is passed on to the client; P's is not, because the client does not
+        know about P.
         """
         body = await self.read_error_body(answer)
         call.error = f"it answered with status {answer.status}"
@@ -175,10 +181,10 @@ class InstanceClient:
 
 
 class TrackedLeg:
-    """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its
-    instance is to blame or to praise.
+    """One leg from begin to end, as a context manager that reports to fleet and metrics.
 
-    One that is cancelled says nothing about its instance.
+    `outcome` and `error` describe the instance's part in the result. A cancelled leg counts as
+    abandoned and does not affect the health of the instance.
     """
 
     __slots__ = ("_calls", "error", "leg", "outcome")
@@ -217,7 +223,10 @@ def describe_error(error: Exception) -> str:
 
 
 def excerpt(body: bytes) -> str:
-    """In one line: it goes into logs, and engines repeat what clients wrote."""
+    """The start of a body as one printable line.
+
+    The excerpt goes into logs, and engines repeat text that clients wrote.
+    """
     text = "".join(
         sign if sign.isprintable() else " "
         for sign in body[: 4 * _EXCERPT_CHARS].decode(errors="replace")

@@ -1,8 +1,11 @@
-"""The first leg: P computes the prompt and keeps its blocks. Runs on the event loop.
+"""The two legs of a request: P computes the prompt, D takes P's blocks and generates.
 
-Computing a prompt has no side effect but one, so whatever fails here may be tried on another P.
-That one: P keeps the blocks, and only its answer has the ticket for them. A leg that is left,
-whatever for, lets P abort; if its answer was on its way, `on_late_handover` hears of the ticket.
+Runs on the event loop. `PrefillLeg`: computing a prompt has one side effect. P holds the blocks,
+and only P's answer contains the ticket to release them. A failed prefill may be retried on another
+P. When the router abandons a prefill leg, for whatever reason, P aborts the request; if P's answer
+was already in flight, `on_late_handover` receives the ticket. `DecodeLeg`: D's bytes reach the
+client as they arrive. Another D may be tried until the client has received a byte; a stream that
+starts with an error event counts as no answer.
 """
 
 import asyncio
@@ -42,6 +45,8 @@ __all__ = ["DecodeLeg", "PrefillLeg"]
 
 @dataclass(slots=True)
 class PrefillLeg:
+    """Runs prefill legs and learns from the answers which instances push."""
+
     instance_client: InstanceClient
     push_sources: PushSources
 
@@ -53,8 +58,11 @@ class PrefillLeg:
         push_ticket: str = "",
         last_turn: bytes | None = None,
     ) -> Handover | HttpResponse | LegFailure | None:
-        """P's blocks (None: it kept none); or its objection to the request, which is the client's
-        answer; or why it came to nothing.
+        """Run the prefill leg on `instance`.
+
+        Returns P's blocks (None: P holds none), or P's 4xx response, which becomes the client's
+        response, or the failure. `on_late_handover` receives P's blocks if the leg was abandoned
+        while the answer was in flight.
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
         try:
@@ -116,24 +124,24 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
         return None
 
 
-# -------------------- decode leg -------------------- The second leg: D takes P's blocks and
-# answers, and its bytes reach the client as they come. Runs on the event loop.
-#
-# Until the client has got something another D may be asked: an answer that says nothing but an
-# error counts as none.
+# -- decode leg --
+# D takes P's blocks and generates; the response is relayed to the client.
 
 
 _log = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-# The first event of a stream, and whether it is an error.
+# The first event of a stream; group 1 matches if the event is an error.
 _EVENT = re.compile(rb'(?:^|\n)data:[ \t]*(\{\s*"error"\s*:)?[^\n]*\n')
+# A stream without an event within this many bytes counts as begun.
 _MAX_START = 64 * 1024
 _DONE, _TAIL_BYTES = b"data: [DONE]", 64
 
 
 @dataclass(slots=True)
 class DecodeLeg:
+    """Runs decode legs and relays D's answer to the client."""
+
     instance_client: InstanceClient
     turns: TurnTracker
 
@@ -145,9 +153,10 @@ class DecodeLeg:
         handover: Handover | None,
         has_begun: asyncio.Event | None = None,
     ) -> LegFailure | None:
-        """None: the client has its answer, whatever it is. `has_begun` is set as soon as there is
-        something for the client: P's leg may be under way too, and its objection is the answer
-        until then.
+        """Run the decode leg on `instance`; None once the client has its response, good or bad.
+
+        `has_begun` is set as soon as D's answer has content for the client. Until then the error
+        response of a prefill leg that runs in parallel takes precedence.
         """
         context.mark(RequestEvent.DECODE_BEGAN, instance)
         try:
@@ -178,6 +187,8 @@ class DecodeLeg:
             if answer.status >= 500:
                 return await self.instance_client.server_error(answer, instance, call)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
+            # A complete body, or the first event, must arrive before the client gets a byte:
+            # until then another D can be tried.
             whole = None if is_stream else await self.instance_client.read(answer)
             error = await self._error_at_start(answer) if is_stream else None
             if error is not None:
@@ -211,8 +222,10 @@ class DecodeLeg:
         return None
 
     async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
-        """Waits for the first event: an engine may open its answer long before it has anything to
-        say. Comments say nothing.
+        """The first event of a stream if that event is an error, else None.
+
+        Waits for the first event, because an engine may send its response head long before the
+        first token. Comment lines of the stream are skipped.
         """
         start = await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
         event = _EVENT.search(start)
@@ -232,7 +245,7 @@ class DecodeLeg:
             time_series.note_handover(now - prefilled, now)
 
     def _send(self, context: RequestContext, call: TrackedLeg, answer: HttpResponse) -> None:
-        """A whole answer, which holds D's word for the router where it was asked for one."""
+        """Send a complete response, without the parameters that D added for the router."""
         body = answer.body
         if context.turn_id is not None and answer.status == 200:
             params, body = take_turn_params(body)
@@ -250,6 +263,7 @@ class DecodeLeg:
     ) -> None:
         turn_filter = TurnParamsFilter() if context.turn_id is not None else None
         body_filter = turn_filter.feed if turn_filter is not None else None
+        # Without a length or chunks, the end of the body looks like a crash: check for [DONE].
         if not answer.is_chunked and answer.headers.get("content-length") is None:
             body_filter = _DoneChecker(body_filter).feed
         try:
@@ -260,6 +274,7 @@ class DecodeLeg:
                 filter=body_filter,
             )
         except UpstreamError as error:
+            # D failed after all, so P's blocks are released by the router.
             call.outcome = Outcome.FAILED
             held.reclaim()
             await self._interrupt(context, instance, describe_error(error))
@@ -268,8 +283,10 @@ class DecodeLeg:
             self.turns.retain(context, call.leg, turn_filter.params)
 
     async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
-        """D is gone in the middle: say so where the format allows it, and never let the part look
-        like a whole.
+        """Report that D's stream broke off.
+
+        The client gets an error event if the framing allows one, else the connection is aborted. A
+        partial answer never looks complete.
         """
         self.instance_client.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} broke off its answer: {what}"
@@ -283,8 +300,10 @@ class DecodeLeg:
 
 
 class _DoneChecker:
-    """A body that ends with its connection also ends so when its instance dies: it is whole if its
-    last event says so.
+    """Checks that a body which ends with its connection is complete.
+
+    The connection also ends when the instance dies, so the body is complete only if its last event
+    is `[DONE]`.
     """
 
     def __init__(self, then: Callable[[bytes], bytes] | None) -> None:

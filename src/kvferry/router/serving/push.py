@@ -1,9 +1,10 @@
-"""Prefill instances that push, as their answers have shown them: what a push ticket for them says.
-Pure but for the random names.
+"""Push: which prefill instances push, and how both legs of a push request run in parallel.
 
-An instance is asked alone at first, as in pull; its answer says how it hands over and where its
-side channel is. From then on both legs start together. One that has failed may come back as another
-incarnation, so it is asked alone again.
+`PushSources` is pure except for random match ids; `run_both_legs` and `LegFinisher` run on the
+event loop. The first request to a prefill instance runs as in pull mode: the prefill leg first. P's
+answer reports the transfer mode and the side channel. From then on both legs start together. An
+instance that failed may have restarted as a new incarnation, so its next prefill leg runs alone
+again.
 """
 
 import asyncio
@@ -21,12 +22,14 @@ __all__ = ["LegFinisher", "PushSources", "run_both_legs"]
 
 @dataclass(slots=True)
 class PushSources:
+    """Prefill instances known to push, and the key that signs push tickets."""
+
     key: PushTicketKey | None
-    """None: without the cluster's secret nothing can be signed, and P is always asked first."""
+    """None: without the cluster secret no ticket can be signed, so the prefill leg runs first."""
     _known: dict[Instance, PushSource] = field(default_factory=dict, init=False)
 
     def learn(self, instance: Instance, handover: Handover | None) -> None:
-        """What its latest answer says."""
+        """Record the transfer mode from the instance's latest answer."""
         if handover is None or handover.push_source is None:
             self._known.pop(instance, None)
         else:
@@ -36,7 +39,10 @@ class PushSources:
         self._known.pop(instance, None)
 
     def push_handover_for(self, instance: Instance) -> Handover | None:
-        """What the decode leg carries when both start together; None: ask this instance first."""
+        """Parameters of a decode leg that starts together with the prefill leg.
+
+        None if the instance is not known to push: the prefill leg runs first.
+        """
         source = self._known.get(instance)
         if source is None or self.key is None:
             return None
@@ -47,8 +53,8 @@ class PushSources:
         return source.push_handover(self.key.sign(ticket))
 
 
-# -------------------- twins -------------------- Both legs of one request at once: whichever fails
-# while the client has got nothing yet ends the other. Runs on the event loop.
+# -- both legs in parallel --
+# A leg that fails before the client has received a byte ends the other leg.
 
 
 D = TypeVar("D")
@@ -61,15 +67,16 @@ async def run_both_legs(
     has_begun: Callable[[], bool],
     finish_leg: Callable[["asyncio.Task[Any]"], None],
 ) -> D | P:
-    """D's answer; or P's objection, if it has one and the client has got nothing of D's answer.
+    """Run both legs; return D's result, or P's error if D's answer has not begun.
 
-    D's leg does not outlive this call. P's is handed to `finish_leg`, however it stands: its answer
-    may be on its way. It is cancelled with this call.
+    The decode leg never outlives this call. The prefill leg is passed to `finish_leg` in any state,
+    because P's answer may be in flight. Cancelling this call cancels the prefill leg.
     """
     first, second = asyncio.create_task(prefill), asyncio.create_task(decode)
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not second.done() and not has_begun():
+            # P ended first and D's answer has not begun: an error of P decides the request.
             objection = await first
             if objection is not None:
                 return objection
@@ -83,17 +90,18 @@ async def run_both_legs(
         await asyncio.gather(second, return_exceptions=True)
 
 
-# -------------------- last look -------------------- P's leg beside D's may still be under way when
-# D is through: P's answer is on its way, or nobody needs it any more.
-#
-# Runs on the event loop. Such a leg gets a moment to end by itself, which leaves P a keep-alive
-# connection, and is cancelled then.
+# -- leg finisher --
+# A prefill leg may still run when its decode leg has ended: P's answer is in flight, or is not
+# needed any more. The leg gets `GRACE_S` to end by itself, which keeps P's connection alive for
+# reuse, and is then cancelled.
 
 
 GRACE_S = 0.25
 
 
 class LegFinisher:
+    """Waits in the background for prefill legs that outlive their decode leg."""
+
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -103,12 +111,12 @@ class LegFinisher:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait for what is still being looked after; each takes a bounded time."""
+        """Wait for the remaining legs; each takes a bounded time."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _finish_leg(leg: "asyncio.Task[Any]") -> None:
     await asyncio.wait([leg], timeout=GRACE_S)
     leg.cancel()
-    # Whatever came of it has been told already.
+    # The result was already reported by the leg itself.
     await asyncio.gather(leg, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""The router's word with side channels: P's blocks are given back at once when nobody will come for
-them, and D is asked what it has kept of a conversation's turn.
+"""Messages from the router to side channels of engines.
 
-Best effort. Without it leases run out by themselves and P computes a little more, so nothing here
-waits, retries or raises.
+The router releases P's blocks as soon as no reader will come, and asks D for retained turns. Best
+effort: without the messages leases expire and P computes more, so neither `release` nor
+`query_turn` waits, retries or raises. `SideChannelSender` owns the thread that uses the transport.
 """
 
 import itertools
@@ -31,32 +31,35 @@ __all__ = ["BlockReleaser", "NullReleaser", "PrefilledBlocks", "SideChannelSende
 
 _log = logging.getLogger(__name__)
 
-# A connection that has carried nothing for this long is closed: tickets may name side channels of
-# engines long gone.
+# Connections unused for this long are closed: tickets may name side channels of engines that no
+# longer exist.
 _IDLE_CLOSE_S = 30.0
-# Frames sent in the last moment need a connection that may still be in the making.
+# At close, the last frames may still wait for their connection to be established.
 _FLUSH_S = 0.25
 _JOIN_S = 5.0
+# Time for the thread to take the stop command, and to end.
 _MAX_ASKED = 4096
-"""Questions without an answer; the oldest is given up beyond that."""
+"""Questions without an answer; beyond this number the oldest is cancelled."""
 
 
 class BlockReleaser(Protocol):
+    """Frees blocks that P holds and no reader will fetch."""
+
     def release(self, handover: Handover) -> None:
-        """Ask P to free the blocks. Never waits, never raises."""
+        """Ask P to free the blocks. Returns at once and never raises."""
 
 
 class NullReleaser:
-    """For clusters without a side channel: leases run out by themselves."""
+    """For clusters without a side channel: leases expire by themselves."""
 
     def release(self, handover: Handover) -> None:
         return None
 
 
 class PrefilledBlocks:
-    """P's blocks on behalf of one request: released when the block ends before D has taken over.
+    """P's blocks held for one request; released on exit unless D has taken the blocks over.
 
-    `with Held(releases, handover) as held: …; held.mark_handed_over()`
+    `with PrefilledBlocks(releases, handover) as held: …; held.mark_handed_over()`
     """
 
     def __init__(self, releases: BlockReleaser, handover: Handover | None) -> None:
@@ -67,20 +70,23 @@ class PrefilledBlocks:
         self._is_over = False
 
     def receive(self, handover: Handover) -> None:
-        """P's answer to a leg that was started together with D's. It may come after the end."""
+        """Take P's answer to a prefill leg that runs beside the decode leg.
+
+        The answer may arrive after `__exit__`; the blocks are then released at once.
+        """
         self.handover = handover
         self._is_ours = not self._is_handed_over
         if self._is_over:
             self._release()
 
     def mark_handed_over(self) -> None:
-        """D has the ticket and answers; from now on it releases by itself, whatever happens to the
-        request.
+        """Record that D has the ticket and answers. From now on D releases the blocks, whatever
+        happens to the request.
         """
         self._is_ours, self._is_handed_over = False, True
 
     def reclaim(self) -> None:
-        """D died after all."""
+        """Take the blocks back, because D failed after it had begun to answer."""
         self._is_ours, self._is_handed_over = self.handover is not None, False
 
     def __enter__(self) -> "PrefilledBlocks":
@@ -102,8 +108,9 @@ class PrefilledBlocks:
 
 
 class SideChannelSender:
-    """One thread that owns a control transport and speaks to side channels over it. `release` and
-    `query_turn` may be called from any thread.
+    """One thread that owns a control transport and sends messages to side channels.
+
+    `release` and `query_turn` may be called from any thread.
     """
 
     def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
@@ -126,8 +133,9 @@ class SideChannelSender:
         self._put(handover.side_channel, Release(ticket=handover.ticket))
 
     def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
-        """What is kept of the turn of this word, as JSON; empty: nothing. There may be no answer:
-        whoever asks has a deadline.
+        """Ask D which blocks of the turn are retained: JSON parameters, or "" for none.
+
+        The future may never complete, so the caller needs a deadline.
         """
         answer: Future[str] = Future()
         nonce = next(self._nonces)
@@ -167,6 +175,7 @@ class SideChannelSender:
         try:
             while self._send_queued():
                 self._forget_idle(time.monotonic())
+                # With connections open, wake up in time to close idle connections.
                 for event in self._control.poll(_IDLE_CLOSE_S if self._last_used else None):
                     if isinstance(event, Disconnected):
                         self._last_used.pop(event.address, None)
@@ -181,7 +190,7 @@ class SideChannelSender:
             self._control.close()
 
     def _send_queued(self) -> bool:
-        """False once told to close."""
+        """Send all queued messages; False when the stop command was found."""
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -201,7 +210,7 @@ class SideChannelSender:
             return
         if isinstance(message, RetainedTurnReply):
             answer = self._asked.get(message.nonce)
-            # Whoever asked may have given up in this moment.
+            # The caller may cancel the future at this moment.
             if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(message.params)
 

@@ -1,4 +1,8 @@
-"""Memory on a CUDA device that transports hold for themselves."""
+"""Copies on a CUDA device: memory, tables of addresses, the copier, and the engine's stream.
+
+Imports torch with CUDA, so only code for device memory imports this module. One thread makes all
+calls of a copier, with the device's context current in that thread.
+"""
 
 import contextlib
 import logging
@@ -38,7 +42,7 @@ __all__ = [
 
 
 class DeviceMemory:
-    """One stretch of device memory, an allocation of its own. Whoever allocates it closes it."""
+    """One allocation of device memory. The caller that allocates it closes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -46,7 +50,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, size_bytes: int, device: int) -> "DeviceMemory":
-        """torch.OutOfMemoryError when the device has not that much."""
+        """Allocate memory. torch.OutOfMemoryError if the device does not have enough."""
         return cls(torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device)))
 
     @property
@@ -62,26 +66,29 @@ class DeviceMemory:
 
 
 def enter_device(device: int) -> None:
-    """Make a device's context the calling thread's. What is in torch's and what is in the driver's
-    view is the same context.
+    """Make a device's primary context current in the calling thread. torch and the driver API use
+    the same context.
     """
     torch.cuda.set_device(device)
-    torch.cuda.current_stream(device).query()
+    torch.cuda.current_stream(device).query()  # a CUDA call, so that the context exists
 
 
 def device_bytes(device: int) -> int:
-    """All memory that a device has, in use or not."""
+    """Return the total memory of a device, used and free."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-# -------------------- cuda table -------------------- A table of copies as a GPU reads it: written
-# in pinned memory, brought to the device, with an event that says when it was last read.
+# -- table of copies --
+# A table that a kernel reads: written in pinned memory, uploaded to the device, with an event that
+# completes when the table has been read.
 
 
 class CudaTable:
-    """Whoever copies by it records `event` afterwards; before that has passed nobody writes it
-    anew. Programs that read it over the bus would wait longer than they copy, so it has room on the
-    device.
+    """A table of copies (`copy/table.py`) in pinned memory and on the device.
+
+    The user of a table records `event` after the copies; the table must not be written again before
+    the event is complete. The kernel reads a copy on the device: reading addresses over the bus
+    would take longer than copying the segments.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,16 +96,16 @@ class CudaTable:
         self._on_device = torch.empty(TABLE_NUMBERS, dtype=torch.int64, device=device)
         self.numbers: Offsets = self._pinned.numpy()
         self.addresses = self._on_device.data_ptr(), self._pinned.data_ptr()
-        """On the device, and here."""
+        """Addresses of the table on the device and in host memory."""
         self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.current_stream(device))  # torch makes it with the first record
+        self.event.record(torch.cuda.current_stream(device))  # torch creates it on first record
         self.event_handle: int = self.event.cuda_event
 
     def write(self, parts: Sequence[AddressCopies]) -> TableLayout:
         return write_table(self.numbers, parts)
 
     def upload(self, layout: TableLayout, stream: torch.cuda.Stream) -> torch.Tensor:
-        """For a kernel that is started in another way than by `cuda_driver.start_kernel`."""
+        """Upload the table, for a kernel that is not started by `cuda_driver.start_kernel`."""
         cuda_driver.upload(*self.addresses, 8 * layout.num_numbers, stream.cuda_stream)
         return self._on_device
 
@@ -106,49 +113,52 @@ class CudaTable:
         return bool(self.event.query())
 
 
-# -------------------- cuda copier -------------------- Copies between addresses that a GPU can
-# reach: one kernel for all segments of a size, on streams of its own.
+# -- copier --
+# Copies between addresses that a GPU can reach: one kernel for all segments of one size, on two
+# streams of its own. Jobs alternate between the streams: the table of one job is uploaded while
+# another job copies, and no job waits for the last bytes of another.
 #
-# Jobs take turns on two streams: while one is copying, the table of the next goes to the device,
-# and no job waits for another's last bytes.
-#
-# Called by one thread, with the device's context current in it. It waits for the device in `close`,
-# for as long as it is told to in `watch` and `pause`, and when a launch has failed. Without triton,
-# or without the compiler it needs, plain torch does the same, slower.
+# The copier waits for the device only in `wait` and `close`, in `watch` and `pause` for as long as
+# the caller says, and after a failed launch. Without triton, or without the compiler that triton
+# needs, plain torch does the same work more slowly.
 
 
 FALLBACK_WORDS = 4 * 1024 * 1024
-"""What plain torch copies at a time: the two indices of each take 16 bytes."""
+"""Words that plain torch copies at a time: the two indexes of each word take 16 bytes."""
 SCRATCH_BYTES = 128 * 1024
-"""What the kernel is tried with."""
+"""Size of the device memory on which the kernel is tried."""
 ALIGNMENT = 16
 FIRST_TABLES, MAX_TABLES = 4, 16
-"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the
-device has enough to do.
+"""Tables made at first, and tables in use from which the copier is full. A table takes 1 MiB of
+pinned memory and 1 MiB of device memory. `MAX_TABLES` launches are enough to keep the device busy.
 """
 
 _log = logging.getLogger(__name__)
 
 Launch = Callable[[CudaTable, TableLayout, int, bool, torch.cuda.Stream], None]
-"""`segment_kernel.SegmentKernel`, or what stands in for it."""
+"""Starts the copies of one table: `copy.kernel.SegmentKernel`, or its substitute
+`copy_by_torch`.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Timespan:
+    """Events around the copies of one job, for `device_s`."""
+
     began: torch.cuda.Event
     ended: torch.cuda.Event
 
 
 class CudaCopyJob:
-    """Implements `transports.address_copy.CopyJob`."""
+    """Implements `transports.copy.gather.CopyJob`."""
 
     def __init__(self, table: CudaTable | None, timespan: _Timespan | None) -> None:
-        """`table`: the last one that is read for it."""
+        """`table`: the last table of the job."""
         self._table = table
         self.timespan = timespan
 
     def forget(self) -> None:
-        """It is over, and its table is used for something else."""
+        """Mark the job as done, because its last table is about to be reused."""
         self._table = None
 
     def is_done(self) -> bool:
@@ -163,8 +173,8 @@ class CudaCopyJob:
             ) from error
 
     def device_s(self, first: "CudaCopyJob") -> float | None:
-        """From the beginning of another job to the end of this one, once it is done; None where no
-        times were taken.
+        """Return the seconds from the beginning of job `first` to the end of this job, once this
+        job is done; None if times were not measured.
         """
         if first.timespan is None or self.timespan is None:
             return None
@@ -172,7 +182,7 @@ class CudaCopyJob:
 
 
 class CudaAddressCopier:
-    """Implements `transports.address_copy.AddressCopier`."""
+    """Implements `transports.copy.gather.AddressCopier` on one device."""
 
     def __init__(self, device: int, launch: Launch | None = None) -> None:
         self.timing = Timing.OFF
@@ -187,11 +197,13 @@ class CudaAddressCopier:
 
     @property
     def reaches_other_gpus(self) -> bool:
-        """Plain torch would copy what lies elsewhere to this device first, and write into that."""
+        """Whether the copier can read and write the memory of other GPUs. Plain torch cannot: it
+        would first copy such memory to this device, and then write into that copy.
+        """
         return self._launch is not copy_by_torch
 
     def start(self, copies: Sequence[AddressCopies]) -> CudaCopyJob:
-        """Neighbours of one size go together, as far as a table goes."""
+        """Start a job. Adjacent copies of one size share a launch, as far as a table has room."""
         stream, self._next_stream = self._next_stream, self._stream
         self._stream, tables = stream, []
         try:
@@ -206,11 +218,11 @@ class CudaAddressCopier:
                 )
             if timespan is not None:
                 timespan.ended.record(stream)
-        # no memory for a table, or the device has failed: this transfer's, not the thread's end
+        # No memory for a table, or the device has failed: only this transfer fails.
         except Exception as error:
             with contextlib.suppress(RuntimeError):
                 if tables:
-                    self.wait()  # whoever hears of it takes the memory back
+                    self.wait()  # the caller reuses the memory as soon as it sees the error
                     self._free += tables
             raise (
                 error
@@ -223,18 +235,20 @@ class CudaAddressCopier:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is under way that more would only wait."""
+        """Whether so many launches are active that another launch would only wait."""
         return len(self._used) >= MAX_TABLES and not self._used[0][0].is_complete()
 
     def watch(self, seconds: float) -> None:
-        """Until one more of the kernels under way is through, for so long at most."""
+        """Wait until one more active kernel has finished, for at most `seconds`."""
         while self._reclaim_table():
             pass
         if self._used:
             cuda_driver.is_complete(self._used[0][0].event_handle, seconds)
 
     def pause(self, seconds: float) -> None:
-        """Awake. A device that has failed is found by its jobs."""
+        """Wait without sleeping until an active kernel has finished, for at most `seconds`. Jobs
+        report failures of the device, this method does not.
+        """
         with contextlib.suppress(RuntimeError):
             if self._reclaim_table():
                 return
@@ -244,8 +258,8 @@ class CudaAddressCopier:
             spin_wait(seconds)
 
     def wait(self) -> None:
-        """Until nothing of it is under way: a millisecond or so, or as long as the device is kept
-        from it.
+        """Wait until no copy is active: about a millisecond, or as long as other work occupies the
+        device.
         """
         for stream in (self._stream, self._next_stream):
             stream.synchronize()
@@ -263,14 +277,14 @@ class CudaAddressCopier:
         return timespan
 
     def _take_table(self) -> CudaTable:
-        """One that no kernel reads any more."""
+        """Return a table that no kernel reads any more."""
         if not self._free:
             self._reclaim_table()
         return self._free.pop() if self._free else self._new_table()
 
     def _new_table(self) -> CudaTable:
-        """torch may give it memory that work in the order of the calling thread's stream still
-        uses: ours waits for that.
+        """Make a table. torch may reuse memory that earlier work on the calling thread's current
+        stream still uses, so both of our streams wait for that work.
         """
         table = CudaTable(self._device)
         for stream in (self._stream, self._next_stream):
@@ -281,6 +295,7 @@ class CudaAddressCopier:
         if not self._used or not self._used[0][0].is_complete():
             return False
         table, job = self._used.popleft()
+        # Forget the job with its last table: until then an earlier table may still be in use.
         if not self._used or self._used[0][1] is not job:
             job.forget()
         self._free.append(table)
@@ -288,14 +303,14 @@ class CudaAddressCopier:
 
     def _best_launch(self, table: CudaTable) -> Launch:
         try:
-            # Imported only where there is a device, and not everywhere is there triton.
+            # Imported here, because triton is not installed everywhere.
             from kvferry.transports.copy.kernel import SegmentKernel
 
             with torch.cuda.stream(self._stream):
                 return SegmentKernel(
                     table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
                 )
-        except Exception as error:  # whatever keeps a compiler from working: there is another way
+        except Exception as error:  # any failure of the compiler: plain torch can do the work
             _log.warning(
                 "triton does not work here (%s); segments are copied by plain torch, slower", error
             )
@@ -309,7 +324,7 @@ def copy_by_torch(
     is_aligned: bool,
     stream: torch.cuda.Stream,
 ) -> None:
-    """What the kernel does, by indexing: the table is turned into an index for every word."""
+    """Copy by indexing, instead of by the kernel: the table becomes an index for every word."""
     word_bytes = 8 if is_aligned else 1
     step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
@@ -326,14 +341,16 @@ def copy_by_torch(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Words:
+    """Device memory as an array of words, and the indexes of the words to copy."""
+
     memory: torch.Tensor
     indices: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceRange:
-    """Device memory from the first to the last of some addresses, as CUDA's array interface wants
-    it. Gaps are not touched.
+    """Device memory from the first to the last of some addresses, for CUDA's array interface. The
+    gaps between the addresses are not touched.
     """
 
     address: int
@@ -358,12 +375,14 @@ def _words_at(addresses: torch.Tensor, words: torch.Tensor, word_bytes: int) -> 
     return _Words(memory, ((addresses.cuda() - first) // word_bytes)[:, None] + words)
 
 
-# -------------------- cuda device --------------------
-# A CUDA device as one thread uses it: its context, and a copier on it.
+# -- device --
+# A CUDA device as one thread uses it: its context, and a copier.
 
 
 class CudaDevice:
-    """The device is the engine's; what is made here is ours. Close it."""
+    """A device that the engine owns, with the context and the copier that a transport uses on the
+    device. The transport closes this object.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -371,14 +390,14 @@ class CudaDevice:
         self._copier: CudaAddressCopier | None = None
 
     def enter(self) -> None:
-        """Make its context the calling thread's: those of other threads do not count."""
+        """Make the device's context current in the calling thread, once per thread."""
         if not getattr(self._here, "has_entered", False):
             enter_device(self.number)
             self._here.has_entered = True
 
     def work(self) -> None:
-        """As `enter`, in the thread that works here from now on, which is not the engine's: that
-        one may capture a graph meanwhile.
+        """Like `enter`, for the thread that makes the copies. The engine's thread may capture a
+        CUDA graph at the same time; calls of this thread must neither fail nor spoil the capture.
         """
         if not getattr(self._here, "is_at_work", False):
             self.enter()
@@ -386,7 +405,7 @@ class CudaDevice:
             self._here.is_at_work = True
 
     def prepare(self) -> None:
-        """Compile what will be needed."""
+        """Make the copier, and compile its kernel."""
         self._copier = CudaAddressCopier(self.number)
 
     @property
@@ -396,7 +415,7 @@ class CudaDevice:
         return self._copier
 
     def wait(self) -> None:
-        """Until nothing of ours is under way there."""
+        """Wait until no copy of ours is active on the device."""
         self.copier.wait()
 
     def close(self) -> None:
@@ -407,8 +426,8 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
 
-# -------------------- cuda order --------------------
-# The order of an engine that computes on a CUDA device: events of the stream it uses.
+# -- engine stream --
+# Events of the CUDA stream on which an engine computes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +439,7 @@ class _EventMark:
 
 
 class CudaOrder:
-    """Implements `ports.order.EngineStream`."""
+    """Implements `transports.base.EngineStream` for an engine on a CUDA device."""
 
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)

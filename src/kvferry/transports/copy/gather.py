@@ -1,4 +1,8 @@
-"""This process's memory, by region or by address."""
+"""Copies within this process: between mapped regions, and between addresses.
+
+The thread that owns a transport calls everything in this module. The native and the numpy copier
+both release the GIL while they copy.
+"""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +47,8 @@ __all__ = [
 
 
 class AddressedMemory:
-    """A stretch of this process's memory, by address. Whoever asks has checked that a range may be
-    touched: there may be gaps.
+    """A range of this process's memory, accessed by address. The range may have gaps: the caller
+    has checked that the addresses it passes are mapped.
     """
 
     def __init__(self, first: int, size_bytes: int) -> None:
@@ -60,28 +64,29 @@ class AddressedMemory:
 
 
 def region_view(region: Region) -> Bytes:
-    """The bytes from the region's first block to its last. Valid as long as the memory is; nobody
-    checks that.
+    """Return the bytes from the region's first block to its last. The view is valid only while the
+    memory is; nothing checks that.
     """
     if region.size_bytes <= 0:
         raise LocalProtocolError(f"region {region.name!r} is empty")
     return np.ctypeslib.as_array((ctypes.c_uint8 * region.size_bytes).from_address(region.address))
 
 
-# -------------------- copiers -------------------- How a batch of runs is copied: by the native
-# function, or by numpy where kvferry was installed without a compiler.
-#
-# Called by the thread that owns the transport. Both release the GIL while they copy. Why there is a
-# native function, and what it gains: docs/decisions/018-copies-by-a-compiled-loop.md.
+# -- copiers --
+# Copy a batch of descriptors: by the native function, or by numpy if kvferry was installed without
+# a compiler. Why there is a native function, and how much faster it is:
+# docs/decisions/018-copies-by-a-compiled-loop.md.
 
 
 CopySegments = Callable[[Bytes, Bytes, Offsets, Offsets, Offsets], None]
 
 
 class Copier(Protocol):
+    """Copies a batch of descriptors between two buffers."""
+
     def __call__(self, target: Bytes, source: Bytes, descriptors: Descriptors) -> None:
-        """Copy each run from its `local` place in the source to its `remote` place in the target.
-        All lie within: checked before.
+        """Copy each segment from offset `local` of the source to offset `remote` of the target. The
+        caller has checked that every segment lies in both buffers.
         """
 
 
@@ -106,24 +111,22 @@ def copy_by_numpy(target: Bytes, source: Bytes, descriptors: Descriptors) -> Non
         target[to : to + size] = source[origin : origin + size]
 
 
-# -------------------- gather --------------------
-# Copying segments between two mapped regions, in slices, at the speed of memory.
-#
-# Called by the thread that owns the transport. Neighbours on both sides are joined first. What is
-# left is copied in the order of its source: a processor reads ahead well only where addresses
-# ascend; where the bytes are written hardly matters. `kvferry bench transfer` shows what comes of
-# it, beside memcpy.
+# -- copies between regions --
+# Copy segments between two mapped regions, in slices, at the speed of memory. Segments that are
+# adjacent on both sides are joined first. The rest is copied in the order of the source: a
+# processor prefetches well only where the addresses it reads ascend, while the order of the writes
+# hardly matters. `kvferry bench transfer` compares the speed with memcpy.
 
 
 SLICE_BYTES = 16 * 1024 * 1024
-"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each
-empties the caches, so that whatever the interpreter does between two slices is slow; there should
-be few.
+"""Most bytes in one slice: about a millisecond, so that no message waits long for a transfer. Each
+slice evicts the processor's caches, which makes the interpreter slow between two slices, so there
+should be few slices.
 """
 
 SLICE_COST = 128 * 1024
-"""What a slice takes besides its bytes, in bytes that could have been copied meanwhile: some calls
-of the interpreter.
+"""Overhead of one slice (a few calls in the interpreter), expressed as the number of bytes that
+could be copied in that time.
 """
 
 
@@ -142,7 +145,7 @@ class RegionCopy:
     direction: CopyDirection
 
     def ends(self) -> tuple[Bytes, Bytes]:
-        """Target and source."""
+        """Return the target and the source."""
         return (
             (self.local, self.remote)
             if self.direction is CopyDirection.READ
@@ -150,7 +153,9 @@ class RegionCopy:
         )
 
     def cut(self) -> list[tuple[Descriptors, int]]:
-        """Slices and their bytes: joined, with the source as their local side, and sorted by it."""
+        """Return the slices and their sizes: coalesced, sorted by source, with the source as the
+        local side of each descriptor.
+        """
         segments = self.segments
         if self.direction is CopyDirection.READ:
             segments = Segments(
@@ -167,7 +172,7 @@ class RegionCopy:
         ]
 
     def is_cut_as(self, other: "RegionCopy") -> bool:
-        """Whether the same places are copied, in another region."""
+        """Whether the other copy has the same offsets and direction, in another region."""
         ours, theirs = self.segments, other.segments
         return (
             (self.direction, ours.segment_bytes) == (other.direction, theirs.segment_bytes)
@@ -177,8 +182,8 @@ class RegionCopy:
 
 
 def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tuple[int, int]]:
-    """Copy one slice each time; yields its bytes and how many copies it took. Layers mostly move
-    the same blocks: these are cut once.
+    """Copy one slice at each step; yields its bytes and its number of copies. Layers mostly move
+    the same blocks, so consecutive copies with equal offsets are cut into slices only once.
     """
     last: RegionCopy | None = None
     parts: list[tuple[Descriptors, int]] = []
@@ -195,23 +200,20 @@ def _are_same(first: Offsets, second: Offsets) -> bool:
     return first is second or np.array_equal(first, second)
 
 
-# -------------------- address copy -------------------- Copies between addresses of this process:
-# many segments of one size from anywhere to anywhere, handed over as a whole.
-#
-# The layers of a cache mostly move the same blocks, so the same offsets may stand for several
-# places.
-#
-# What moves KV without a peer's help stands on this: the gathering and scattering of bounce-buffer
-# transfers, and the transport that reads a peer's memory on the same GPU. Called by one thread.
+# -- copies between addresses --
+# Many segments of one size, from any address to any address, submitted together. The layers of a
+# cache mostly move the same blocks, so one array of offsets can serve several places (pairs of base
+# addresses). Bounce-buffer transfers gather and scatter in this way, and the `cuda_ipc` transport
+# copies from and to a peer on the same host in this way. One thread makes all calls.
 
 
 MAX_OFFSET = (1 << 63) - 1
 
 
 class AddressCopies(NamedTuple):
-    """For every place `p`, copy `i` moves `size_bytes` bytes from address `source_bases[p] +
-    sources[i]` to `target_bases[p] + targets[i]`, valid in this process for all offsets from 0 to
-    `source_last` and `target_last`.
+    """Copies of one size: for every place `p`, copy `i` moves `size_bytes` bytes from address
+    `source_bases[p] + sources[i]` to `target_bases[p] + targets[i]`. The addresses are valid in
+    this process for all offsets from 0 to `source_last` and `target_last`.
     """
 
     size_bytes: int
@@ -224,7 +226,7 @@ class AddressCopies(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Segments of each place."""
+        """Number of segments in each place."""
         return len(self.sources)
 
     @property
@@ -236,7 +238,7 @@ class AddressCopies(NamedTuple):
         return self.size_bytes * len(self.sources) * len(self.source_bases)
 
     def rows(self, first: int, end: int) -> "AddressCopies":
-        """Some of every place's, or all, without copying anything."""
+        """Return a range of rows of every place, without copying the offsets."""
         if first == 0 and end >= len(self.sources):
             return self
         return self._replace(sources=self.sources[first:end], targets=self.targets[first:end])
@@ -245,29 +247,31 @@ class AddressCopies(NamedTuple):
 class Timing(Enum):
     OFF = "off"
     ON = "on"
-    """Jobs on a device tell how long it was at them; for benchmarks."""
+    """Jobs on a device measure how long the device took, for benchmarks."""
 
 
 class CopyJob(Protocol):
+    """Copies that were submitted together."""
+
     def is_done(self) -> bool:
-        """Whether every byte is in place. Never waits. TransportError when the device has
+        """Whether every byte has been copied. Never waits. TransportError if the device has
         failed.
         """
 
 
 class AddressCopier(Protocol):
+    """Copies segments between addresses of this process, perhaps asynchronously."""
+
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
-        """Begin to copy. Targets do not overlap each other, nor any source. TransportError when an
-        offset is past its last; then nothing of this call is under way.
+        """Start to copy. Targets must not overlap each other or any source. TransportError if an
+        offset is larger than its bound; then no copy of this call is active.
         """
 
     def pause(self, seconds: float) -> None:
-        """So long at most, until something more of it may be done. Other threads of the interpreter
-        go on meanwhile.
-        """
+        """Wait for at most `seconds`, or until a job may have progressed. Releases the GIL."""
 
     def close(self) -> None:
-        """Wait until nothing of it is under way, and let go of what it holds. Idempotent."""
+        """Wait until no copy is active, then free all resources. Idempotent."""
 
 
 class _Done:
@@ -276,7 +280,7 @@ class _Done:
 
 
 class HostAddressCopier:
-    """Copies host memory at once: the caller keeps each call small."""
+    """Copies host memory before `start` returns, so the caller keeps each call small."""
 
     def __init__(self) -> None:
         self._copy = fastest_copier()
@@ -311,8 +315,8 @@ class HostAddressCopier:
 
 @dataclass(frozen=True, slots=True)
 class _HostRange:
-    """All memory from the first to the last of some offsets. There may be gaps: nobody touches
-    those.
+    """All memory from the first to the last of some offsets. The gaps between the offsets are not
+    touched.
     """
 
     first: int

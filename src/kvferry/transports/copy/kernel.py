@@ -1,9 +1,9 @@
-"""The kernel that copies many segments of one size from anywhere to anywhere on a GPU. Sole
-importer of triton.
+"""The kernel that copies many segments of one size between any addresses on a GPU. The only module
+that imports triton.
 
-Each program copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one segment that is
-longer. The addresses come from a table (`copy_table.py`): the second number of a program says
-whose.
+Each program of the kernel copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one
+longer segment. The addresses are in a table (`copy/table.py`); the second program id selects the
+place in the table. The thread that owns the copier makes all calls.
 """
 
 import logging
@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 
 TILE_WORDS = 4096
 WIDTHS = (32, 512)
-"""Words of a tile's rows; segments of other lengths take the next, with the rest masked."""
+"""Possible widths of a tile, in words. A segment takes the next larger width, with the rest
+masked.
+"""
 WARPS = 8
 WARP_THREADS = 32
 MAX_WORDS = 1 << 31
@@ -40,8 +42,9 @@ PARAMETERS = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 
 @triton.jit(do_not_specialize=["units", "tiles"])
 def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Words of 8 bytes where addresses and sizes are multiples of 16, else of one. `units`: of two
-    words there, by which the compiler sees that two can be moved at a time.
+    """Copy one tile. A word has 8 bytes if all addresses and sizes are multiples of 16, otherwise 1
+    byte. With words of 8 bytes `units` counts pairs of words: from `units * 2` the compiler sees
+    that the number of words is even, so that it can move two words at a time.
     """
     program = tl.program_id(0)
     place = table + tl.program_id(1) * 5
@@ -67,12 +70,12 @@ def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGN
 
 
 class _Shape(NamedTuple):
-    """How segments of a size are cut, and what a word is."""
+    """How segments of one size are cut into tiles, and the size of a word."""
 
     rows: int
     width: int
     tiles: int
-    """How many programs share a segment."""
+    """Number of programs that share one segment."""
     units: int
     is_aligned: bool
 
@@ -100,8 +103,8 @@ def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
 
 
 def _kernel_of(compiled: Any) -> Kernel:
-    """What triton has compiled, as the driver starts it. ValueError when it is not of the kind that
-    we know: other versions of triton give kernels more than was asked for.
+    """Convert a kernel that triton compiled for the driver's launch call. ValueError if the kernel
+    is not of the form that we know: some versions of triton add parameters or launch options.
     """
     meta = compiled.metadata
     kinds = _parameter_kinds(compiled.asm["ptx"])
@@ -110,7 +113,7 @@ def _kernel_of(compiled: Any) -> Kernel:
         getattr(meta, kind, None)
         for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode")
     )
-    # Beside ours there may be addresses of memory that it works in, of which ours needs none.
+    # Further parameters may be addresses of scratch memory, which this kernel does not need.
     is_known = (
         kinds[:3] == ["u64", "u32", "u32"]
         and {*kinds[3:]} <= {"u64"}
@@ -127,20 +130,20 @@ def _parameter_kinds(ptx: str) -> list[str]:
 
 
 class SegmentKernel:
-    """Compiled for the current device when it is made. Each call starts it.
+    """Compiled for the current device by the constructor. Each call starts the kernel once.
 
-    Triton works out anew with every call which of its variants is meant, and what belongs to it,
-    which takes longer than all else here together. So the variants that it made are started by the
-    driver's own calls, if that is seen to work with this triton.
+    On every call triton selects the variant to launch and its options, which takes longer than
+    everything else here together. So the variants that triton compiled are started by calls of the
+    driver, if a trial shows that this works with the installed triton.
     """
 
     def __init__(self, table: CudaTable, scratch: torch.Tensor) -> None:
-        """`scratch`: some memory of the device that holds nothing yet. Both are free again
-        afterwards.
+        """Compile and try all variants. `scratch`: unused device memory. The caller may reuse
+        `table` and `scratch` afterwards.
         """
         self._kernels: dict[tuple[bool, int], Kernel] = {}
         self._compiled = list[Any]()
-        """Triton unloads what nobody holds."""
+        """The compiled kernels: triton unloads a kernel that has no reference."""
         stream = torch.cuda.current_stream()
         layout = table.write(_trial(scratch.data_ptr(), scratch.numel()))
         for is_aligned in (True, False):
@@ -153,14 +156,14 @@ class SegmentKernel:
                 try:
                     self._kernels[is_aligned, width] = _kernel_of(compiled)
                     self._check(table, layout, scratch, size_bytes, is_aligned)
-                except Exception as error:  # whatever another version of triton has against it
+                except Exception as error:  # another version of triton: triton starts this variant
                     self._kernels.pop((is_aligned, width), None)
                     _log.info("kernels are started by triton itself, slower: %s", error)
         stream.synchronize()
 
     @property
     def is_started_by_driver(self) -> bool:
-        """Whether triton only compiles."""
+        """Whether the driver starts all variants, and triton only compiles."""
         return len(self._kernels) == 2 * len(WIDTHS)
 
     def __call__(
@@ -171,8 +174,8 @@ class SegmentKernel:
         is_aligned: bool,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Copy segments of `size_bytes` by a table that is laid out like that, and record its
-        event. `is_aligned`: all addresses and the size are multiples of 16.
+        """Copy segments of `size_bytes` by a table with this layout, and record the table's event.
+        `is_aligned`: all addresses and the size are multiples of 16.
         """
         shape = _shape_of(size_bytes, is_aligned)
         kernel = self._kernels.get((is_aligned, shape.width))
@@ -205,6 +208,7 @@ class SegmentKernel:
         size_bytes: int,
         is_aligned: bool,
     ) -> None:
+        """ValueError unless the driver's launch copies exactly the trial segments."""
         half = scratch.numel() // 2
         scratch[:half].fill_(7)
         scratch[half:].zero_()
@@ -216,8 +220,8 @@ class SegmentKernel:
 
 
 def _trial(first: int, size_bytes: int) -> list[AddressCopies]:
-    """Two places with one row and with two: from the first half of some memory to the first slots
-    of the other.
+    """Make a trial with one place of one row and one place of two rows. Each copies from the first
+    half of some memory to the first slots of the second half.
     """
     half, slot = size_bytes // 2, size_bytes // 2 // TRIAL_SLOTS
     rows = np.arange(2, dtype=np.int64) * slot

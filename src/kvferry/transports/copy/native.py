@@ -1,5 +1,8 @@
-"""The loops of `_copy.c`, each with what stands in for it where kvferry was installed without a
-compiler, or before it was written.
+"""The native functions of `_copy.c`, each with a Python substitute.
+
+The substitutes are used if kvferry was installed without a compiler, or if the installed `_copy` is
+too old to have the function. Native functions release the GIL while they copy or wait. Importing
+this module does not need CUDA.
 """
 
 import ctypes
@@ -37,13 +40,13 @@ NativeFunction = TypeVar("NativeFunction")
 
 
 def native_or(name: str, otherwise: NativeFunction) -> NativeFunction:
-    """The native function of that name, if there is one here."""
+    """Return the native function of this name, or `otherwise` if it is not available."""
     found: NativeFunction = getattr(_native_module(), name, otherwise)
     return found
 
 
 def missing_native_functions() -> tuple[str, ...]:
-    """What is not compiled here: all works, slower."""
+    """Return the names of native functions that are not compiled here: all works, but slower."""
     return tuple(name for name in NATIVE_FUNCTIONS if not hasattr(_native_module(), name))
 
 
@@ -54,19 +57,18 @@ def _native_module() -> Any:
         return None
 
 
-# -------------------- driver calls -------------------- Calls of a device's driver that every
-# transfer makes, by their addresses: compiled, or by ctypes where kvferry was installed without a
-# compiler.
-#
-# Other threads of the interpreter go on meanwhile. Nothing of CUDA is needed to import this.
+# -- driver calls --
+# Calls of the CUDA driver that every transfer makes, by the address of the driver's function:
+# compiled, or through ctypes. Both release the GIL during the call.
 
 
 OWN_PARAMETERS = 3
+"""Parameters of the kernel that we pass: the table's address and two numbers."""
 
 
 class Kernel(NamedTuple):
-    """A kernel that is loaded: it takes the address of a table, two numbers, and further addresses,
-    which are all nothing.
+    """A loaded kernel. Its parameters are the address of a table, two numbers, and then further
+    addresses, which are all null.
     """
 
     function: int
@@ -115,12 +117,12 @@ def start_by_ctypes(
 
 
 poll_until: Callable[[int, int, int, float], int] = native_or("poll_until", poll_with_short_sleeps)
-"""Call the function at an address, with a pointer, until it answers something else than `waiting`,
-for so long at most: its last answer.
+"""Call the function at an address, with a pointer, until the result is not `waiting` or the given
+seconds are over; returns the last result.
 """
 spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
-"""So long, awake: a processor that has slept for some microseconds takes longer than those to be
-back, and is slow at first.
+"""Wait for some seconds without sleeping: a processor that sleeps for a few microseconds takes
+longer than that to wake up, and is slow at first.
 """
 start_kernel: Callable[
     [
@@ -134,6 +136,7 @@ start_kernel: Callable[
     ],
     tuple[int, int],
 ] = native_or("start_kernel", start_by_ctypes)
-"""Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record
-an event, in the order of a stream: which of the three calls was the last, and its status.
+"""Upload a table (target, source, bytes), launch a kernel with the table and two numbers, and
+record an event, in the order of a stream. Returns which of the three calls was the last, and its
+status.
 """

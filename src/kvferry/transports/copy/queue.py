@@ -1,7 +1,7 @@
-"""The transfers of a transport that copies by itself: what is under way, sliced, in turn.
+"""The transfers of a transport that copies by itself: cut into slices, served round robin.
 
-Owned by the transport's thread. The transport says which peers are alive; this does the rest of the
-data transport's contract.
+The transport's thread owns the queue. The transport says which peers are alive; the queue does the
+rest of the data transport's contract.
 """
 
 import time
@@ -26,12 +26,14 @@ from kvferry.types import PeerId
 __all__ = ["CopyQueue", "CopyTransfer", "Slices"]
 
 Slices = Iterator[tuple[int, int]]
-"""Each is copied when it is asked for; its bytes, and how many copies it took."""
+"""Copies one slice at each step; yields the bytes of the slice and its number of copies."""
 
 
 @dataclass(slots=True, eq=False)
 class CopyTransfer:
-    """One read or write. `slices` holds the only references to the peer's memory."""
+    """One read or write. `slices` holds the only references to the peer's memory, so that the
+    memory can be unmapped once `slices` is dropped.
+    """
 
     handle: Handle
     peer: PeerId
@@ -54,7 +56,9 @@ class CopyTransfer:
 
 @dataclass(slots=True)
 class CopyQueue:
-    """Transfers in turn, one slice each, so that a long one does not hold up a short one."""
+    """Serves active transfers round robin, one slice each, so that a long transfer does not delay a
+    short one.
+    """
 
     copier: Copier = field(default_factory=fastest_copier)
     _active: deque[CopyTransfer] = field(default_factory=deque)
@@ -73,8 +77,8 @@ class CopyQueue:
         direction: CopyDirection,
         admit: Callable[[Slices], Slices] = iter,
     ) -> Handle:
-        """`admit` may stand between the slices and whoever asks for them: a TransportError from
-        there fails the transfer.
+        """Start a transfer. `admit` may wrap the slices, to check each before it is copied: a
+        TransportError from `admit` fails the transfer.
         """
         started = time.perf_counter()
         copies = [
@@ -89,15 +93,16 @@ class CopyQueue:
         return handle
 
     def end_at_once(self) -> Handle:
-        """A handle for what has ended already: told with the others."""
+        """Return a handle that has ended already; `take_ended` returns its completion."""
         handle = self._next_handle()
         self._ended.append(Completion(handle, None, 0, 0, 0.0, 0.0))
         return handle
 
     def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
-        """A slice's worth of the transfer whose turn it is: of many small regions, several.
-        `is_alive` is asked before, so also between the last slice and the end, and calls
-        `fail_peer` for a dead one.
+        """Copy about one slice of the first transfer; if its regions are small, several slices.
+
+        `is_alive` is called before the copy and again after it, so that the memory of a dead peer
+        never counts as good. `is_alive` calls `fail_peer` for a dead peer.
         """
         if not self._active or not is_alive(self._active[0].peer):
             return
@@ -144,5 +149,5 @@ class CopyQueue:
             self._end(transfer, error)
 
     def _end(self, transfer: CopyTransfer, error: str | None) -> None:
-        transfer.slices = iter(())
+        transfer.slices = iter(())  # drops the references to the peer's memory
         self._ended.append(transfer.completion(error))

@@ -1,8 +1,7 @@
-"""Runs: segments that are neighbours on both sides, joined, so that one copy or descriptor moves
-them.
+"""Segments of a transfer: coalescing, batches, and range checks.
 
-Pure. Segments are sorted by their local offset first: their order means nothing, and sorted they
-join best.
+Segments that are adjacent on both sides are joined, so that one copy or descriptor moves them. They
+are sorted by local offset first: their order has no meaning, and sorted segments join best. Pure.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +40,8 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Copy `i` moves `size_bytes[i]` bytes between `local[i]` and `remote[i]`: offsets or
-    addresses, as the maker says.
+    """Descriptor `i` moves `size_bytes[i]` bytes between `local[i]` and `remote[i]`. These are
+    offsets or addresses, depending on the function that made the descriptors.
     """
 
     local: Offsets
@@ -61,7 +60,7 @@ class Descriptors:
 
 
 def coalesce(segments: Segments) -> Descriptors:
-    """The fewest copies that move exactly these segments."""
+    """Return the fewest descriptors that move exactly these segments."""
     order = np.argsort(segments.local_offsets, kind="stable")
     local, remote = segments.local_offsets[order], segments.remote_offsets[order]
     joined = (np.diff(local) == segments.segment_bytes) & (
@@ -79,8 +78,8 @@ def coalesce(segments: Segments) -> Descriptors:
 def descriptors_between(
     segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region]
 ) -> Descriptors:
-    """The same of a whole transfer, as addresses. What shares its offsets with others is joined
-    once: layers mostly do.
+    """Coalesce a whole transfer into descriptors with addresses. Segments that share their arrays
+    of offsets are coalesced once: layers mostly share them.
     """
     known: dict[tuple[int, int, int], Descriptors] = {}
     parts = []
@@ -97,8 +96,8 @@ def descriptors_between(
 def batches(
     descriptors: Descriptors, max_bytes: int, max_descriptors: int
 ) -> Iterator[Descriptors]:
-    """Cut into parts of at most `max_descriptors` copies and `max_bytes` bytes; a longer run is
-    split.
+    """Cut descriptors into batches of at most `max_descriptors` copies and `max_bytes` bytes; a
+    longer descriptor is split.
     """
     descriptors = _split_long(descriptors, max_bytes)
     ends = np.cumsum(descriptors.size_bytes)
@@ -139,16 +138,15 @@ def _concatenate(parts: Sequence[Descriptors]) -> Descriptors:
     )
 
 
-# -------------------- offsets -------------------- Arithmetic over all offsets of a transfer at
-# once: by a native function, or by numpy where kvferry was installed without a compiler.
-#
-# Pure. There may be hundreds of thousands of them, or some dozens for each of a hundred regions:
-# both shall cost little.
+# -- arithmetic on offsets --
+# One call handles all offsets of a transfer: by a native function, or by numpy if kvferry was
+# installed without a compiler. There may be hundreds of thousands of offsets in one region, or a
+# few dozen in each of a hundred regions; both must be cheap.
 
 
 PLACE_NUMBERS = 5
-"""What a table says of each place (`copy_table.py`). The kernel and the native function count by it
-too.
+"""Numbers that describe one place in a table (`copy/table.py`). The kernel and the native function
+rely on this value too.
 """
 
 
@@ -180,33 +178,33 @@ _put: Callable[[Offsets, int, Offsets, int], int] = native_or("put_all", _put_al
 put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = (
     native_or("put_places", _put_places)
 )
-"""For each place write its numbers into the table from `first` on: its source, its target, and the
-rest. All sources and targets, or-ed.
+"""Write the entry of each place into the table from `first` on: source, target, and `rest`. Returns
+the bitwise OR of all sources and targets.
 """
 
 
 def are_within(offsets: Offsets, last: int) -> bool:
-    """Whether every one of them is from 0 to `last`."""
+    """Whether every offset is from 0 to `last`."""
     try:
         return _within(offsets, last)
-    except (BufferError, ValueError):  # they do not lie side by side
+    except (BufferError, ValueError):  # the array is not contiguous: numpy can handle it
         return _are_within(offsets, last)
 
 
 def put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
-    """Write them into the table from `first` on. All of them, or-ed: what its lowest bits say of
-    every one. IndexError unless every one is from 0 to `last`; then what was written is worthless.
+    """Write offsets into the table from `first` on. Returns the bitwise OR of all offsets, whose
+    lowest bits show the alignment of every offset. IndexError unless every offset is from 0 to
+    `last`; then the written part of the table is undefined.
     """
     try:
         return _put(table, first, offsets, last)
-    except (BufferError, ValueError):  # they do not lie side by side
+    except (BufferError, ValueError):  # the array is not contiguous: numpy can handle it
         return _put_all(table, first, offsets, last)
 
 
-# -------------------- bounds --------------------
-# Range checks of transfers: every offset lies in its region, before any address is computed.
-#
-# Pure. Shared by all data transports, so that they refuse the same things with the same errors.
+# -- range checks --
+# Every offset must lie in its region before any address is computed. All data transports share
+# these checks, so that they refuse the same transfers with the same errors.
 
 
 MAX_ADDRESS = 1 << 63
@@ -216,14 +214,14 @@ MAX_ADDRESS = 1 << 63
 def check_segments(
     segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object
 ) -> None:
-    """LocalProtocolError when our side of a segment is impossible, TransportError when the peer's
-    is.
+    """LocalProtocolError if our side of a segment is out of range, TransportError if the peer's
+    side is.
     """
     check_segment_fields(segments, local, remote, peer)
     seen = set[tuple[int, int, int]]()
     for part in segments:
         size = part.segment_bytes
-        # Layers mostly share their offsets: looking once is enough.
+        # Layers mostly share their arrays of offsets: one check of each array is enough.
         near = id(part.local_offsets), local[part.local_region].size_bytes, size
         if near not in seen:
             seen.add(near)
@@ -241,8 +239,8 @@ def check_segments(
 def check_segment_fields(
     segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object
 ) -> None:
-    """The same of all but the offsets themselves: for transports that look at each of a great many
-    when its turn comes.
+    """Check everything but the offsets. For transports that check the offsets of a segment when
+    they copy the segment, because a transfer can have very many segments.
     """
     num_local, num_remote = len(local), len(remote)
     for part in segments:
@@ -263,7 +261,7 @@ def check_segment_fields(
 
 
 def check_regions(regions: Sequence[Region], peer: object) -> None:
-    """TransportError unless a peer's regions are possible memory ranges."""
+    """TransportError unless a peer's regions are valid ranges of memory."""
     for region in regions:
         numbers = (region.address, region.block_bytes, region.stride_bytes, region.num_blocks)
         if min(numbers) < 0 or region.address + region.size_bytes >= MAX_ADDRESS:
@@ -273,9 +271,9 @@ def check_regions(regions: Sequence[Region], peer: object) -> None:
 
 
 def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """The ranges (address, size) that the regions cover, ascending; overlapping ones as one, and
-    neighbours in host memory. On a device neighbours may be allocations of their own, of which no
-    two can be shown to others as one.
+    """Return the ranges (address, size) that the regions cover, in ascending order. Overlapping
+    regions are merged; adjacent regions only in host memory. On a device adjacent regions may be
+    separate allocations, which cannot be exported to other processes as one range.
     """
     merged: list[tuple[int, int]] = []
     for region in sorted(regions, key=lambda each: each.address):

@@ -1,11 +1,12 @@
-"""The table by which a kernel finds the segments that it copies. Pure.
+"""The table that tells a kernel which segments to copy. Pure.
 
-Layers mostly move the same blocks, so offsets are written down once for all places that have them
-in common:
+A place is a pair of base addresses, mostly those of one layer. A row is one source offset and one
+target offset. Layers mostly move the same blocks, so places with equal offsets share one list of
+rows in the table:
 
-    place 0: source base, target base, where its sources begin, where its targets begin, how many
+    place 0: source base, target base, index of first source, index of first target, number of rows
     place 1: ...
-    sources and targets of the first places in common, of the next, ...
+    sources, then targets, of the first places that share rows; of the next places; ...
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,32 +36,34 @@ __all__ = [
 ]
 
 TABLE_NUMBERS = 131_072
-"""1 MiB: torch rounds up what it pins, and keeps large segments of a device for what is larger."""
+"""Numbers of 64 bits in one table: 1 MiB. torch rounds pinned allocations up, and reserves large
+segments of device memory for allocations above this size.
+"""
 MAX_PLACES = 2048
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
-"""Rows of offsets in one table."""
+"""Most rows of offsets in one table."""
 FIRST_ROWS = 8192
-"""Rows of a long transfer that are handed over first. Then it is more each time, so that the device
-has work while the next are written down.
+"""Rows of a long transfer in its first tick. Each further tick has `GROWTH_PER_TICK` times as many,
+so that the device has work while the next table is being written.
 """
 GROWTH_PER_TICK = 4
 TICK_BYTES = 1 << 30
-"""What is handed over at a time, if more than one row is: others want their turn."""
+"""Most bytes in one tick, unless one row alone is larger: other transfers wait meanwhile."""
 MAX_IDLE_FACTOR = 2
-"""Every place gets as many programs as the one with the most rows; so many times what all of them
-need are too many.
+"""The kernel starts as many programs for every place as for the place with the most rows. A launch
+may start at most this many times as many programs as its segments need.
 """
 
 
 CopyTuple = tuple[int, Offsets, Offsets, int, int, int, int]
-"""As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of
-each transfer.
+"""`AddressCopies` of one place, with its two bases, as a plain tuple: there is one for each layer
+of each transfer.
 """
 
 
 class _TableEntry(NamedTuple):
-    """Numbers `first_source + i` and `first_target + i` of the table are offsets from these
-    addresses.
+    """One place: numbers `first_source + i` and `first_target + i` of the table are offsets from
+    `source_base` and `target_base`.
     """
 
     source_base: int
@@ -71,22 +74,24 @@ class _TableEntry(NamedTuple):
 
 
 class TableLayout(NamedTuple):
+    """How much of a table is used, and by what."""
+
     num_places: int
     most_rows: int
-    """Of any place."""
+    """Number of rows of the place with the most rows."""
     num_numbers: int
-    """What of the table is in use."""
+    """Number of table entries in use."""
     bits: int
-    """All addresses, or-ed: what their lowest bits say of every one."""
+    """Bitwise OR of all addresses: its lowest bits show the alignment of every address."""
 
 
 def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
-    """Those with the same offsets, by size and length, at most a table's worth of places. Mostly
-    that is all of them, so this is looked at first: there may be a hundred layers. Offsets are the
-    same if they are the same array.
+    """Group segments that share their offsets, sorted by size and length, with at most `MAX_PLACES`
+    segments in a group. Offsets are shared if they are the same array.
     """
     if not segments:
         return []
+    # Mostly all segments share their offsets, so check that first: there may be a hundred layers.
     size, near, far = (
         segments[0].segment_bytes,
         segments[0].local_offsets,
@@ -119,8 +124,8 @@ def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
 
 
 def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
-    """Those with the same offsets as one, by size and length. Offsets are the same if they are the
-    same array.
+    """Merge copies that share their offsets, sorted by size and length. Offsets are shared if they
+    are the same array.
     """
     found: dict[tuple[int, int, int], list[CopyTuple]] = {}
     for part in copies:
@@ -135,7 +140,7 @@ def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
 
 
 def is_one_launch(part: AddressCopies) -> bool:
-    """As most transfers are: handed over at once, and copied by one kernel."""
+    """Whether one tick and one kernel can copy everything, as with most transfers."""
     return (
         0 < part.num_rows <= FIRST_ROWS
         and 0 < part.total_bytes <= TICK_BYTES
@@ -144,7 +149,7 @@ def is_one_launch(part: AddressCopies) -> bool:
 
 
 def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
-    """What is handed over at a time."""
+    """Cut the copies of a transfer into ticks."""
     if len(copies) == 1:
         yield from _split_one(copies[0])
         return
@@ -171,7 +176,7 @@ def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopie
 
 
 def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
-    """As most transfers are: the same blocks in every layer."""
+    """Cut one `AddressCopies` into ticks: most transfers move the same blocks in every layer."""
     first, most_rows, num_rows = 0, FIRST_ROWS, part.num_rows
     fitting = max(1, TICK_BYTES // (part.size_bytes * part.num_places))
     while first < num_rows:
@@ -181,8 +186,8 @@ def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
 
 
 def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
-    """What one kernel copies: segments of one size, at most a table's worth, places of about as
-    many rows.
+    """Cut copies into launches: each copies segments of one size, fits into one table, and has
+    places with similar numbers of rows.
     """
     if len(copies) == 1 and is_one_launch(copies[0]):
         yield [copies[0]]
@@ -215,7 +220,7 @@ def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCop
 
 
 def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
-    """TransportError when a segment leaves its region."""
+    """Write the table of one launch. TransportError if a segment leaves its region."""
     num_places = sum(part.num_places for part in parts)
     first, at, bits = 0, PLACE_NUMBERS * num_places, 0
     try:
@@ -234,7 +239,7 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
 
 
 def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
-    """Sources and targets of all segments, for whoever copies without a kernel."""
+    """Return the sources and targets of all segments, for copies without a kernel."""
     places = [
         _TableEntry(*numbers)
         for numbers in table[: PLACE_NUMBERS * layout.num_places]

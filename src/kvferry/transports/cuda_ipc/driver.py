@@ -1,8 +1,7 @@
-"""The few calls of CUDA's driver that torch does not have: memory of this process shown to others,
-and theirs opened here.
+"""Calls of the CUDA driver that torch does not offer: sharing device memory between processes.
 
-Any thread, with the device's context current in it (`enter_device`). Errors are TransportError; a
-machine without a driver is one too.
+Callable from any thread in which the device's context is current (`enter_device`). Errors raise
+TransportError, including the lack of a driver on the machine.
 """
 
 import ctypes
@@ -35,8 +34,11 @@ __all__ = [
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 LAZY_PEER_ACCESS = 1
+"""`cuIpcOpenMemHandle` flag: enables peer access between the two GPUs when needed."""
 NOT_READY = 600
+"""CUDA_ERROR_NOT_READY: the event has been recorded, but is not complete yet."""
 RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 KERNEL_CALLS = ("cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventRecord")
 
 
@@ -46,14 +48,14 @@ class _Handle(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation of device memory: where it begins, and how long it is."""
+    """One allocation of device memory: first address and size."""
 
     address: int
     size_bytes: int
 
 
 def allocation_of(address: int) -> Allocation:
-    """The allocation that an address lies in."""
+    """Return the allocation that contains an address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call(
         "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
@@ -62,14 +64,14 @@ def allocation_of(address: int) -> Allocation:
 
 
 def export_handle(allocation: Allocation) -> bytes:
-    """By which another process of this host opens it."""
+    """Return a handle by which another process of this host can open the allocation."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(allocation.address))
     return bytes(ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES))
 
 
 def open_handle(handle: bytes) -> int:
-    """The address here of another process's allocation. Close it."""
+    """Map another process's allocation; return the local address. The caller closes the handle."""
     opened, address = _Handle(), ctypes.c_uint64()
     ctypes.memmove(ctypes.addressof(opened), handle, HANDLE_BYTES)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(LAZY_PEER_ACCESS))
@@ -81,7 +83,7 @@ def close_handle(address: int) -> None:
 
 
 def read_memory(address: int, size_bytes: int) -> bytes:
-    """What lies there, once the device has come to it."""
+    """Read device memory, after the device has finished earlier work."""
     here = ctypes.create_string_buffer(size_bytes)
     _call("cuMemcpyDtoH_v2", here, ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
     return here.raw
@@ -110,8 +112,9 @@ def start_kernel(
     stream: int,
     event: int,
 ) -> None:
-    """In the order of a stream: copy a table (its address there, where it is pinned, its bytes) to
-    the device, start a kernel, record an event. Returns at once.
+    """Copy a table to the device, start a kernel and record an event, in the order of a stream.
+
+    `table` is (device address, address in pinned memory, bytes). Returns at once.
     """
     call, status = driver_calls.start_kernel(
         _kernel_calls(), table, kernel, grid, numbers, stream, event
@@ -121,21 +124,24 @@ def start_kernel(
 
 
 def is_complete(event: int, within_s: float) -> bool:
-    """Whether the device has come past an event, or has failed. It is asked all the time for so
-    long; other threads of this interpreter go on meanwhile.
+    """Whether the device has passed an event, or has failed.
+
+    Polls without pause for up to `within_s`, without the GIL, so that the remaining Python threads
+    run. See docs/decisions/041-polling-a-device-without-the-gil.md.
     """
     return driver_calls.poll_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
 
 
 def ignore_captures() -> None:
-    """For the calling thread: nothing is forbidden to it while another thread captures a graph of
-    kernels, and it does not spoil that.
+    """Allow all calls in the calling thread while another thread captures a CUDA graph.
+
+    Without this, calls of this thread would fail, or invalidate the capture.
     """
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def uuid_of(device: int) -> bytes:
-    """Names the GPU the same in every process, however they number theirs."""
+    """Return the UUID of a GPU, which is the same in every process, unlike the device number."""
     number, name = ctypes.c_int(), ctypes.create_string_buffer(UUID_BYTES)
     _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
     _call("cuDeviceGetUuid_v2", name, number)
@@ -143,14 +149,14 @@ def uuid_of(device: int) -> bytes:
 
 
 def device_with(uuid: bytes) -> int | None:
-    """The number of a GPU in this process; None when it does not see that one."""
+    """Return the device number of a GPU in this process; None if the GPU is not visible here."""
     count = ctypes.c_int()
     _call("cuDeviceGetCount", ctypes.byref(count))
     return next((number for number in range(count.value) if uuid_of(number) == uuid), None)
 
 
 def can_reach(device: int, other: int) -> bool:
-    """Whether kernels on one GPU can touch the memory of another."""
+    """Whether kernels on one GPU can access the memory of another."""
     answer = ctypes.c_int()
     _call("cuDeviceCanAccessPeer", ctypes.byref(answer), ctypes.c_int(device), ctypes.c_int(other))
     return bool(answer.value)

@@ -1,6 +1,6 @@
-"""A peer's device memory, opened here: what it offers, and what is believed of that.
+"""Device memory of a peer, opened in this process, and the checks on the peer's offer.
 
-Owned by the transport's thread, with the device's context current in it.
+Owned by the transport's thread, in which the device's context is current.
 """
 
 from contextlib import ExitStack, suppress
@@ -20,8 +20,10 @@ MAX_INT = (1 << 31) - 1
 
 
 class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation that holds regions. `address` is where its owner has it: regions are named by
-    that.
+    """An allocation that contains regions.
+
+    `address` is the address in the owner's process; regions have addresses of the owner's process
+    too.
     """
 
     handle: bytes
@@ -30,16 +32,19 @@ class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The cuda_ipc offer of one process: process identity, GPU and allocations."""
+
     pid: int
     start_ticks: int
     gpu: bytes
-    """By which every process knows the GPU."""
+    """UUID of the GPU, which is the same in every process."""
     allocations: list[OfferedAllocation]
 
 
 class PeerMemory:
-    """Opens everything at once. TransportError when any of it is not what it is said to be. Close
-    it.
+    """The opened allocations of one peer. The owner must call `close`.
+
+    The constructor opens all allocations. TransportError if an allocation is not as offered.
     """
 
     def __init__(
@@ -69,8 +74,10 @@ class PeerMemory:
         return self._incarnation.has_ended()
 
     def close(self) -> None:
-        """Every transfer with this peer has ended before. Idempotent. All is closed that can be;
-        the first error is raised then.
+        """Close all allocations. Idempotent.
+
+        Every transfer with this peer must have ended. All allocations are closed even if closing an
+        allocation fails; then an error is raised.
         """
         opened, self._opened = self._opened, []
         with ExitStack() as stack:
@@ -79,11 +86,13 @@ class PeerMemory:
                 stack.callback(cuda_driver.close_handle, address)
 
     def _open(self, peer: PeerId, offer: CudaOffer) -> list[int]:
-        """Where each of the peer's regions begins here."""
+        """Open all allocations; return the local address of each of the peer's regions."""
         here: list[tuple[OfferedAllocation, int]] = []
         for allocation in offer.allocations:
             address = cuda_driver.open_handle(allocation.handle)
             self._opened.append(address)
+            # A kernel that runs past the end of an allocation would break this process's CUDA
+            # context, so the size comes from the driver, not from the peer.
             found = cuda_driver.allocation_of(address)
             if found.address + found.size_bytes - address < allocation.size_bytes:
                 raise TransportError(
@@ -94,7 +103,7 @@ class PeerMemory:
 
 
 def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
-    """TransportError unless it is one that can be tried."""
+    """Decode an offer. TransportError if malformed, or from another host, user or container."""
     try:
         decoded = msgspec.msgpack.decode(offer.blob, type=CudaOffer)
     except msgspec.MsgspecError as error:
@@ -143,6 +152,7 @@ def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) 
 
 
 def _place(peer: PeerId, region: Region, here: list[tuple[OfferedAllocation, int]]) -> int:
+    """Return the local address of one of the peer's regions."""
     for allocation, address in here:
         at = region.address - allocation.address
         if at >= 0 and at + region.size_bytes <= allocation.size_bytes:

@@ -1,5 +1,21 @@
-"""One transfer by kernels of ours: its segments as addresses, a launch at a time. Owned by the
-transport's thread.
+"""The `cuda_ipc` data transport: moves KV between GPUs of one host with our own copy kernel.
+
+The transport opens a peer's memory in this process, and our kernel reads or writes the peer's
+memory directly. Owned by one thread. Every allocation that contains a region is opened once per
+peer and incarnation. A transfer is one kernel over all segments (more if the segments are very many
+or very unequal), on our own streams. No engine waits for a transfer: `poll` watches the device for
+a short time without the GIL, so that the engine's threads run. Facts about CUDA 13:
+
+- Memory that is open here stays mapped when the owner dies, until closed. So the death of a peer
+  fails transfers, but never this process. But the open memory would keep the peer's whole cache
+  allocated on the device, so the transport regularly checks whether all peers are alive.
+- A kernel that touches unmapped memory ends the process's use of the GPU for good. So an offer is
+  trusted only as far as the driver confirms the offer: the size of every allocation is requested
+  from the local driver.
+- A process cannot open its own handles, and memory from CUDA's virtual memory calls (torch's
+  expandable segments) has no handles.
+
+See docs/decisions/036-cuda-ipc.md.
 """
 
 import logging
@@ -36,6 +52,8 @@ __all__ = ["CudaIpcTransport", "CudaTransfer"]
 
 
 class CudaTransfer:
+    """One transfer by our own kernels: segments as addresses, launched step by step."""
+
     def __init__(self, handle: Handle, peer: PeerId, copies: Sequence[AddressCopies]) -> None:
         self.handle = handle
         self.peer = peer
@@ -55,13 +73,14 @@ class CudaTransfer:
 
     @property
     def is_one_launch(self) -> bool:
-        """Whether all of it is launched at once, by one kernel: then nothing of it moves if one of
-        its offsets is impossible.
+        """Whether one kernel launch covers the whole transfer.
+
+        Then nothing moves if an offset is invalid.
         """
         return len(self._copies) == 1 and is_one_launch(self._copies[0])
 
     def launch(self, copier: "CudaAddressCopier") -> None:
-        """Some more of it."""
+        """Launch the next kernel of the transfer."""
         assert self._next is not None, "all of it has been launched"
         began = time.perf_counter()
         try:
@@ -75,13 +94,15 @@ class CudaTransfer:
         self._post_s += time.perf_counter() - began
 
     def stop(self, why: str) -> None:
-        """Launch no more of it; the first reason counts."""
+        """Launch no further kernels. Only the first reason is kept."""
         self._next = None
         self.error = self.error or why
 
     def has_ended(self) -> bool:
-        """Whether no kernel of it touches memory any more, and none will."""
+        """Whether no kernel of the transfer touches memory any more, and none will."""
         try:
+            # The last job is queried first: while the last job runs, the earlier jobs need not be
+            # queried.
             return not self.is_launching and all(job.is_done() for job in reversed(self._jobs))
         except TransportError as error:
             self.stop(str(error))
@@ -109,43 +130,31 @@ class CudaTransfer:
         return max((seconds for seconds in times if seconds is not None), default=None)
 
 
-# -------------------- cuda ipc -------------------- The `cuda_ipc` data transport: caches on GPUs
-# of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
-#
-# Owned by one thread. Every allocation that holds a region is opened once per peer and life; a
-# transfer is one kernel over all its segments (more where they are very many, or very unequal), on
-# streams of our own. No engine waits for it: `poll` asks for a moment whether it is through, and
-# lets other threads of the interpreter go on meanwhile. Facts of CUDA 13:
-#
-# - Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer
-#   costs its transfers, never this process; but what is open would hold its whole cache on the
-#   device, so peers are looked at every now and then.
-# - A kernel that touches memory which is not there ends the process's use of the GPU for good. So
-#   what a peer offers is believed only as far as the driver confirms it: the length of every
-#   allocation is asked for here.
-# - Handles of a process cannot be opened by itself, and of memory from CUDA's virtual memory calls
-#   (torch's expandable segments) there are none.
+# -- transport --
 
 
 DEATH_CHECK_S = 2.0
-"""How often peers that nothing is read from are looked at."""
+"""How often the processes of all peers are checked, besides the check after each transfer."""
 LAUNCH_S = 500e-6
-"""How long one poll hands over what is to be copied: the device is not to wait for the rest of a
-turn.
+"""How long one poll launches kernels of a transfer.
+
+The device shall not have to wait for the rest of a tick.
 """
 WATCH_S = 250e-6
-"""How long one poll looks at the kernels under way: most are through by then."""
+"""How long one poll watches running kernels; most have ended by then."""
 BUSY_S = 2e-3
-"""So long after the last launch or end they are looked at all the time: a GiB takes a quarter of
-that.
+"""How long after the last launch or completion the device is polled without pause.
+
+A copy of 1 GiB takes a quarter of this time.
 """
 
 _log = logging.getLogger(__name__)
 
 
 class CudaIpcTransport:
-    """Implements `ports.data.DataTransport`. Nothing of CUDA is loaded before `register` is given
-    memory of a device.
+    """Implements `base.DataTransport` for device memory.
+
+    CUDA is not loaded before `register` is called with device memory.
     """
 
     def __init__(self) -> None:
@@ -159,7 +168,7 @@ class CudaIpcTransport:
         self._last_handle = 0
         self._next_death_check = 0.0
         self._moved_at = 0.0
-        """When something was last launched, or over."""
+        """When a kernel was last launched or a transfer last ended."""
 
     @property
     def name(self) -> str:
@@ -170,7 +179,7 @@ class CudaIpcTransport:
             {region.device for region in regions}
         ) != 1:
             return False
-        # Imported only where there is a device: it takes torch with CUDA.
+        # Imported only if there is a device, because the import needs torch with CUDA.
         from kvferry.transports.copy.cuda import CudaDevice
 
         device = CudaDevice(regions[0].device)
@@ -181,7 +190,7 @@ class CudaIpcTransport:
         except (
             TransportError,
             RuntimeError,
-        ) as error:  # torch's are RuntimeErrors: no memory left, say
+        ) as error:  # torch raises RuntimeError, for example if out of memory
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False
         self._device, self._regions = device, tuple(regions)
@@ -260,13 +269,16 @@ class CudaIpcTransport:
         return None
 
     def set_timing(self, timing: Timing) -> None:
-        """Whether completions say how long the device was at it, from now on. That costs some
+        """Set whether completions report the device's time; the measurement costs some
         microseconds.
         """
         self._entered().copier.timing = timing
 
     def close(self) -> None:
-        """Waits for the kernels under way: they may be touching memory that is given back next."""
+        """Close the transport.
+
+        Waits for running kernels, which may touch memory that is freed next.
+        """
         if self._device is None:
             return
         for peer in list(self._peers):
@@ -276,6 +288,7 @@ class CudaIpcTransport:
         device.close()
 
     def _entered(self) -> "CudaDevice":
+        """Return the device, with the device's context current in the calling thread."""
         if self._device is None:
             raise LocalProtocolError(
                 "the cuda_ipc transport is used before its memory is registered, or after it is "
@@ -300,13 +313,15 @@ class CudaIpcTransport:
             and not copier.is_full
             and not any(each.is_launching for each in self._transfers)
         )
-        # Offsets are looked at when they are written down. Whether few of them are possible is
-        # known before anything moves; to look at very many takes as long as to move a good part of
-        # them.
+        # Offsets are checked when written into the table. A small transfer is checked completely
+        # before any byte moves. For a large transfer a complete check would take as long as moving
+        # a good part of the bytes, so the offsets are checked launch by launch.
         if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (
             is_next and transfer.is_one_launch
         ):
             check_segments(segments, self._regions, memory.regions, peer)
+        # A transfer with one launch is checked by the launch, before anything moves. If the launch
+        # failed, the check below raises the precise error.
         if is_next:
             self._launch(transfer, copier)
             if transfer.error is not None:
@@ -332,8 +347,9 @@ class CudaIpcTransport:
         return AddressCopies(size, near, far, here, there, last_here, last_there)
 
     def _launch_next(self) -> CudaTransfer | None:
-        """Hand over some of the transfer whose turn it is: that transfer. None when all are handed
-        over.
+        """Launch kernels of the next transfer in round-robin order; return the transfer.
+
+        None if every transfer is completely launched, or the device's queue is full.
         """
         if not any(transfer.is_launching for transfer in self._transfers):
             return None
@@ -353,17 +369,19 @@ class CudaIpcTransport:
         self._moved_at = time.monotonic()
 
     def _watch(self) -> None:
-        """Until a kernel is through, or for a while. Where several transfers are under way another
-        may be through before the oldest.
+        """Wait until a kernel ends, for WATCH_S at most.
+
+        The wait is shorter with several transfers, because another may end before the oldest.
         """
         try:
             self._entered().copier.watch(WATCH_S if len(self._transfers) == 1 else WATCH_S / 10)
-        except RuntimeError:  # the device has failed, which each transfer finds
+        except RuntimeError:  # the device has failed; each transfer detects the failure itself
             return
 
     def _is_moving(self, now: float) -> bool:
-        """Whether kernels end as soon as they should. If not, others keep the device busy, and
-        nobody needs to look all the time.
+        """Whether kernels end as soon as expected.
+
+        If not, the engine's work keeps the device busy, and polling without pause is useless.
         """
         return now < self._moved_at + BUSY_S
 
@@ -372,7 +390,7 @@ class CudaIpcTransport:
         if not ended:
             return []
         for peer in {transfer.peer for transfer in ended}:
-            # What was read from a process that has gone may be anything.
+            # Bytes read from a process that has died may be wrong.
             if peer in self._peers and self._peers[peer].has_ended():
                 self._drop(peer, has_ended(peer))
         self._transfers = deque(transfer for transfer in self._transfers if transfer not in ended)
@@ -380,8 +398,9 @@ class CudaIpcTransport:
         return [transfer.completion() for transfer in ended]
 
     def _drop(self, peer: PeerId, why: str) -> None:
-        """Its memory is closed once no kernel touches it: those under way are through in a moment,
-        whatever the peer does.
+        """Drop a peer and close the peer's memory once no kernel touches it.
+
+        Running kernels end within moments, whatever the peer does.
         """
         memory = self._peers.pop(peer, None)
         if memory is None:
@@ -399,7 +418,7 @@ class CudaIpcTransport:
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
-    """Every allocation that holds a region, once."""
+    """Return our offer, which contains every allocation with a region once."""
     ticks = start_ticks(os.getpid())
     if ticks is None:
         raise LocalProtocolError(

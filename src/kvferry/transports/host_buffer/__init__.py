@@ -1,1 +1,1 @@
-"""host_buffer."""
+"""Block stores, and host buffers that copy an engine's cache into host memory."""

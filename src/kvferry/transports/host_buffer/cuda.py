@@ -1,11 +1,14 @@
-"""A host buffer of a CUDA cache in pinned host memory. Copies go through a stream of their own, so
-that they run beside the engine's kernels.
+"""The host buffer of a CUDA cache, in pinned host memory.
 
-Called by the thread that owns the store; it never waits for the device. A copy from the engine
-needs no event of the engine's stream: it is asked for after the engine has seen the output of the
-step that filled the blocks, which its kernels computed after they had written them. Long runs of
-blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory
-is like the device's own: a copy each would cost some 40 us of this thread.
+Copies run on a stream of their own, beside the engine's kernels. The thread that owns the store
+makes all calls, and never waits for the device except in `close` and after an error.
+
+A copy from the engine needs no event of the engine's stream: the worker asks for the copy after the
+engine has seen the output of the step that filled the blocks, and the engine's kernels computed
+that output after they had written the blocks.
+
+The device's copy engines copy long contiguous segments. Kernels gather scattered blocks, and can
+access pinned memory like device memory: one copy for each block would cost this thread about 40 us.
 """
 
 import time
@@ -24,21 +27,22 @@ from kvferry.types import MemoryKind, Region
 __all__ = ["CudaHostBuffer"]
 
 SLICE_S = 0.001
-"""How long one slice hands copies to the device: each takes some ten microseconds, whatever its
-size.
+"""How long one slice submits copies to the device: each submission takes some ten microseconds,
+whatever its size.
 """
 WAIT_S = 0.0002
-"""How soon a copy that was handed over is asked after."""
+"""How soon to ask again whether submitted copies are done."""
 LONG_SEGMENT_BYTES = 512 * 1024
-"""Runs of this length on average are worth a copy each."""
+"""Average length from which contiguous segments are worth one copy each."""
 GATHER_BYTES = 16 * 1024 * 1024
-"""What one kernel gathers at most: it takes as much memory on the device for a moment."""
+"""Most bytes that one kernel gathers: it needs as much temporary memory on the device."""
 PORTABLE_AND_MAPPED = 3
+"""Flags of cudaHostRegister."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A region as CUDA's array interface wants it: a row of words for each block."""
+    """A region in the form of CUDA's array interface: one row of words for each block."""
 
     region: Region
     word_bytes: int
@@ -57,6 +61,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
+    """The blocks to copy in one region. `numbers` are block ids."""
+
     to: torch.Tensor
     source: torch.Tensor
     numbers: npt.NDArray[np.int64]
@@ -64,8 +70,8 @@ class _Copy:
 
 
 class CudaHostBuffer:
-    """Implements `transports.host_buffer.Mirror`. `host_buffer` lies in `memory` (address and
-    size), which is pinned until `close`.
+    """Implements `host_buffer.host.HostBuffer`. `host_buffer` lies in `memory` (address and size),
+    which is pinned until `close`.
     """
 
     def __init__(
@@ -103,8 +109,8 @@ class CudaHostBuffer:
         )
 
     def close(self) -> None:
-        """Wait for the device: what it still copies would land in memory that is somebody
-        else's.
+        """Wait for the device before the memory is unpinned: a copy that is still active would
+        write into memory that may have been reused.
         """
         if self._rows:
             self._rows = []
@@ -112,8 +118,8 @@ class CudaHostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self._memory[0])
 
     def _tensor(self, region: Region, other: Region) -> torch.Tensor:
-        """A region on the device, or in pinned memory, which the device sees at the same
-        address.
+        """Return a region as a tensor. The device sees pinned memory at the same address as the
+        host does. Words have 8 bytes if both sides of the copy are aligned.
         """
         numbers = [
             n
@@ -131,7 +137,7 @@ class CudaHostBuffer:
             while not done.query():
                 yield WAIT_S
         except Exception:
-            # Whoever hears of it takes the blocks back, so nothing of it may still be under way.
+            # The caller reuses the blocks as soon as it sees the error, so no copy may be active.
             self._stream.synchronize()
             raise
 
@@ -173,7 +179,7 @@ class CudaHostBuffer:
 
 
 def _contiguous_blocks(numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Neighbours together: first, and one past the last."""
+    """Join adjacent blocks: yields the first block and one past the last."""
     cuts = (np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()
     for first, end in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
         yield int(numbers[first]), int(numbers[end - 1]) + 1

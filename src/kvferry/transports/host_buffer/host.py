@@ -1,4 +1,12 @@
-"""Work cut into turns of about a millisecond, so that no message waits for it."""
+"""Host buffers: a copy of an engine's cache in host memory, which transports register instead.
+
+Blocks are copied to the host buffer before peers read them, and back to the engine after they have
+arrived. `HostBuffer` is the contract. `CpuHostBuffer` is for an engine whose cache is host memory
+too; only tests need it. The host buffer of a CUDA cache is in `host_buffer/cuda.py`.
+
+The thread that owns the store makes all calls. See
+docs/decisions/020-host-buffers-and-order-on-arrival.md.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -23,9 +31,11 @@ __all__ = ["CpuHostBuffer", "HostBuffer", "blocks_by_region", "run_in_ticks"]
 
 
 def run_in_ticks(costs: Iterable[int], tick_cost: int) -> Iterator[float]:
-    """Take steps of the work, each of which says what it has cost, and pause when they come to
-    `tick_cost`. The last turn has no pause: short work is over in one. Yields how long to pause, in
-    seconds: not at all, but others have their turn.
+    """Cut work into ticks of about `tick_cost`, so that no message waits long for the work.
+
+    `costs` does one step of the work at a time and yields the cost of the step. At the end of each
+    tick this iterator yields how many seconds to wait: 0, so that other jobs run in between. Work
+    that fits in one tick yields nothing.
     """
     spent = 0
     for cost in costs:
@@ -35,29 +45,30 @@ def run_in_ticks(costs: Iterable[int], tick_cost: int) -> Iterator[float]:
             spent = 0
 
 
-# -------------------- mirror -------------------- A host buffer of an engine's cache in host
-# memory: blocks copied there before peers read them, and back after they have arrived.
-#
-# Called by the thread that owns the store. Both sides have the same regions and block numbers; only
-# addresses and spacing differ. This one is for an engine whose cache is host memory too, where a
-# host buffer is needed by tests alone; the one for CUDA is in `cuda_mirror`.
+# -- host buffers --
+# The host buffer has the same regions and block ids as the engine; only the addresses and strides
+# differ.
 
 
 class HostBuffer(Protocol):
-    """Each copy is an iterator: one bounded slice of work per step, and how many seconds to wait
-    before the next. Numbers of blocks are checked when it is asked for.
+    """Copies blocks between the engine's memory and the host buffer.
+
+    Each copy is an iterator: one step does one bounded slice of work and yields how many seconds to
+    wait before the next step. Block ids are checked by `save` and `load`, before the first step.
     """
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        """From the engine's memory to the host buffer."""
+        """Copy blocks (ids by group) from the engine's memory to the host buffer."""
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        """From the host buffer to the engine's memory."""
+        """Copy blocks (ids by group) from the host buffer to the engine's memory."""
 
     def close(self) -> None: ...
 
 
 class CpuHostBuffer:
+    """Implements `HostBuffer` for an engine whose cache is in host memory."""
+
     def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region]) -> None:
         if any(region.memory is not MemoryKind.DRAM for region in (*engine, *host_buffer)):
             raise LocalProtocolError("this host buffer is for a cache in host memory")
@@ -77,7 +88,7 @@ class CpuHostBuffer:
         self._views = []
 
     def _copies(self, blocks: Sequence[Sequence[int]], direction: CopyDirection) -> Iterator[float]:
-        """The host buffer is the local side: it is what is read into."""
+        """Copy in slices. The host buffer is the local side, so that `save` is a READ."""
         copies = []
         for index, chosen in blocks_by_region(blocks, self._engine):
             engine, host_buffer = self._engine[index], self._host_buffer[index]
@@ -98,8 +109,8 @@ class CpuHostBuffer:
 def blocks_by_region(
     blocks: Sequence[Sequence[int]], regions: Sequence[Region]
 ) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Which blocks of each region are meant, in rising order, holes left out. LocalProtocolError
-    for blocks that are not there.
+    """Return the blocks to copy in each region, in ascending order, without holes.
+    LocalProtocolError for block ids that do not exist.
     """
     by_group = [np.unique(np.asarray(group, np.int64)) for group in blocks]
     by_group = [numbers[numbers != HOLE] for numbers in by_group]

@@ -1,9 +1,8 @@
-"""Putting blocks into another order, in place, step by step, at the speed of numpy's strided
-copies.
+"""Rearranges the items of blocks in place, step by step, by numpy's strided copies.
 
-Called by the thread that owns the store. Some blocks are copied aside, and from there every item is
-written where it belongs. Blocks whose starts are evenly spaced share one strided copy, so that tiny
-blocks in a run cost no call each.
+Some blocks are copied to a side buffer, and from there every item is written to its new position.
+Blocks whose starts are evenly spaced share one strided copy, so that tiny adjacent blocks do not
+cost one call each. The thread that owns the store makes all calls.
 """
 
 from collections.abc import Iterator
@@ -19,20 +18,20 @@ from kvferry.transports.copy.segments import Bytes
 __all__ = ["STEP_BYTES", "check_placement", "rearrange"]
 
 STEP_BYTES = 2 * 1024 * 1024
-"""What one step moves at most: a strided copy of short items makes about 2 GB/s, so this is a
-millisecond.
+"""Most bytes that one step moves: a strided copy of short items reaches about 2 GB/s, so a step
+takes about a millisecond.
 """
 SEGMENT_COST = 32 * 1024
-"""Each run of blocks takes some ten microseconds, however little it moves: as long as so many
-bytes.
+"""Overhead of one group of evenly spaced blocks (some ten microseconds), expressed as the number of
+bytes that could be moved in that time.
 """
 ASIDE_BUFFER_BYTES = 256 * 1024
-"""Blocks that are copied aside together: as much as stays in the second-level cache."""
+"""Size of the side buffer: it fits into the second-level cache."""
 
 
 def check_placement(placement: BlockPermutation, size_bytes: int) -> None:
-    """LocalProtocolError unless all that is read or written lies in blocks that lie apart, in a
-    region of `size_bytes`.
+    """LocalProtocolError unless all bytes that are read or written lie in the blocks, and the
+    blocks lie in a region of `size_bytes` and do not overlap.
     """
     dims = len(placement.shape)
     sizes = (placement.block_bytes, placement.item_bytes, *placement.shape)
@@ -63,8 +62,8 @@ def check_placement(placement: BlockPermutation, size_bytes: int) -> None:
 
 
 def rearrange(placement: BlockPermutation, region: Bytes) -> Iterator[int]:
-    """Rearrange some more each time; yields what that has cost, in bytes. The placement has been
-    checked against the region.
+    """Rearrange a few blocks at each step; yields the cost of the step in bytes. The caller has
+    checked the placement against the region.
     """
     size = placement.block_bytes
     at_once = max(1, ASIDE_BUFFER_BYTES // size) if size <= STEP_BYTES else 1
@@ -81,14 +80,15 @@ def rearrange(placement: BlockPermutation, region: Bytes) -> Iterator[int]:
 def _rearrange_large(
     placement: BlockPermutation, region: Bytes, aside: Bytes, start: int
 ) -> Iterator[int]:
-    """One block of several steps: aside first, then a few rows of its longest dimension at a
-    time.
+    """Rearrange a block that needs several steps: copy the block aside, then write a few rows of
+    its longest dimension at a time.
     """
     size = placement.block_bytes
     for first in range(0, size, STEP_BYTES):
         aside[first : first + STEP_BYTES] = region[
             start + first : start + min(size, first + STEP_BYTES)
         ]
+        # A plain copy is several times faster than a strided one, so it counts as less.
         yield STEP_BYTES // 4
     axis = max(range(len(placement.shape)), key=placement.shape.__getitem__)
     source, target = (
@@ -129,12 +129,12 @@ def _items(
 
 
 def _evenly_spaced(starts: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int, int]]:
-    """Sorted starts as runs of even spacing: first, spacing, how many."""
+    """Cut sorted starts into evenly spaced groups: yields first start, spacing, and count."""
     steps = np.diff(starts)
     bends = (np.flatnonzero(np.diff(steps)) + 1).tolist()
     first = 0
     for bend in [*bends, len(starts) - 1]:
-        # A run ends with the start at the bend; what follows begins behind it.
+        # A group includes the start at the bend; the next group begins after it.
         for at in range(first, bend + 1, longest):
             count = min(longest, bend + 1 - at)
             yield int(starts[at]), int(starts[at + 1] - starts[at]) if count > 1 else 0, count

@@ -1,7 +1,8 @@
-"""The block store of a worker: jobs in turn, about a millisecond each.
+"""The block store of a worker: runs jobs round robin, in slices of about a millisecond.
 
-Owned by one thread. It touches host memory alone: of regions on another device nothing can be
-rearranged, but those of a staged cache are never registered, their host buffer is.
+One thread owns the store. The store rearranges blocks in host memory only, not in regions on a
+device. If a device cache has a host buffer, transports register the host buffer instead of the
+cache, and the store rearranges blocks in the host buffer.
 """
 
 from collections import deque
@@ -22,14 +23,16 @@ __all__ = ["HostBlockStore"]
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    """One call of `place` or `copy_to_host_buffer`. Each slice yields how many seconds to wait."""
+
     handle: StoreHandle
     slices: Iterator[float]
     wait_s: float = 0.0
 
 
 class HostBlockStore:
-    """Implements `ports.block_store.BlockStore`. `regions` are what transports see, `host_buffer`
-    says how they follow the engine's, if they are not the engine's own.
+    """Implements `transports.base.BlockStore`. `regions` are the regions that transports see. If
+    these are not the engine's own regions, `host_buffer` copies between the two.
     """
 
     def __init__(self, regions: Sequence[Region], host_buffer: HostBuffer | None = None) -> None:
@@ -61,7 +64,7 @@ class HostBlockStore:
         job = self._jobs.popleft()
         try:
             wait_s = next(job.slices, None)
-        except Exception as error:  # top of a job: only its own blocks are lost
+        except Exception as error:  # top of a job: only the blocks of this job are lost
             return [StoreCompletion(job.handle, f"{type(error).__name__}: {error}")]
         if wait_s is None:
             return [StoreCompletion(job.handle, None)]

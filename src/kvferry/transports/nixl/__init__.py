@@ -1,1 +1,1 @@
-"""nixl."""
+"""The `nixl` data transport: moves KV over every network that NIXL supports."""

@@ -1,16 +1,18 @@
-"""One NIXL agent, whose misuse, errors and silence all come out as TransportError. Sole importer of
-nixl. Owned by its transport's thread.
+"""One NIXL agent, with NIXL's errors turned into TransportError, and the pool of agents.
 
-Facts it is built on, NIXL 1.5.1 with UCX 1.23:
+This is the only module that imports nixl. Owned by the transport's thread. Facts about NIXL 1.5.1
+with UCX 1.23 that the module relies on:
 
-- Memory is written after `remove_remote_agent`, or the process aborts, if something was still
-  posted; and a released handle is forgotten, its read not taken back. What ends every write for
-  certain is the end of the agent, with its sockets and queue pairs.
-- The agent ends when nobody refers to NIXL's object any more: each handle of a transfer does, and
-  so does an exception that passed through NIXL, as long as somebody keeps it. Hence `is_gone`.
-- REMOTE_DISCONNECT says that a connection has failed as a whole, with everything that was posted on
-  it. Other errors say nothing about the rest; and from 1,024 descriptors on NIXL divides a batch
-  among its threads, which have a connection each.
+- Removing a remote agent (`remove_remote_agent`) while a transfer is posted does not stop the
+  transfer: bytes may still be written, or the process aborts. Releasing a handle does not cancel
+  the read either. Only closing the agent, with all sockets and queue pairs, certainly ends every
+  write.
+- The agent is destroyed when the last reference to NIXL's object is gone. Each transfer handle
+  holds a reference, and so does an exception that passed through NIXL, for as long as the exception
+  is kept. Hence `is_gone`.
+- REMOTE_DISCONNECT means that a whole connection has failed, with every transfer posted on the
+  connection. Any different error says nothing about the remaining transfers. From 1,024 descriptors
+  on, NIXL divides a batch among several threads, each with a separate connection.
 """
 
 import contextlib
@@ -50,36 +52,39 @@ __all__ = [
 
 
 DIVIDED_FROM = 1024
-"""Descriptors, from which on NIXL uses its threads."""
+"""Number of descriptors from which on NIXL divides a batch among several threads."""
 DISCONNECTED = "REMOTE_DISCONNECT"
 
 DEFAULT_ENVIRONMENT = {
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
-    # Both write an error for every peer that dies; what matters of it is in the failed completion.
+    # Both libraries log an error for every peer that dies; the failed completion already reports
+    # the death.
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
 }
 CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
-"""Without it a READ between two processes on one GPU node goes through host TCP, 4,000 times
-slower.
+"""Without this setting, a READ between two processes on one GPU node goes through host TCP, which
+is 4,000 times slower.
 """
 
 NETLINK_LIBRARY = "libnl-route-3.so.200"
-"""The distribution's libnl, by the name under which rdma-core's libraries load it. NIXL's wheel has
-a copy under another name.
+"""The distribution's libnl, by the name under which the libraries of rdma-core load libnl.
+
+NIXL's wheel contains a copy under another name.
 """
 
 
 class NixlAgent:
-    """Implements `nixl_transfer.Agent`. Close it."""
+    """Implements `transfer.Agent` on NIXL. The owner must close the agent."""
 
     def __init__(
         self, agent: Any, errors: tuple[type[Exception], ...], kind: MemoryKind, device: int
     ) -> None:
         self.name: str = agent.name
         self.remotes: set[str] = set()
-        """Agents of peers that have been added."""
+        """Names of the peers' agents that have been added."""
         self._agent = agent
+        # The weak reference shows when NIXL's object has really been destroyed.
         self._incarnation = weakref.ref(agent.agent)
         self._errors = errors
         self._kind = kind
@@ -92,7 +97,7 @@ class NixlAgent:
     def open(
         cls, backends: tuple[str, ...], num_threads: int, kind: MemoryKind, device: int
     ) -> "NixlAgent":
-        """ConfigError when NIXL or one of the backends is not here."""
+        """Start an agent. ConfigError if NIXL or one of the backends is missing."""
         nixl, errors = load_nixl(kind)
         config = nixl.nixl_agent_config(
             enable_prog_thread=False,
@@ -118,10 +123,13 @@ class NixlAgent:
 
     @property
     def is_gone(self) -> bool:
-        """Closed, and nothing is left of it that could write."""
+        """True if the agent is closed and NIXL's object is destroyed, so that nothing can write any
+        more.
+        """
         return self._agent is None and self._incarnation() is None
 
     def register(self, regions: Sequence[Region]) -> bool:
+        """Register memory with NIXL; False if NIXL cannot register such memory."""
         rows = np.array(
             [(address, size, self._device) for address, size in merged_ranges(regions)], np.uint64
         )
@@ -135,12 +143,15 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def add(self, name: str, metadata: bytes, peer: PeerId) -> None:
+        """Connect to a peer's agent. TransportError if the peer cannot be reached or the name is
+        wrong.
+        """
         try:
             added = self._agent.add_remote_agent(metadata).decode(errors="replace")
         except self._errors as error:
             raise TransportError(f"peer {peer} cannot be reached over nixl ({error})") from error
         if added != name:
-            if added not in self.remotes:  # it may be that of an honest peer
+            if added not in self.remotes:  # `added` may be the agent of an honest peer
                 self.remove(added)
             raise TransportError(
                 f"the nixl offer of {peer} is for another agent than it says; drop this peer"
@@ -155,6 +166,7 @@ class NixlAgent:
             self._agent.remove_remote_agent(name)
 
     def post(self, operation: str, batch: Descriptors, link: NixlLink) -> Posted:
+        """Post one batch. UncertainFailure if some bytes may be written despite the error."""
         local = self._descriptors(batch.local, batch.size_bytes, self._device)
         remote = self._descriptors(batch.remote, batch.size_bytes, link.regions[0].device)
         kinds = self._kind.value, link.regions[0].memory.value
@@ -172,6 +184,7 @@ class NixlAgent:
             raise TransportError(
                 f"NIXL cannot prepare a transfer with {link.peer} ({error})"
             ) from error
+        # Posting may complete the batch ("DONE"), start the batch ("PROC"), or fail.
         try:
             state = self._agent.transfer(posted.handle)
         except self._errors as error:
@@ -217,7 +230,7 @@ class NixlAgent:
             self._agent.release_xfer_handle(posted.handle)
 
     def progress(self) -> list[bytes]:
-        """Let NIXL work. What peers have sent by `notify` since the last time, from whomever."""
+        """Drive NIXL's progress. Return the notifications since the last call, from all peers."""
         try:
             received = self._agent.get_new_notifs()
         except self._errors:
@@ -225,7 +238,7 @@ class NixlAgent:
         return [note for notes in received.values() for note in notes]
 
     def notify(self, note: bytes, link: NixlLink) -> None:
-        """Send a peer a few bytes, whole and in order. TransportError when it is known to be
+        """Send a notification, complete and in order. TransportError if the peer is known to be
         gone.
         """
         try:
@@ -234,8 +247,10 @@ class NixlAgent:
             raise TransportError(f"NIXL cannot send anything to {link.peer} ({error})") from error
 
     def close(self) -> None:
-        """Idempotent. All handles are to be released and forgotten before: the agent would live on,
-        and might crash the interpreter when that ends.
+        """Close the agent. Idempotent.
+
+        The caller first releases and drops all transfer handles. Otherwise NIXL's object survives,
+        and may crash the interpreter at exit.
         """
         if self._agent is None:
             return
@@ -246,14 +261,17 @@ class NixlAgent:
                 self._agent.deregister_memory(self._registration)
         self._registration = None
         self._agent = None
+        # A reference cycle, for example with the traceback of an exception, may keep the object
+        # alive.
         if not self.is_gone:
             gc.collect()
 
     def _failure(self, why: str, state: str, posted: Posted, link: NixlLink) -> TransportError:
         if DISCONNECTED in state:
             self._disconnected.add(link.agent)
-        # NIXL itself removes an agent that it has seen disconnected; what else was posted to it
-        # fails by that.
+        # NIXL removes an agent on its own after REMOTE_DISCONNECT, and all batches posted to the
+        # removed agent fail. A divided batch uses several connections, so bytes may still be
+        # written after a failure.
         is_certain = link.agent in self._disconnected and posted.descriptors < DIVIDED_FROM
         return TransportError(why) if is_certain else UncertainFailure(why)
 
@@ -265,8 +283,10 @@ class NixlAgent:
 
 
 def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
-    """NIXL, with the errors it raises. Settings that its libraries read when they are loaded are
-    made first, unless the user has.
+    """Import NIXL; return the module and the exceptions that NIXL raises.
+
+    Environment variables that the libraries read while loading are set first, unless set by the
+    user.
     """
     settings = DEFAULT_ENVIRONMENT | (CUDA_ENVIRONMENT if kind is MemoryKind.VRAM else {})
     for key, value in settings.items():
@@ -288,52 +308,60 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def netlink_copies() -> set[str]:
-    """Files of libnl-route that this process has loaded. Two are one too many for a process that
-    did not load NIXL by `load_nixl`.
+    """Return the files of libnl-route that this process has loaded.
+
+    Two copies are a crash risk in a process that did not load NIXL by `load_nixl`.
     """
     with open("/proc/self/maps") as maps:
         return {line.split()[-1] for line in maps if "/libnl-route-3" in line}
 
 
 def load_distribution_netlink() -> None:
-    """Load the distribution's libnl, if there is one, before UCX does; else the process may die
-    with SIGSEGV when it exits.
+    """Load the distribution's libnl, if installed, before UCX does.
 
-    UCX's EFA module needs `libefa.so.1`, which NIXL's wheel lacks. Where rdma-core is installed,
-    the distribution's `libefa` brings a second libnl into the process. If UCX loads it, its
-    constructors register with the wheel's copy, which has these names already and refuses them; its
-    destructors then unlink entries that were never linked. Loaded on its own, it registers with
+    Otherwise the process may die with SIGSEGV at exit. UCX's EFA module needs `libefa.so.1`, which
+    NIXL's wheel lacks. Where rdma-core is installed, the distribution's `libefa` brings a second
+    libnl into the process. If UCX loads this second libnl, the constructors of libnl register with
+    the wheel's copy, which has the same names already and refuses the registration; the destructors
+    then unlink entries that were never linked. Loaded on its own, the second libnl registers with
     itself. See docs/decisions/042-two-copies-of-libnl.md.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL(NETLINK_LIBRARY)
 
 
-# -------------------- nixl generations -------------------- The agents that our own transfers are
-# posted on: the one in use, and earlier ones that are being given up.
+# -- agent pool --
+# The agents that our own transfers are posted on: the agent in use, and retired agents.
 #
-#     in use ──── a stopped transfer waits in vain ────▶ retired ──── only such transfers are left ────▶ closed, gone
+#     in use ── a stopped transfer gets no answer ──▶ retired ── no live transfer left ──▶ closed
 #
-# A stopped transfer whose peer is silent ends with its agent only: before that the peer may still
-# answer, and NIXL would write. So its agent is retired: nothing new begins on it, what others have
-# begun goes on to its end, and then it is closed. Others meet a new agent. Owned by the thread of
-# the transport.
+# A stopped transfer whose peer is silent ends only when the agent is closed: until then the peer
+# may still answer, and NIXL would write. So the agent is retired. The transport starts nothing new
+# on a retired agent, transfers of live peers on a retired agent run to completion, and then the
+# agent is closed. New transfers use a new agent. See
+# docs/decisions/022-a-reading-agent-that-can-be-thrown-away.md.
 
 
 MAX_RETIRED = 3
-"""Each has about 17 files and two threads. The number comes down by itself: nothing is added to a
-retired agent, and what is under way on it ends, or is stopped by its deadline and then waits in
-vain too. Until then whatever else waits in vain waits on, on the agent in use.
+"""At most this many agents are retired at a time; each has about 17 files and two threads.
+
+The count falls without help: nothing is added to a retired agent, and each remaining transfer ends,
+or is stopped by a deadline and then ends with the agent. While this many agents are retired,
+stopped transfers of silent peers on the agent in use keep waiting.
 """
 
 
 class AgentPool:
+    """The posting agents of one transport: at most one in use, and up to MAX_RETIRED retired."""
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._in_use: NixlAgent | None = None
         self._retired: list[NixlAgent] = []
         self._leaving: set[str] = set()
-        """Agents of peers that the one in use shall forget, once nothing is posted to them."""
+        """Names of peers' agents to remove from the agent in use, once no transfer to the peer is
+        posted.
+        """
 
     @property
     def is_settled(self) -> bool:
@@ -343,7 +371,7 @@ class AgentPool:
         return agent is self._in_use
 
     def connected(self) -> list[NixlAgent]:
-        """Those on which something may move."""
+        """Agents with connected peers, where a transfer may need progress."""
         return [
             agent for agent in (self._in_use, *self._retired) if agent is not None and agent.remotes
         ]
@@ -351,14 +379,16 @@ class AgentPool:
     def reach(
         self, link: NixlLink, transfers: Iterable[NixlTransfer], open_agent: Callable[[], NixlAgent]
     ) -> NixlAgent:
-        """The agent in use, opened if there is none, and connected. TransportError when the peer
-        cannot be reached.
+        """Return the agent in use, connected to the peer of `link`; open an agent if there is none.
+
+        TransportError if the peer cannot be reached.
         """
         if self._in_use is None:
             self._in_use = open_agent()
         self._forget_leaving(transfers)
         if link.agent in self._leaving:
-            # A connection that has failed is got rid of by forgetting its agent only.
+            # Only removing the remote agent gets rid of a failed connection, which must wait until
+            # no transfer to the peer is posted.
             raise TransportError(
                 f"an earlier connection to {link.peer} is still being closed; try again in a moment"
             )
@@ -367,7 +397,7 @@ class AgentPool:
         return self._in_use
 
     def leave(self, name: str) -> None:
-        """Forget a peer's agent, as soon as nothing is posted to it."""
+        """Remove a peer's agent as soon as no transfer to the peer is posted."""
         if self._in_use is not None and name in self._in_use.remotes:
             self._leaving.add(name)
 
@@ -375,8 +405,9 @@ class AgentPool:
         return transfer.must_close_agent(time.monotonic(), self._timeout_s)
 
     def advance(self, transfers: Iterable[NixlTransfer]) -> None:
-        """Retire, close and forget what can be. What waited in vain has ended when its agent is
-        gone.
+        """Retire and close agents where possible, and remove the peers' agents that are leaving.
+
+        A stopped transfer of a silent peer has ended when the agent is gone.
         """
         lost = {transfer.agent for transfer in transfers if self.needs_agent_close(transfer)}
         if self._in_use in lost and len(self._retired) < MAX_RETIRED:
@@ -387,6 +418,8 @@ class AgentPool:
                 for transfer in transfers
                 if transfer.agent is agent and not transfer.has_ended
             ]
+            # Only stopped transfers of silent peers remain, so closing the agent harms no live
+            # peer.
             if all(self.needs_agent_close(transfer) for transfer in remaining):
                 _end(agent, remaining)
         self._retired = [agent for agent in self._retired if not agent.is_gone]

@@ -1,6 +1,6 @@
-"""One transfer over NIXL: what is still to be posted, what is under way, what has been moved.
+"""One transfer over NIXL: batches not posted yet, batches in flight, and the bytes moved so far.
 
-Owned by the thread of its transport. Knows nothing of NIXL but what `Agent` says.
+Owned by the transport's thread. The module knows NIXL only through the `Agent` protocol.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,25 @@ from kvferry.types import PeerId, Region
 __all__ = ["Agent", "NixlLink", "NixlTransfer", "Posted", "Telemetry", "UncertainFailure"]
 
 MAX_POSTED = 4
-"""Batches of one transfer under way at once."""
+"""Largest number of batches of one transfer in flight."""
 
 
 class Posted(NamedTuple):
-    """One batch under way."""
+    """One batch in flight."""
 
     handle: Any
-    """NIXL's."""
+    """NIXL's handle of the transfer."""
     descriptors: int
 
 
 class UncertainFailure(TransportError):
-    """A batch has failed, and some of it may still be written."""
+    """A batch has failed, and some bytes of the batch may still be written."""
 
 
 class Agent(Protocol):
-    """What a transfer needs of a NIXL agent. Posting and asking raise TransportError when the peer
-    or the transport has failed.
+    """The operations of a NIXL agent that a transfer needs.
+
+    `post`, `is_done` and `telemetry` raise TransportError if the peer or the transport has failed.
     """
 
     @property
@@ -40,16 +41,16 @@ class Agent(Protocol):
     def post(self, operation: str, batch: Descriptors, link: "NixlLink") -> Posted: ...
     def is_done(self, posted: Posted, link: "NixlLink") -> bool: ...
     def last_completed_at(self, link: "NixlLink") -> float:
-        """When something from this peer last came to its end."""
+        """When a batch with this peer last completed, in local monotonic seconds; 0 if none has."""
 
     def telemetry(self, posted: Posted) -> "Telemetry": ...
     def release(self, posted: Posted) -> None:
-        """Forget a batch. One that is under way is not stopped by that."""
+        """Release the handle of a batch. The release does not cancel a batch in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Of one batch, on NIXL's clock."""
+    """Times and sizes of one batch, measured by NIXL on NIXL's clock."""
 
     started_us: int
     ended_us: int
@@ -70,9 +71,7 @@ class NixlLink:
 
 @dataclass(slots=True, eq=False)
 class NixlTransfer:
-    """A read or write: batches not yet posted, batches under way, and what has been moved. All of
-    it goes through one agent.
-    """
+    """A read or write. All batches of a transfer are posted on the same agent."""
 
     handle: Handle
     link: NixlLink
@@ -80,13 +79,16 @@ class NixlTransfer:
     operation: str
     batches: Iterator[Descriptors]
     upcoming: Descriptors | None = None
-    """The batch after the last one posted: with the last one it is known that it was the last."""
+    """The batch after the last posted batch.
+
+    Fetched in advance, so that the transfer knows when the last batch has been posted.
+    """
     posted: list[Posted] = field(default_factory=list)
     error: str | None = None
     stopped_at: float | None = None
     is_exhausted: bool = False
     may_still_write: bool = False
-    """Something of it may be under way that nobody hears of any more: it ends with its agent."""
+    """Some bytes may be in flight without a handle; the transfer ends when the agent is gone."""
     collected: list[Telemetry] = field(default_factory=list)
 
     @property
@@ -113,13 +115,13 @@ class NixlTransfer:
         self.is_exhausted = self.upcoming is None
 
     def stop(self, why: str, at: float) -> None:
-        """Post nothing more. The first reason counts."""
+        """Post no further batches. Only the first reason is kept."""
         if self.error is None:
             self.error, self.stopped_at = why, at
         self.is_exhausted = True
 
     def collect(self) -> None:
-        """Take note of batches that have ended. TransportError when one has failed."""
+        """Collect the batches that have completed. TransportError if a batch has failed."""
         for posted in list(self.posted):
             try:
                 if not self.agent.is_done(posted, self.link):
@@ -132,7 +134,7 @@ class NixlTransfer:
             self._forget(posted)
 
     def must_close_agent(self, now: float, timeout_s: float) -> bool:
-        """It was stopped, and waiting longer for what is under way would be in vain."""
+        """Whether the transfer was stopped, and can end only by closing the agent."""
         if self.stopped_at is None or self.has_ended:
             return False
         return (
@@ -141,7 +143,10 @@ class NixlTransfer:
         )
 
     def abandon(self) -> None:
-        """Let go of what is under way, so that the agent can end, and the transfer with it."""
+        """Release the handles of all batches in flight, so that the agent can be closed.
+
+        The transfer ends when the agent is gone.
+        """
         self.may_still_write |= bool(self.posted)
         for posted in self.posted:
             self.agent.release(posted)

@@ -1,21 +1,22 @@
-"""The `nixl` data transport: wherever NIXL reaches (UCX by default). NIXL itself is behind
-`nixl_agent`.
+"""The `nixl` data transport: moves KV over every network that NIXL supports (UCX by default).
 
-Owned by one thread. It has two agents. The *serving* one is what `offer` hands out: peers read and
-write through it; it posts nothing and lives as long as the transport. Our own transfers are posted
-on another, made for the first peer connected, which can be thrown away: only its end stops for
-certain what is under way with a peer that has gone silent (`nixl_generations`). Facts, NIXL 1.5.1
-with UCX 1.23:
+Owned by one thread. NIXL itself is behind `agent.py`. The transport has two kinds of agents.
+`offer` hands out the *serving* agent: peers read and write through the serving agent, which posts
+nothing and lives as long as the transport. Our own transfers are posted on a *posting* agent, which
+is opened for the first connected peer and can be closed separately: only closing the posting agent
+certainly stops a transfer with a silent peer (`agent.AgentPool`). Facts about NIXL 1.5.1 with UCX
+1.23:
 
-- Posting may copy everything before it returns (CMA); so transfers are posted in bounded batches,
-  at most one in each `poll`.
-- NIXL's progress thread burns a core while idle, so it is off and `poll` makes progress. The side
-  that reads always needs that. The side that is read needs it while a connection comes up, and on
-  emulated transports (tcp) for every byte; see `serving_interval_s`.
-- A peer that dies shows as an error of the next status call, within milliseconds on one host; one
-  that is stopped or cut off, as silence.
-- What a *write* has handed to the network arrives whatever becomes of its agent: only the peer can
-  say when its memory is at rest.
+- A post may copy all bytes before returning (CMA). So transfers are posted in bounded batches, at
+  most one per `poll`.
+- NIXL's progress thread takes a whole core while idle, so the thread is off, and `poll` drives
+  progress. The reading side always needs progress. The side that is read needs progress while a
+  connection is being established, and on emulated transports (tcp) for every byte; see
+  `serving_interval_s`.
+- A peer that dies shows as an error of the next status call, within milliseconds on one host. A
+  peer that is stopped or cut off is merely silent.
+- Bytes of a *write* that the network already has arrive whatever happens to the agent: only the
+  peer knows when the written memory is at rest.
 """
 
 import os
@@ -44,41 +45,51 @@ from kvferry.types import MemoryKind, PeerId, Region
 __all__ = ["NetworkReach", "NixlTransport", "load_nixl"]
 
 MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
-"""Posting copies host memory on the way. Device memory is copied by the device, and then each post
-costs more than many bytes.
+"""Largest batch of one post. Host memory is copied before the post returns.
+
+Device memory is copied by the device, and each post costs more than the copy of many bytes.
 """
 MAX_BATCH_DESCRIPTORS = 1000
-"""Below 1,024, from where on NIXL divides a batch among threads of its own. They spin while
-something is under way, on cores that the engine computes on, and have a connection each, so that an
-error of one says nothing about the others.
+"""Largest number of descriptors in a batch.
+
+From 1,024 descriptors on, NIXL divides a batch among several threads. The threads spin while a
+transfer runs, on cores that the engine needs, and each thread has a separate connection, so an
+error of one connection says nothing about the rest of the batch.
 """
 CANCEL_TIMEOUT_S = 5.0
-"""How long a stopped transfer waits for its peer, counted from the peer's last sign of life. A peer
-that answers ends it sooner, with its connection whole; a batch of 32 MiB in this time is a link of
-54 Mbit/s.
+"""How long a stopped transfer waits for the peer before the agent must be closed.
+
+Counted from the stop or from the peer's last completed batch, whichever is later. A peer that
+answers ends the transfer sooner, and the connection stays open. A batch of 32 MiB in this time is a
+link of 54 Mbit/s.
 """
 BUSY_S = 120e-6
-"""Progress that took longer moved something: idle it takes 3 µs when called at once again, 60 µs
-when caches have gone cold.
+"""A progress call that took longer has moved bytes.
+
+An idle call takes 3 µs when repeated at once, and 60 µs with cold caches.
 """
 BUSY_MEMORY_S = 0.02
+"""How long the transport counts as busy after a progress call of more than BUSY_S."""
 BUSY_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 0.01
 QUIET_AFTER_S = 1.0
 QUIET_SERVING_INTERVAL_S = 0.1
-"""While peers may read, but nothing has moved for so long: a turn of the transfer worker takes 0.3
-ms when caches have gone cold, and an idle process shall take less than 1 % of a core. The transfer
-worker looks more often by itself when a read is likely to begin.
+"""How often to poll while peers may read, but nothing has moved for QUIET_AFTER_S.
+
+A tick of the transfer worker takes 0.3 ms with cold caches, and an idle process shall use less than
+1 % of a core. The transfer worker polls more often when a read is likely to begin.
 """
 DRAIN_TIMEOUT_S = 2.0
 MAX_NOTES, MAX_NOTE_BYTES = 1024, 256 * 1024
-"""Notifications that nobody has taken yet. What is beyond is dropped: anybody who can reach NIXL
-can send some.
+"""Limits on notifications that have not been taken yet; notifications beyond the limits are
+dropped.
+
+Any process that can reach NIXL can send notifications.
 """
 
 
 class NetworkReach(Enum):
-    """From where NIXL's transports may be reached."""
+    """Interfaces on which NIXL can be reached."""
 
     ANYWHERE = "anywhere"
     THIS_HOST = "this host"
@@ -90,7 +101,7 @@ class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlTransport:
-    """Implements `ports.data.DataTransport`. Nothing of NIXL is loaded before `register`."""
+    """Implements `base.DataTransport` on NIXL. NIXL is not loaded before `register`."""
 
     def __init__(
         self,
@@ -120,9 +131,9 @@ class NixlTransport:
         if len({(region.memory, region.device) for region in regions}) != 1:
             return False
         if self._reach is NetworkReach.THIS_HOST:
-            # UCX listens on every interface, and trusts whoever knows its wire format.
+            # UCX listens on every interface, and trusts every peer that speaks UCX's wire format.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        self._serving = self._open_agent(regions, num_threads=0)  # it posts nothing
+        self._serving = self._open_agent(regions, num_threads=0)  # the serving agent posts nothing
         self._regions = tuple(regions) if self._serving else ()
         return self._serving is not None
 
@@ -184,7 +195,7 @@ class NixlTransport:
         return self.poll_posted()
 
     def poll_posted(self) -> list[Completion]:
-        """As `poll`, when `take_notes` has just been called."""
+        """Poll as `poll` does, without the serving agent's progress, right after `take_notes`."""
         if not self._links and not self._transfers and self._posting.is_settled:
             return []
         for agent in self._posting.connected():
@@ -193,7 +204,7 @@ class NixlTransport:
             self._check(transfer)
         posted = self._post_next()
         if posted is not None:
-            # Between processes of one host a read is over when it has been posted.
+            # Between processes of one host a read has often completed when the post returns.
             self._check(posted)
         self._posting.advance(self._transfers)
         if not any(transfer.has_ended for transfer in self._transfers):
@@ -222,12 +233,10 @@ class NixlTransport:
             else QUIET_SERVING_INTERVAL_S
         )
 
-    # -- for transports that stand on this one --
+    # -- for transports that wrap this one --
 
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
-        """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined
-        already, and checked.
-        """
+        """Start a READ or WRITE of segments given by addresses, already joined and checked."""
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
@@ -243,12 +252,13 @@ class NixlTransport:
 
     @property
     def can_post(self) -> bool:
-        """Whether the next poll hands something more to NIXL."""
+        """Whether the next poll posts another batch."""
         return any(transfer.can_post for transfer in self._transfers)
 
     def identity(self) -> tuple[str, bytes]:
-        """The serving agent, by its name and its metadata: whoever has connected to these can
-        notify us.
+        """Return name and metadata of the serving agent.
+
+        An agent that has connected with both can send notifications to us.
         """
         agent = self._registered()
         return agent.name, agent.metadata()
@@ -256,7 +266,7 @@ class NixlTransport:
     def connect_agent(
         self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]
     ) -> None:
-        """As `connect`, with what `identity` tells there."""
+        """Connect as `connect` does, with the peer's `identity`."""
         self.connect(
             peer,
             TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(name, metadata))),
@@ -267,9 +277,11 @@ class NixlTransport:
         return peer in self._links
 
     def notify(self, peer: PeerId, note: bytes) -> None:
-        """Send a peer a few bytes. They arrive whole and in order, or the connection fails; whether
-        they have arrived is not known. TransportError, and the peer is disconnected, when it is
-        known to be gone.
+        """Send a notification to a peer.
+
+        Notifications arrive complete and in order, or the connection fails; the sender does not
+        learn whether a notification has arrived. TransportError, with the peer disconnected, if the
+        peer is known to be gone.
         """
         link = self._links.get(peer)
         if link is None:
@@ -281,13 +293,13 @@ class NixlTransport:
             raise
 
     def expect_calls(self, until: float) -> None:
-        """Whoever stands on this transport calls all the time until then: nobody needs to find out
-        whether something moves.
+        """Skip the measurement of progress until then, because the wrapping transport polls
+        constantly.
         """
         self._known_until = until
 
     def take_notes(self) -> list[bytes]:
-        """What has been sent to us, by anybody. The first call says that they are wanted."""
+        """Take all notifications sent to us, from any sender. The first call turns this on."""
         if self._notes is None:
             self._notes = deque(maxlen=MAX_NOTES)
         if self._serving is not None:
@@ -297,8 +309,9 @@ class NixlTransport:
         return notes
 
     def close(self) -> None:
-        """Waits a bounded time for what is posted, then ends all agents, so that no byte is written
-        afterwards.
+        """Wait a bounded time for posted batches, then close all agents.
+
+        No byte is written afterwards.
         """
         if self._serving is None:
             return
@@ -320,7 +333,7 @@ class NixlTransport:
         return self._serving
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:
-        """None when NIXL cannot carry such memory."""
+        """Open an agent with our memory; None if NIXL cannot register the memory."""
         agent = NixlAgent.open(self._backends, num_threads, regions[0].memory, regions[0].device)
         if agent.register(regions):
             return agent
@@ -329,8 +342,8 @@ class NixlTransport:
 
     def _open_posting_agent(self) -> NixlAgent:
         try:
-            # UCX would have threads for long batches only. Each costs 11 files, 17 ms at the start
-            # and a connection to every peer.
+            # With UCX alone, threads are used for long batches only, which are never posted. Each
+            # thread costs 11 files, 17 ms at start-up and a connection to every peer.
             agent = self._open_agent(
                 self._regions, 0 if self._backends == ("UCX",) else self._num_threads
             )
@@ -364,9 +377,7 @@ class NixlTransport:
         return transfer.handle
 
     def _batches(self, segments: Sequence[Segments], link: NixlLink) -> Iterator[Descriptors]:
-        """Descriptors are made when the first batch is posted, not when the transfer is asked
-        for.
-        """
+        """Compute the descriptors when the first batch is posted, not when the transfer starts."""
         local, remote = self._regions, link.regions
         yield from batches(
             descriptors_between(segments, local, remote),
@@ -376,7 +387,7 @@ class NixlTransport:
 
     def _progress(self, agent: NixlAgent) -> None:
         is_known = time.monotonic() < self._known_until
-        # The thread's own CPU time: a call that was merely interrupted did not move anything.
+        # CPU time of this thread, not wall time: a call that was merely preempted moved nothing.
         began = 0.0 if is_known else time.thread_time()
         notes = agent.progress()
         if notes and self._notes is not None and agent is self._serving:
@@ -396,7 +407,7 @@ class NixlTransport:
             self._give_up(transfer.agent, transfer.link)
 
     def _post_next(self) -> NixlTransfer | None:
-        """One batch of the transfer whose turn it is: that transfer."""
+        """Post one batch of the next transfer in round-robin order; return the transfer."""
         for _ in range(len(self._transfers)):
             transfer = self._transfers[0]
             self._transfers.rotate(-1)
@@ -410,8 +421,9 @@ class NixlTransport:
         return None
 
     def _give_up(self, agent: Agent, link: NixlLink) -> None:
-        """A peer is silent: whatever waits for it there waits in vain, and need not be patient once
-        more.
+        """Stop all transfers that wait for a silent peer on this agent.
+
+        The timeout has passed once for this peer, so further transfers do not wait once more.
         """
         why = f"peer {link.peer} did not end a stopped transfer"
         for transfer in self._transfers:
@@ -421,8 +433,9 @@ class NixlTransport:
             self._fail(link, why)
 
     def _fail(self, link: NixlLink, why: str) -> None:
-        """A connection has failed, and with it, if it is still in use, whatever else goes by the
-        same agent.
+        """Drop a connection that has failed.
+
+        If the connection is current, all links to the same agent are dropped too.
         """
         is_current = self._links.get(link.peer) is link
         for each in [
@@ -432,7 +445,9 @@ class NixlTransport:
         self._drop(link, why)
 
     def _drop(self, link: NixlLink, why: str) -> None:
-        """Stop using a connection. Its agent is forgotten once nothing is posted to it."""
+        """Stop using a connection. The peer's agent is removed once no transfer to the peer is
+        posted.
+        """
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
             if not any(other.agent == link.agent for other in self._links.values()):

@@ -1,1 +1,1 @@
-"""tcp."""
+"""The `tcp` data transport: plain connections between hosts without RDMA."""

@@ -1,9 +1,8 @@
-"""The side of the `tcp` transport that dials: our transfers, each on a connection of its own while
-it lasts.
+"""The dialling side of the `tcp` transport: each active transfer has a connection of its own.
 
-Owned by the transport's own thread. A transfer that is cancelled takes its connection with it:
-whatever the peer still sends has nowhere to go. Connections that have served their transfer to its
-end are kept for the next.
+The transport's socket thread owns everything in this module. A cancelled transfer closes its
+connection, so bytes that the peer still sends cannot reach local memory. A connection whose
+transfer has completed is reused for the next transfer.
 """
 
 import contextlib
@@ -35,22 +34,23 @@ from kvferry.types import PeerId
 __all__ = ["Dialler", "TcpBatch", "TcpLink", "TcpTransfer", "numeric_addresses"]
 
 MAX_CONNECTIONS = 4
-"""To one peer; further transfers wait for their turn."""
+"""Most connections to one peer; further transfers wait in a queue."""
 MAX_POSTED = 4
-"""Requests of one transfer under way at once, so that the peer always knows what is next."""
+"""Most outstanding requests of one transfer: the peer always knows the next request in advance."""
 STALL_TIMEOUT_S = 60.0
-"""Without a single byte. Requests have deadlines of their own, mostly shorter; this one is for
-whoever sets none.
+"""A transfer fails if no byte moves for this long. Requests have deadlines of their own, which are
+mostly shorter; this timeout is for callers that set no deadline.
 """
 IDLE_TIMEOUT_S = 60.0
+"""An unused connection is closed after this long."""
 
 SocketAddress = tuple[int, Any]
-"""Family and address, as sockets want them."""
+"""Family and address, in the form that `socket.connect` takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TcpBatch:
-    """What one request moves: its place in the peer, and ours."""
+    """The segments that one request moves: in the peer (`rows`) and in local memory (`views`)."""
 
     rows: wire.Rows
     views: list[memoryview]
@@ -62,6 +62,8 @@ class TcpBatch:
 
 @dataclass(slots=True, eq=False)
 class TcpTransfer:
+    """One read or write. Its batches are computed one by one, when they are requested."""
+
     handle: Handle
     link: "TcpLink"
     operation: wire.Operation
@@ -69,7 +71,7 @@ class TcpTransfer:
     started: float
     grant_id: int = 0
     is_not_granted: bool = False
-    """The peer has refused its number, and nothing else is wrong with the peer."""
+    """The peer has refused only the grant id of this write; the peer stays connected."""
     post_s: float = 0.0
     total_bytes: int = 0
     segments: int = 0
@@ -97,34 +99,40 @@ class TcpTransfer:
 
 @dataclass(slots=True, eq=False)
 class TcpLink:
-    """One peer as it was offered. Replaced, never changed, when it is connected again."""
+    """One peer, as described by one offer. A second `connect` replaces the link, never changes
+    it.
+    """
 
     peer: PeerId
     offer: wire.TcpOffer
     connections: list["_ClientConnection"] = field(default_factory=list)
     waiting: deque[TcpTransfer] = field(default_factory=deque)
     addresses: deque[SocketAddress] = field(default_factory=deque)
-    """Of its host, the one to be dialled next first; none until the name is resolved."""
+    """Addresses of the peer's host, next address to dial first; empty until the name is
+    resolved.
+    """
     failed_dials: int = 0
-    """One after the other, without one that succeeded."""
+    """Number of dials that have failed since the last successful dial."""
     drop_reason: str = ""
-    """Why it is no longer used."""
+    """Why the link is no longer used; empty while the link is in use."""
 
 
 class Dialler:
+    """Dials peers and assigns transfers to connections."""
+
     def __init__(self, loop: SocketLoop, ended: Callable[[Completion], None]) -> None:
-        """`ended` is called on the loop's thread, once for each transfer, when nothing of it moves
-        any more.
+        """The loop's thread calls `ended` once for each transfer, when none of the transfer's bytes
+        can move any more.
         """
         self._loop = loop
         self._ended = ended
 
     def open(self, link: TcpLink) -> None:
-        """Dial at once, so that the first transfer need not wait for it."""
+        """Dial at once, so that the first transfer does not wait for the connection."""
         if link.addresses:
             self._dial(link)
             return
-        # A name server may take its time; transfers with other peers shall not wait for it.
+        # A name server may be slow, and transfers with other peers must not wait for it.
         try:
             threading.Thread(
                 target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True
@@ -167,7 +175,7 @@ class Dialler:
         if self._loop.is_closing or (
             not link.connections and link.failed_dials >= max(1, len(link.addresses))
         ):
-            # Nobody is there; whoever waits would wait for ever.
+            # No address answers: waiting transfers would wait for ever.
             self._fail_waiting(link, why)
         elif not link.drop_reason:
             self._assign(link)
@@ -175,7 +183,7 @@ class Dialler:
     def _resolve(self, link: TcpLink) -> None:
         try:
             addresses, error = _addresses(link.offer), None
-        # top of the thread: names from outside make the resolver raise more than OSError
+        # top of the thread: a malformed name makes the resolver raise more than OSError
         except Exception as failure:
             addresses, error = [], str(failure)
         self._loop.call(partial(self._resolved, link, addresses, error))
@@ -198,7 +206,7 @@ class Dialler:
                     self._loop.update(connection)
                 except (
                     Exception
-                ) as error:  # top of a transfer: it fails, its connection with it, nothing else
+                ) as error:  # top of a transfer: only this transfer and its connection fail
                     self._loop.drop(connection, f"{type(error).__name__}: {error}")
         num_coming = sum(1 for connection in link.connections if not connection.is_ready)
         for _ in range(
@@ -220,7 +228,7 @@ class Dialler:
         except OSError as failure:
             if dialling is not None:
                 dialling.close()
-            if not link.connections:  # otherwise those that wait have their turn on these
+            if not link.connections:  # otherwise the waiting transfers use these connections
                 self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
             return
         connection = _ClientConnection(SocketStream(dialling), link, self)
@@ -233,7 +241,7 @@ class Dialler:
 
 
 class _ClientConnection(TcpConnection):
-    """A connection to a peer, with at most one transfer."""
+    """A connection to a peer, with at most one active transfer."""
 
     def __init__(self, stream: SocketStream, link: TcpLink, dialler: Dialler) -> None:
         self.link = link
@@ -244,6 +252,7 @@ class _ClientConnection(TcpConnection):
         super().__init__(stream)
 
     def handler(self) -> ConnectionHandler:
+        # The order of messages is that of the drawing in `tcp/wire.py`.
         received = bytearray(wire.GREETING_BYTES)
         yield IoVector([memoryview(received)])
         token, nonce = self.link.offer.token, secrets.token_bytes(wire.NONCE_BYTES)
@@ -314,8 +323,8 @@ class _ClientConnection(TcpConnection):
         self._post()
 
     def _post(self) -> None:
-        """Ask for what is next. When nothing is left the transfer has ended, and the connection is
-        free for another.
+        """Send requests until `MAX_POSTED` are outstanding. If no batch is left and no request is
+        outstanding, end the transfer and begin the next one on this connection.
         """
         while (transfer := self.transfer) is not None:
             batch = transfer.next_batch() if len(self._posted) < MAX_POSTED else None
@@ -335,7 +344,7 @@ class _ClientConnection(TcpConnection):
 
 
 def numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:
-    """Those of a host that is given by number: nobody is asked. Empty for a name."""
+    """Return the addresses of a numeric host without asking a name server. Empty for a name."""
     with contextlib.suppress(OSError, ValueError):
         return _addresses(offer, socket.AI_NUMERICHOST)
     return []

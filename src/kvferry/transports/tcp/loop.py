@@ -1,8 +1,8 @@
-"""One TCP connection that never blocks: spans of memory to be sent in their order, and one to be
-filled.
+"""The socket thread of the `tcp` transport, and the non-blocking connections that it drives.
 
-Owned by the transport's own thread. Bytes go straight between the socket and the memory they belong
-to; nothing else writes there, so a connection that is closed has certainly stopped.
+`SocketLoop` is the thread: it owns every socket. `SocketStream` sends and fills buffers on one
+connection without blocking. Bytes move directly between the socket and the memory they belong to,
+and no other code writes to that memory: once a connection is closed, no more bytes arrive.
 """
 
 import contextlib
@@ -23,20 +23,18 @@ __all__ = ["ConnectionHandler", "IoVector", "SocketLoop", "SocketStream", "TcpCo
 
 
 MAX_VIEWS = 1024
-"""Buffers that one system call takes (IOV_MAX)."""
+"""Most buffers that one system call takes (IOV_MAX)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that closes with a reset."""
+"""Value of SO_LINGER that makes `close` reset the connection."""
 UNACKNOWLEDGED_S = 25
-"""A peer whose host no longer answers is gone after this long, as with keep-alive; the kernel's own
-patience is a quarter of an hour.
+"""Seconds until a connection fails if the peer's host acknowledges no data; same as keep-alive
+(10 s + 3 x 5 s). The kernel's default is about a quarter of an hour.
 """
 
 
 class IoVector:
-    """Views of memory, to be sent or filled from the first byte of the first to the last of the
-    last.
-    """
+    """Views of memory that are sent or filled in order, and how far that has progressed."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = list(views)
@@ -44,7 +42,7 @@ class IoVector:
         self.left_bytes = sum(len(view) for view in self._views)
 
     def pending(self) -> list[memoryview]:
-        """The views to go on with; the first has been cut to what is left of it."""
+        """The next views to send or fill; the first view has been cut to its remaining bytes."""
         return self._views[self._next : self._next + MAX_VIEWS]
 
     def advance(self, moved: int) -> None:
@@ -59,8 +57,8 @@ class IoVector:
 
 
 class SocketStream:
-    """Raises OSError from `flush` and `fill` when the connection has failed, ConnectionError when
-    the other side closed it.
+    """One non-blocking connection. `flush` and `fill` raise OSError if the connection has failed,
+    and ConnectionError if the other side closed the connection.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -80,11 +78,11 @@ class SocketStream:
         return len(self._outgoing)
 
     def send(self, *views: memoryview | bytes) -> None:
-        """Put bytes into the queue; `flush` sends them."""
+        """Append bytes to the outgoing queue; `flush` sends them."""
         self._outgoing.append(IoVector([memoryview(view) for view in views]))
 
     def flush(self, max_bytes: int) -> int:
-        """Send what the socket takes. How many bytes that were."""
+        """Send as much as the socket takes; returns the number of bytes."""
         moved = 0
         while self._outgoing and moved < max_bytes:
             vector = self._outgoing[0]
@@ -103,7 +101,7 @@ class SocketStream:
         return moved
 
     def fill(self, vector: IoVector) -> int:
-        """Receive into a span what has arrived. How many bytes that were; 0: nothing is there
+        """Receive available bytes into a vector; returns their number, 0 if no byte is available
         now.
         """
         try:
@@ -116,20 +114,20 @@ class SocketStream:
         return received
 
     def close(self) -> None:
-        """What is not sent yet is thrown away: a connection that is given up shall not go on in the
-        kernel, or in a child process.
+        """Close the connection and discard unsent bytes: an abandoned connection must not go on in
+        the kernel or in a forked child process.
         """
         if self._outgoing:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._outgoing.clear()
-        with contextlib.suppress(OSError):  # it was never connected, or is no longer
+        with contextlib.suppress(OSError):  # the socket is not connected
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def tune(connection: socket.socket) -> None:
-    """Never blocks, never waits to send, and notices within half a minute that the other host is
-    gone.
+    """Make a socket non-blocking, disable Nagle's algorithm, and detect a dead host within half a
+    minute.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,23 +138,22 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000)
 
 
-# -------------------- tcp loop -------------------- The thread of the `tcp` transport: it owns
-# every socket, and moves bytes whenever a socket is ready.
-#
-# Whoever owns the transport hands it calls to make (`call`); nothing else is shared. A conversation
-# is a generator that yields the span it wants filled next, so it reads from top to bottom like the
-# wire's description.
+# -- connections and the loop --
+# The transport's owner passes calls to the loop (`call`); the two threads share nothing else. Each
+# connection has a handler: a generator that yields the vector to fill next, so that the code reads
+# from top to bottom in the order of the messages in `tcp/wire.py`.
 
 
 TICK_BYTES = 4 * 1024 * 1024
-"""What one connection moves before it is another's turn."""
+"""Most bytes that one connection moves before the next connection is served."""
 SWEEP_S = 0.5
+"""Interval at which the loop looks for overdue connections."""
 MAX_ACCEPTED = 64
-"""In one turn: peers that come all at once shall not wait for the bytes of others, nor the other
-way round.
+"""Most connections accepted in one tick, so that a burst of new peers and the bytes of connected
+peers do not delay each other.
 """
 ACCEPT_PAUSE_S = 0.5
-"""After the system gave us no connection that had come in: no more files, most likely."""
+"""Pause after `accept` has failed, most likely because this process has no file descriptor left."""
 CLOSE_TIMEOUT_S = 5.0
 
 ConnectionHandler = Generator[IoVector, None, None]
@@ -165,8 +162,8 @@ _log = logging.getLogger(__name__)
 
 
 class TcpConnection:
-    """One side of a conversation. What it is about is in `handler`; when that returns, the
-    connection is closed as soon as all is sent.
+    """One side of a connection. `handler` sends and receives the messages; when `handler` returns,
+    the loop closes the connection as soon as everything is sent.
     """
 
     def __init__(self, stream: SocketStream) -> None:
@@ -177,21 +174,21 @@ class TcpConnection:
         self._vector = next(self._handler)
 
     def handler(self) -> ConnectionHandler:
-        """KVFerryError or OSError: the conversation is over."""
+        """Yield the vectors to fill. A KVFerryError or OSError closes the connection."""
         raise NotImplementedError
 
     def may_receive(self) -> bool:
         return True
 
     def is_overdue(self, now: float) -> str | None:
-        """Why the connection should be closed by now."""
+        """Return why the connection should be closed now; None if it should stay open."""
         raise NotImplementedError
 
     def explain(self, error: Exception) -> str:
         return str(error)
 
     def ended(self, why: str) -> None:
-        """It has been closed: nothing of it moves any more."""
+        """Called after the connection was closed: none of its bytes can move any more."""
         raise NotImplementedError
 
     @property
@@ -203,7 +200,7 @@ class TcpConnection:
         return reads | (selectors.EVENT_WRITE if self.stream.is_sending else 0)
 
     def tick(self) -> None:
-        """Send and receive what is possible, for a bounded time."""
+        """Send and receive as much as possible, for a bounded time."""
         moved = self._send()
         while (
             moved < TICK_BYTES
@@ -219,8 +216,8 @@ class TcpConnection:
             self.last_moved = time.monotonic()
 
     def switch_handler(self, handler: ConnectionHandler) -> None:
-        """Break off what is being said, and say this. Not from within a talk. What was being filled
-        is filled no further.
+        """Replace the running handler. Must not be called from within a handler. The vector that
+        was being filled receives no further byte.
         """
         self._handler.close()
         self._handler, self._vector = handler, next(handler)
@@ -229,7 +226,7 @@ class TcpConnection:
         try:
             return self.stream.flush(TICK_BYTES)
         except OSError:
-            # Why nobody takes our bytes may have been said before the connection was closed.
+            # The peer may have sent its reason before it closed the connection: read that first.
             while not self._is_handler_done and self.stream.fill(self._vector):
                 if not self._vector.left_bytes:
                     self._resume_handler()
@@ -244,8 +241,8 @@ class TcpConnection:
 
 
 class SocketLoop:
-    """Runs from `start` to `close`. `call` may be used by any thread, all else only by what the
-    loop itself calls.
+    """Runs a thread from `start` to `close`. The transport's owner calls these two, and any thread
+    may use `call`; every other method is for code that runs on the loop's thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -259,23 +256,24 @@ class SocketLoop:
         self._next_sweep = 0.0
         self.is_closing = False
         self._lock = threading.Lock()
-        """For the one file that other threads use."""
+        """Guards `_wake`, the only file descriptor that other threads use."""
         self._is_closed = False
         self.failure: str | None = None
-        """Why the thread has stopped by itself: an error of our own."""
+        """Why the thread has stopped because of a bug; None while the thread is fine."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-        """The loop owns the listener from here on; `accept` owns what comes in."""
+        """Start the thread. The loop owns the listener, and `accept` owns accepted connections."""
         self._listener, self._accept = listener, accept
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._thread.start()
 
     def call(self, what: Callable[[], None]) -> None:
-        """Calls that come after the loop has closed are not made."""
+        """Make a call on the loop's thread. Calls after the loop has closed are not made."""
         self._calls.append(what)
-        with self._lock, contextlib.suppress(BlockingIOError):  # it has been woken often enough
+        # BlockingIOError: the counter is at its maximum, so the loop is woken anyway.
+        with self._lock, contextlib.suppress(BlockingIOError):
             if not self._is_closed:
                 os.eventfd_write(self._wake, 1)
 
@@ -284,11 +282,11 @@ class SocketLoop:
         self._watch(connection)
 
     def update(self, connection: TcpConnection) -> None:
-        """After something was put into its queue."""
+        """Update the watched events of a connection after bytes were added to its queue."""
         self._watch(connection)
 
     def drop(self, connection: TcpConnection, why: str) -> None:
-        """Close a connection. Unknown ones are ignored."""
+        """Close a connection. Unknown connections are ignored."""
         events = self._connections.pop(connection, None)
         if events is None:
             return
@@ -298,7 +296,7 @@ class SocketLoop:
         connection.ended(why)
 
     def close(self) -> None:
-        """Every socket is closed when this returns. Idempotent."""
+        """Stop the thread and close every socket. Idempotent."""
         self.is_closing = True
         if self._thread.ident is None:
             if not self._is_closed:
@@ -318,11 +316,12 @@ class SocketLoop:
             failure = None
         except (
             Exception
-        ) as error:  # top of the thread: whoever waits for a transfer must learn of it
+        ) as error:  # top of the thread: owners of transfers must learn of the failure
             _log.exception("the thread of the tcp transport was stopped by an error of its own")
             failure = f"{type(error).__name__}: {error}"
         self.is_closing = True
         self._release()
+        # Set last: `poll` takes this as a sign that every known transfer has been ended.
         self.failure = failure
 
     def _tick(self) -> None:
@@ -345,12 +344,12 @@ class SocketLoop:
     def _run_call(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # top of a call: the others' transfers go on
+        except Exception:  # top of a call: all other transfers go on
             _log.exception("a call of the tcp transport failed by an error of our own")
 
     def _drive(self, connection: TcpConnection) -> None:
         if connection not in self._connections:
-            return  # dropped by what another connection did in this turn
+            return  # dropped by another connection in this tick
         try:
             connection.tick()
         except (KVFerryError, OSError) as error:
@@ -358,7 +357,7 @@ class SocketLoop:
             return
         except (
             Exception
-        ) as error:  # top of a connection: whatever a peer has sent, the others go on
+        ) as error:  # top of a connection: whatever a peer has sent, other connections go on
             _log.exception("a connection of the tcp transport was closed by an error of our own")
             self.drop(connection, f"{type(error).__name__}: {error}")
             return
@@ -393,6 +392,7 @@ class SocketLoop:
                     error,
                     ACCEPT_PAUSE_S,
                 )
+                # `_sweep` watches the listener again.
                 self._selector.unregister(self._listener)
                 return
             self._run_call(partial(self._accept, accepted))
@@ -418,6 +418,7 @@ class SocketLoop:
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
+        # Under the lock: a late `call` must not write to a file descriptor that was reused.
         with self._lock:
             self._is_closed = True
             os.close(self._wake)

@@ -1,8 +1,8 @@
-"""What a `tcp` transport has lent, and which connections are receiving into it.
+"""The listening side of the `tcp` transport: serves peers' requests and enforces write grants.
 
-The transport's owner lends and takes back; the loop's thread admits writes and is the only one that
-receives. A number that is taken back while something is received under it has ended once that
-thread has turned those connections away.
+The owner of the transport grants and revokes writes; the loop's thread admits writes, and only that
+thread receives bytes. If bytes are being received under a grant id when it is revoked, the
+revocation completes once the loop's thread has rejected the connections concerned.
 """
 
 import secrets
@@ -34,22 +34,24 @@ __all__ = ["TcpServer", "TcpWriteGrants", "WriterConnection"]
 
 
 class WriterConnection(TcpConnection):
-    """A connection on which a peer writes."""
+    """A connection on which a peer writes into our memory."""
 
     def reject(self, why: str) -> None:
-        """Tell the peer, and let whatever else it sends land nowhere."""
+        """Send the reason to the peer and discard every further byte from the peer."""
         raise NotImplementedError
 
 
 class TcpWriteGrants:
+    """The active write grants, and the connections that are receiving under each of them."""
+
     def __init__(
         self, loop: SocketLoop, regions: tuple[Region, ...], ended: Callable[[Completion], None]
     ) -> None:
-        """`ended` may be called by either thread."""
+        """`ended` receives the completions of revocations; either thread may call it."""
         self._loop = loop
         self._ended = ended
         self._lock = threading.Lock()
-        """For what both threads use: these two."""
+        """Guards `_granted` and `_receiving`, which both threads use."""
         self._granted = WriteGrantTable(regions)
         self._receiving: dict[WriterConnection, int] = {}
 
@@ -64,18 +66,20 @@ class TcpWriteGrants:
         if is_received:
             self._loop.call(partial(self._reject_writers, grant_id, handle))
         else:
+            # Nothing is being received, and `admit` refuses from now on: the revocation is done.
             self._ended(_completion(handle))
 
     # -- on the loop's thread --
 
     def admit(self, writer: WriterConnection, grant_id: int, rows: Rows) -> str:
-        """Why a write may not be received; empty when it may: from now on, and until `release`, it
-        is under way.
+        """Return why a write must be refused. If empty, the write is admitted: it counts as being
+        received from now on until `release`.
         """
         with self._lock:
             granted = self._granted.get(grant_id)
         if granted is not None and not granted.covers(rows[:, 0], rows[:, 1]):
             return write_outside_grant(grant_id)
+        # `covers` ran without the lock, so the owner may have revoked the grant meanwhile.
         with self._lock:
             if granted is None or self._granted.get(grant_id) is not granted:
                 return grant_not_active(grant_id)
@@ -83,7 +87,7 @@ class TcpWriteGrants:
         return ""
 
     def release(self, writer: WriterConnection) -> None:
-        """Nothing more is received there, or its connection is closed."""
+        """The write on this connection is complete, or the connection is closed."""
         with self._lock:
             self._receiving.pop(writer, None)
 
@@ -101,33 +105,34 @@ def _completion(handle: Handle) -> Completion:
     return Completion(handle, None, 0, 0, 0.0, 0.0)
 
 
-# -------------------- tcp server -------------------- The side of the `tcp` transport that is
-# dialled: it checks every request and serves it from registered memory.
-#
-# Owned by the transport's own thread. Whoever does not prove within seconds that it has seen the
-# offer is sent away; what a known peer asks for must lie in registered memory, and what it writes
-# in blocks that were lent (`tcp_fence`).
+# -- server --
+# The loop's thread owns this part. A peer that does not prove within seconds that it knows the
+# offer's token is disconnected. A request of an authenticated peer must lie in registered memory,
+# and a write must lie in granted blocks.
 
 
 MAX_CONNECTIONS = 4096
 MAX_UNAUTHENTICATED = 256
-"""Connections that have not proved anything yet."""
+"""Most connections that have not proved that they know the token."""
 PROOF_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 60.0
-"""A peer that takes none of the bytes it asked for, or does not go on with its request, for so long
-has lost interest.
+"""A connection is closed if the peer takes none of the bytes it asked for, or does not continue its
+request, for this long.
 """
 IDLE_TIMEOUT_S = 600.0
 MAX_OUTGOING = 4
-"""Replies waiting to be sent; no further request is read before."""
+"""Most replies waiting to be sent; the next request is read only below this number."""
 SINK_BYTES = 1024 * 1024
 MAX_SINKS = 4 * wire.MAX_BATCH_BYTES // SINK_BYTES + 4
-"""What is read of a writer that was turned away: all it can have under way. Were it closed at once,
-the reset would reach it before the reason does.
+"""How much is read and discarded from a rejected writer, in units of `SINK_BYTES`: everything that
+the writer can have outstanding. If the connection were closed at once, the reset would reach the
+writer before the reason does.
 """
 
 
 class TcpServer:
+    """Accepts connections and gives them access to registered memory."""
+
     def __init__(
         self,
         loop: SocketLoop,
@@ -142,20 +147,21 @@ class TcpServer:
         self._memory = memory
         self.write_grants = write_grants
         self.sink = memoryview(bytearray(SINK_BYTES))
-        """For all who were turned away: nobody reads it."""
+        """Receives the discarded bytes of all rejected writers; never read."""
         self._known: set[_ServerConnection] = set()
         self._unauthenticated: dict[_ServerConnection, None] = {}
-        """In the order they came."""
+        """Connections that have not sent a valid proof, in the order of their arrival."""
 
     def accept(self, connection: socket.socket) -> None:
         if len(self._known) >= MAX_CONNECTIONS:
             connection.close()
             return
+        # Drop the oldest: strangers that never send a proof must not keep peers out.
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
             self._loop.drop(next(iter(self._unauthenticated)), "newer strangers came")
         try:
             tune(connection)
-        except OSError:  # it has gone again
+        except OSError:  # the other side has closed the connection already
             connection.close()
             return
         served = _ServerConnection(SocketStream(connection), self, self._token)
@@ -163,7 +169,7 @@ class TcpServer:
         self._loop.add(served)
 
     def known(self, served: "_ServerConnection") -> None:
-        """It has proved that it may ask."""
+        """The connection has sent a valid proof and may send requests."""
         self._unauthenticated.pop(served, None)
         self._known.add(served)
 
@@ -173,13 +179,15 @@ class TcpServer:
         self.write_grants.release(served)
 
     def views(self, rows: wire.Rows, total_bytes: int) -> list[memoryview]:
-        """RemoteProtocolError unless all of it is registered."""
+        """Return views of a request's segments. RemoteProtocolError unless all of them lie in
+        registered memory.
+        """
         self._ranges.check(rows, total_bytes)
         return self._memory.views(rows[:, 0].tolist(), rows[:, 1].tolist())
 
 
 class _ServerConnection(WriterConnection):
-    """One dialler and what it asks for."""
+    """One dialling peer and its requests."""
 
     def __init__(self, stream: SocketStream, server: TcpServer, token: bytes) -> None:
         self._server = server
@@ -232,7 +240,9 @@ class _ServerConnection(WriterConnection):
             yield IoVector([self._server.sink])
 
     def _serve_one(self) -> Generator[IoVector, None, str]:
-        """Why nothing more is received of this dialler; empty when it may go on."""
+        """Serve one request. Returns why nothing more is received from this peer; empty if the peer
+        may go on.
+        """
         header = bytearray(wire.HEADER_BYTES)
         yield IoVector([memoryview(header)])
         self._is_amid_request = True

@@ -1,8 +1,9 @@
-"""The `tcp` data transport: between hosts without RDMA, over plain connections.
+"""The `tcp` data transport: moves bytes between hosts without RDMA, over plain connections.
 
-The transport belongs to one thread, as every transport; its sockets belong to a thread of its own
-(`tcp_loop`), which serves peers without help and moves our transfers. Why not NIXL over tcp:
-docs/decisions/023-a-tcp-transport-of-our-own.md. What is said on a connection: `tcp_wire`.
+One thread owns the transport, as with every transport. A second thread (`tcp/loop.py`) owns the
+sockets: it serves peers without help from the owner, and moves our transfers. The messages on a
+connection: `tcp/wire.py`. Why not NIXL over TCP:
+docs/decisions/023-a-tcp-transport-of-our-own.md.
 """
 
 import secrets
@@ -39,8 +40,8 @@ CANCELLED = "cancelled"
 
 
 class TcpTransport:
-    """Implements `ports.data.DataTransport`. Listens from `register` on, at a free port of
-    `bind_host`.
+    """Implements `transports.base.DataTransport`. After `register` the transport listens on a free
+    port of `bind_host`.
     """
 
     def __init__(self, bind_host: str, advertised_host: str) -> None:
@@ -53,11 +54,11 @@ class TcpTransport:
         self._links: dict[PeerId, tuple[TcpLink, tuple[Region, ...]]] = {}
         self._transfers: dict[Handle, TcpTransfer] = {}
         self._ended: deque[Completion] = deque()
-        """Filled by the loop's thread, emptied by ours."""
+        """Completions that the loop's thread appends and the owner's `poll` removes."""
         self._last_handle = 0
         self._parts: tuple[SocketLoop, Dialler, TcpWriteGrants] | None = None
         self._revocations: set[Handle] = set()
-        """Numbers that were, until that is told."""
+        """Revocations whose completion `poll` has not returned yet."""
 
     @property
     def name(self) -> str:
@@ -124,13 +125,13 @@ class TcpTransport:
         failure = self._parts[0].failure if self._parts else None
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         if failure is not None and not ended:
-            # Its thread had ended all it knew of before it said so; the rest had not come to it
-            # yet.
+            # The socket thread ended every transfer it knew of before it set `failure`. The
+            # transfers that are left never reached that thread.
             ended = [
                 transfer.completion(f"the tcp transport has stopped: {failure}")
                 for transfer in self._transfers.values()
             ]
-            # Whatever was received under a number was received by that thread.
+            # Only that thread receives bytes, so no byte can land under a revoked grant id.
             ended += [Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._revocations]
         for completion in ended:
             self._revocations.discard(completion.handle)
@@ -139,7 +140,7 @@ class TcpTransport:
                 continue
             link, _ = self._links.get(transfer.link.peer, (None, ()))
             if completion.error not in (None, CANCELLED) and link is transfer.link:
-                # Its next transfer wants a new handshake: the peer may have been restarted.
+                # The peer may have restarted: the next transfer needs a new handshake.
                 self._drop(transfer.link.peer, str(completion.error))
         return ended
 
@@ -205,7 +206,9 @@ class TcpTransport:
     def _batches(
         self, segments: Sequence[Segments], remote: Sequence[Region], memory: AddressedMemory
     ) -> Iterator[TcpBatch]:
-        """Made on the loop's thread, when the peer is about to be asked for them."""
+        """Cut a transfer into batches. The loop's thread computes each batch just before it sends
+        the request for the batch.
+        """
         for batch in batches(
             descriptors_between(segments, self._regions, remote),
             wire.MAX_BATCH_BYTES,
@@ -222,7 +225,9 @@ class TcpTransport:
 
 
 def _listening_on(host: str, advertised_host: str) -> socket.socket:
-    """Anywhere means in both families when the advertised address is one of IPv6."""
+    """Open a listening socket. A wildcard listens on IPv4 and IPv6 if the advertised address is an
+    IPv6 address.
+    """
     if host in ("", "*"):
         host = "::" if ":" in advertised_host else "0.0.0.0"
     try:

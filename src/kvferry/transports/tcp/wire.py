@@ -1,21 +1,24 @@
-"""What the `tcp` transport says on a connection. Pure.
+"""The wire format of the `tcp` transport. Pure.
 
-Both sides prove that they know the offer's token: the dialler was told it, the producer made it,
-whoever else listens there or dials did neither. Then requests, answered in their order:
+Both sides prove that they know the token in the offer: the producer (the listening side) made the
+token, and the dialler received it in the handshake. A stranger that listens or dials knows no
+token. Requests follow, and are answered in order:
 
-    greeting   MAGIC, 16 bytes nonce                                    producer
-    proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
-    proof      HMAC-SHA256 of its role and both nonces                   producer
-    request    operation, number of runs, bytes of all, the number that a write is made under (0 for a read); then for each run
-               its address in the producer and its size (a write is followed by its bytes)    dialler
-    reply      status, length of a text (0 when all is well)             producer
-               (the reply to a read is followed by its bytes)
+    greeting   MAGIC, 16 bytes nonce                                         producer
+    proof      16 bytes nonce; HMAC-SHA256 of the role and both nonces       dialler
+    proof      HMAC-SHA256 of the role and both nonces                       producer
+    request    operation, number of segments, total bytes, grant id of a
+               write (0 for a read); then for each segment its address in
+               the producer and its size (a write: then its bytes)           dialler
+    reply      status, length of a text (0 if the request succeeded)
+               (a read: then its bytes)                                      producer
 
-A write under a number that is not lent is refused at once, before its bytes have come; a write
-whose number is taken back, amid its bytes. Either way the producer reads on for a while, for the
-refusal to arrive, and then closes; the dialler closes when it has seen it.
+The producer refuses a write under an inactive grant id at once, before the bytes of the write have
+arrived. If the grant is revoked while the bytes arrive, the producer refuses the write in the
+middle. In both cases the producer goes on reading for a while, so that the refusal can reach the
+dialler, and then closes; the dialler closes when it has read the refusal.
 
-Numbers are little-endian.
+All integers are little-endian.
 """
 
 import hashlib
@@ -62,10 +65,10 @@ __all__ = [
 
 MAGIC = b"kvferry\x02"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
-"""A proof alone; a dialler's comes after its nonce."""
+"""`PROOF_BYTES` is the proof alone; a dialler sends its nonce before the proof."""
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAX_BATCH_DESCRIPTORS = 1024
-"""As many as one system call takes."""
+"""Most segments in one request: as many buffers as one system call takes."""
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_TEXT_BYTES = 1024
 
@@ -74,7 +77,7 @@ _REPLY = struct.Struct("<BxxxI")
 HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
 Rows = npt.NDArray[np.int64]
-"""One row for each run: address in the producer, size in bytes."""
+"""One row for each segment: address in the producer, size in bytes."""
 
 
 class Operation(IntEnum):
@@ -86,7 +89,7 @@ class ReplyStatus(IntEnum):
     OK = 0
     REFUSED = 1
     NOT_GRANTED = 2
-    """Of the write alone: its peer is as good as before."""
+    """Only this write is refused; the peer's other transfers go on."""
 
 
 class HandshakeRole(Enum):
@@ -95,7 +98,7 @@ class HandshakeRole(Enum):
 
 
 class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a transport listens, and what proves that a dialler was told so."""
+    """Where a transport listens, and the token that a dialler must prove to know."""
 
     host: str
     port: int
@@ -104,6 +107,8 @@ class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """The fixed part of a request."""
+
     operation: Operation
     num_descriptors: int
     total_bytes: int
@@ -111,7 +116,7 @@ class Header:
 
 
 class Ranges:
-    """The memory that a transport's peers may touch."""
+    """The registered memory, which peers may read and write."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         merged = np.array(merged_ranges(regions), np.int64).reshape(-1, 2)
@@ -126,14 +131,14 @@ class Ranges:
         return int(self._ends[-1]) - self.first if len(self._ends) else 0
 
     def check(self, rows: Rows, total_bytes: int) -> None:
-        """RemoteProtocolError unless every run lies in one of the ranges, and all of them come to
-        `total_bytes`.
+        """RemoteProtocolError unless every segment lies in one of the ranges, and their sizes add
+        up to `total_bytes`.
         """
         addresses, sizes = rows[:, 0], rows[:, 1]
         at = np.searchsorted(self._starts, addresses, side="right") - 1
         is_inside = (at >= 0) & (sizes > 0) & (sizes <= MAX_BATCH_BYTES)
-        # A size is small by now, and an address at least a range's start: their sum may only be too
-        # large, which is caught.
+        # Sizes are at most MAX_BATCH_BYTES here. The bound on the addresses keeps the sum
+        # `addresses + sizes` below from overflowing 64 bits.
         if not len(self._starts) or not bool(
             np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))
         ):
@@ -159,7 +164,7 @@ def nonce_in(received: bytes) -> bytes:
 
 
 def prove(token: bytes, role: HandshakeRole, nonces: bytes) -> bytes:
-    """`nonces`: the producer's, then the dialler's."""
+    """Compute the proof of one side. `nonces`: the producer's nonce, then the dialler's."""
     return hmac.digest(token, role.value + nonces, hashlib.sha256)
 
 
@@ -190,13 +195,13 @@ def unpack_header(received: bytes) -> Header:
 
 
 def pack_reply(refusal: str = "", status: ReplyStatus = ReplyStatus.REFUSED) -> bytes:
-    """All is well, unless there is a reason to refuse."""
+    """Encode a reply: a refusal if there is a reason, otherwise success."""
     text = refusal.encode(errors="replace")[:MAX_TEXT_BYTES]
     return _REPLY.pack(status if text else ReplyStatus.OK, len(text)) + text
 
 
 def text_bytes_in(received: bytes) -> int:
-    """How long the text of a refusal is that follows; 0 when all is well."""
+    """Return the length of the text of a refusal that follows the reply; 0 on success."""
     status, length = _REPLY.unpack(received)
     if status not in list(ReplyStatus) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
         raise RemoteProtocolError(
@@ -206,5 +211,5 @@ def text_bytes_in(received: bytes) -> int:
 
 
 def is_not_granted(received: bytes) -> bool:
-    """Of a reply that refuses: whether for the number alone."""
+    """Whether a reply that refuses a request refuses only the grant id."""
     return bool(_REPLY.unpack(received)[0] == ReplyStatus.NOT_GRANTED)

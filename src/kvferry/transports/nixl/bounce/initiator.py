@@ -1,9 +1,20 @@
-"""One bounce-buffer transfer of ours: how far it has come, and how far it may go. What is done with
-it: `staging_transfers.py`, its only user.
+"""Our own bounce-buffer transfers: the initiator's side of `messages.py`.
 
-Bytes of its stream are counted, from 0 to `total_bytes`. A read is gathered there (`reached`), read
-(`landed`) and scattered here; a write is gathered here, written (`landed`) and scattered there
-(`reached`).
+Each transfer waits for a slot of our bounce buffer, asks the peer for a slot of the peer's bounce
+buffer, and then moves chunk by chunk:
+
+    read     owner gathers ──▶ READ into our slot ──▶ we scatter
+    write    we gather ──▶ WRITE into the owner's slot ──▶ owner scatters
+
+Owned by the transport's thread, which passes in messages, the time and the completions of posted
+chunks, and sends the messages of `take_outgoing`. Progress is counted in bytes of the transfer's
+stream, from 0 to `total_bytes`. A read is gathered by the owner up to `reached`, has been read up
+to `landed`, and is then scattered here. A write is gathered here, has been written up to `landed`,
+and has been scattered by the owner up to `reached`.
+
+A transfer takes a local slot before asking for a remote slot, and a part of each bounce buffer is
+reserved for slots granted to peers. So two transports never deadlock. See
+docs/decisions/037-bounce-buffers.md.
 """
 
 import time
@@ -58,7 +69,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RemoteBounceBuffer:
-    """A peer's ring: whose agent has it, and where it is in the peer."""
+    """A peer's bounce buffer: the registering agent, and the address in the peer."""
 
     agent: str
     address: int
@@ -76,6 +87,8 @@ class BounceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class BounceTransfer:
+    """One of our bounce-buffer transfers, with progress and limits."""
+
     handle: Handle
     peer: PeerId
     is_read: bool
@@ -89,26 +102,32 @@ class BounceTransfer:
     remote_slot: Slot | None = None
     parts: Iterator[SegmentPart] = field(default_factory=lambda: iter(()))
     reached: int = 0
+    """Bytes gathered (read) or scattered (write) by the owner, as reported by the owner."""
     posted: int = 0
+    """Bytes handed to NIXL."""
     landed: int = 0
+    """Bytes that NIXL has moved."""
     in_flight: deque[tuple[int, Handle]] = field(default_factory=deque)
-    """What is on the wire: where each ends, in order."""
+    """Chunks in flight: end position in the stream and handle of each, in order."""
     arrived: set[Handle] = field(default_factory=set)
+    """Handles of completed chunks that wait for an earlier chunk."""
     advanced: int = 0
+    """The `landed` that the owner was last sent."""
     sent_at: float = 0.0
     echoed_clock_s: float = 0.0
-    """Our clock in the last message that the peer has certainly had."""
+    """Our clock in the last of our messages that the peer has certainly received."""
     since: float = 0.0
-    """When it came into its state."""
+    """When the transfer entered the current state."""
     error: str | None = None
     is_certain: bool = True
-    """Nothing that was posted can still arrive there."""
+    """False if bytes of a posted chunk may still arrive in the peer's slot."""
     has_peer_ended: bool = False
     descriptors: int = 0
     post_s: float = 0.0
 
     @property
     def post_limit(self) -> int:
+        """Stream position up to which chunks may be posted now."""
         assert self.slot_copier is not None
         assert self.remote_slot is not None
         if self.is_read:
@@ -117,6 +136,7 @@ class BounceTransfer:
 
     @property
     def copy_limit(self) -> int:
+        """Stream position up to which bytes may be copied to or from our slot now."""
         assert self.slot_copier is not None
         return (
             self.landed
@@ -126,13 +146,17 @@ class BounceTransfer:
 
     @property
     def must_notify(self) -> bool:
-        """Whether its owner waits for what has landed: to scatter it, to gather more in its place,
-        or to have its window back.
+        """Whether the owner waits for a report of `landed`.
+
+        The owner needs the report to scatter the bytes, to gather more bytes into the same place,
+        or to free the slot.
         """
         if self.landed <= self.advanced or not self.is_read or self.landed == self.total_bytes:
             return self.landed > self.advanced
         assert self.remote_slot is not None
         room = self.remote_slot.size_bytes
+        # A read whose rest fits the slot reports only at the end. Otherwise the read reports a
+        # quarter of the slot at a time, or when everything gathered so far has been read.
         return self.advanced + room < self.total_bytes and (
             4 * (self.landed - self.advanced) >= room or self.landed == self.reached
         )
@@ -157,51 +181,47 @@ class BounceTransfer:
         return self.state is BounceState.STOPPING
 
 
-# -------------------- staging transfers -------------------- Our own bounce-buffer transfers: each
-# waits for a slot of our bounce buffer, asks its peer for one there, and then moves chunk by chunk.
-#
-#     read     they gather ──▶ READ into our window ──▶ we scatter
-#     write    we gather ──▶ WRITE into their window ──▶ they scatter
-#
-# Owned by the thread of its transport, which brings messages, the time and what has become of what
-# was posted, and sends what there is to be sent. The window here is had before the one there is
-# asked for, and a part of each ring is for windows that are lent alone: so two transports never
-# wait for each other.
+# -- all transfers of one transport --
 
 
 MAX_POSTED = 2
-"""Stretches of one transfer on the wire at once."""
+"""Largest number of chunks of one transfer in flight."""
 PING_S = 1.0
-"""A transfer that has nothing to say says so, and is answered: both know that the other is
-there.
+"""How often an idle transfer sends a progress message.
+
+The owner answers, so that both sides know that the link is alive.
 """
 GRANT_TIMEOUT_S = 5.0
-"""How long a transfer waits for a window of its peer. Then it goes without."""
+"""How long a transfer waits for a slot of the peer before going directly through NIXL."""
 STOP_TIMEOUT_S = 5.0
-"""How long a stopped write waits for what is on the wire, before that is given up too."""
+"""How long a stopped write waits for chunks in flight before cancelling the chunks."""
 PARTS_PER_TICK = 8
 BACKOFF_S = 60.0
-"""A peer that did not answer at all is not asked again for so long."""
+"""How long a peer that did not answer at all is not asked again."""
 METADATA_TTL_S = 20.0
-"""A peer that has answered so lately knows how to answer: it is not told again. It remembers for
-longer.
+"""How long after an answer a peer still knows our agent's metadata, so that the next request can
+omit the metadata.
+
+The peer keeps the metadata longer (`transport.IDLE_S`).
 """
 
 ToInitiator = SlotGranted | OwnerProgress | TransferEnded
 OutgoingMessages = tuple[str, tuple[BounceMessage, ...]]
-"""What is to be sent as one notification, and to which agent."""
+"""Messages to send as one notification, with the name of the receiving agent."""
 
 
 class DescriptorMover(Protocol):
-    """What moves stretches between two rings."""
+    """Moves chunks between two bounce buffers. Implemented by the plain NIXL transport."""
 
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
-        """READ or WRITE, by addresses here and there."""
+        """Start a READ or WRITE of descriptors with local and remote addresses."""
 
     def cancel(self, handle: Handle) -> None: ...
 
 
 class BounceTransfers:
+    """All bounce-buffer transfers that this transport has started."""
+
     def __init__(
         self,
         bounce_buffer: BounceBuffer,
@@ -218,7 +238,7 @@ class BounceTransfers:
         self._transfers: dict[Handle, BounceTransfer] = {}
         self._queue: deque[BounceTransfer] = deque()
         self._writing: deque[BounceTransfer] = deque()
-        """Those whose segments have not all been told."""
+        """Transfers whose segments have not all been sent to the owner."""
         self._by_posted_handle: dict[Handle, BounceTransfer] = {}
         self._outgoing: list[tuple[str, BounceMessage]] = []
         self._ended: list[Completion] = []
@@ -231,7 +251,7 @@ class BounceTransfers:
 
     @property
     def can_move(self) -> bool:
-        """Whether the next turn may have something to do."""
+        """Whether the next tick may have work to do."""
         return bool(self._ended or self._fallbacks or self.has_outgoing) or any(
             each.can_move for each in self._transfers.values()
         )
@@ -250,7 +270,10 @@ class BounceTransfers:
         *,
         is_read: bool,
     ) -> None:
-        """The segments have been checked against both sides' regions, and are not empty."""
+        """Start a transfer. The caller has checked the segments against both sides' regions.
+
+        `segments` is not empty.
+        """
         stream = SegmentStream()
         for part in segments:
             stream.append(
@@ -272,10 +295,11 @@ class BounceTransfers:
         self._queue.append(transfer)
 
     def can_request(self, agent: str, now: float) -> bool:
+        """Whether this agent may be asked for a slot: False for a while after a missing answer."""
         return now >= self._backoff_until.get(agent, now)
 
     def peers(self) -> set[PeerId]:
-        """Those that something is moved with."""
+        """Return the peers of all transfers."""
         return {transfer.peer for transfer in self._transfers.values()}
 
     def stop_all(self, why: str, now: float) -> None:
@@ -288,12 +312,12 @@ class BounceTransfers:
             self._stop(transfer, "cancelled", now)
 
     def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
-        """The peer cannot be spoken to any more, or in a moment."""
+        """Stop all transfers with a peer whose connection has failed or is about to be dropped."""
         for known in (self._last_message_at, self._backoff_until):
-            known.clear()  # whoever is met again is told anew
+            known.clear()  # a peer that reconnects gets our metadata again
         for transfer in self._of(peer):
-            # A peer that lives may be putting into place what it was told of: a write waits for as
-            # long as that may take.
+            # A live peer may still be scattering a write that was reported before: the write then
+            # waits for the peer's TransferEnded, or until the peer must have stopped.
             transfer.has_peer_ended |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
             if transfer.state in (BounceState.STOPPING, BounceState.CLOSING):
@@ -304,11 +328,11 @@ class BounceTransfers:
         if transfer is None or transfer.bounce_buffer.agent != sender:
             if isinstance(
                 message, SlotGranted
-            ):  # it went without, and a window would be kept for it
+            ):  # we no longer wait for this slot; the owner must free the slot
                 self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=True)))
             elif isinstance(
                 message, OwnerProgress
-            ):  # our last word about it was lost; what it had sent may be on its way
+            ):  # our TransferStopped was lost, and posted bytes may still arrive
                 self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=False)))
             return
         peer = transfer.peer
@@ -334,9 +358,7 @@ class BounceTransfers:
             transfer.reached = max(transfer.reached, message.upto)
 
     def settle(self, completion: Completion, now: float) -> bool:
-        """Take note of what has become of something posted. False when it is not of a bounce-buffer
-        transfer.
-        """
+        """Process the completion of a chunk. False if the handle belongs to no transfer of ours."""
         transfer = self._by_posted_handle.pop(completion.handle, None)
         if transfer is None:
             return False
@@ -347,8 +369,9 @@ class BounceTransfers:
             transfer.is_certain = transfer.is_certain and transfer.is_read
             self._stop(transfer, completion.error, now)
         elif transfer.is_read and now > transfer.echoed_clock_s + self._reclaim_s / 2:
-            # What was read may be of somebody else by now.
+            # The owner may have given the slot to another transfer during our read.
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
+        # Chunks may complete in any order; `landed` advances over a gapless prefix only.
         while transfer.in_flight and transfer.in_flight[0][1] in transfer.arrived:
             end, posted_handle = transfer.in_flight.popleft()
             transfer.arrived.discard(posted_handle)
@@ -357,7 +380,7 @@ class BounceTransfers:
         return True
 
     def advance(self, now: float) -> None:
-        """One turn of bounded work: begin, post, copy, and see what is over."""
+        """Run one tick of bounded work: admit transfers, copy, post, finish stopped ones."""
         self._admit(now)
         budget = self._bounce_buffer.limits.tick_bytes
         for transfer in list(self._transfers.values()):
@@ -367,13 +390,15 @@ class BounceTransfers:
                 self._finish_stopping(transfer, now)
             elif transfer.state in (BounceState.ASKED, BounceState.MOVING):
                 self._keep_alive(transfer, now)
-        if len(self._transfers) > 1:  # the next turn begins with another
+        if len(self._transfers) > 1:  # the next tick starts with another transfer
             first = next(iter(self._transfers))
             self._transfers[first] = self._transfers.pop(first)
 
     def take_outgoing(self) -> Iterator[OutgoingMessages]:
-        """What is to be sent, in order. Long lists of segments are written as they are taken, the
-        first with what asks for the transfer.
+        """Yield the messages to send, in order.
+
+        Long lists of segments are encoded only on demand. The first part travels with the request
+        for the slot.
         """
         outgoing, self._outgoing = self._outgoing, []
         by_agent: dict[str, list[BounceMessage]] = {}
@@ -392,8 +417,9 @@ class BounceTransfers:
         return ended
 
     def take_fallbacks(self) -> list[tuple[Handle, PeerId, Sequence[Segments], bool]]:
-        """Those that are to go without a ring: handle, peer, segments, whether it is a read. They
-        are ours no more.
+        """Take the transfers that must go directly: handle, peer, segments, whether it is a read.
+
+        The caller owns the returned transfers from now on.
         """
         fallbacks, self._fallbacks = self._fallbacks, []
         return fallbacks
@@ -401,7 +427,7 @@ class BounceTransfers:
     # -- one transfer --
 
     def _admit(self, now: float) -> None:
-        """In the order in which they were started."""
+        """Give slots of our bounce buffer to queued transfers, in the order of their start."""
         most, least = fair_slot_bytes(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
@@ -451,6 +477,7 @@ class BounceTransfers:
                 yield transfer.bounce_buffer.agent, part
 
     def _take_slot(self, transfer: BounceTransfer, granted: SlotGranted, now: float) -> None:
+        """Use the granted slot, if the slot lies in the owner's bounce buffer."""
         slot_copier = transfer.slot_copier
         if transfer.state is not BounceState.ASKED or slot_copier is None:
             return
@@ -470,7 +497,7 @@ class BounceTransfers:
         self._become(transfer, BounceState.MOVING, now)
 
     def _move(self, transfer: BounceTransfer, now: float, *, may_begin: bool) -> int:
-        """What it has begun to copy, in bytes."""
+        """Copy and post up to the limits; return the number of bytes whose copy has started."""
         slot_copier, begun = transfer.slot_copier, 0
         assert slot_copier is not None
         try:
@@ -489,7 +516,7 @@ class BounceTransfers:
         return begun
 
     def _post(self, transfer: BounceTransfer, now: float) -> None:
-        """Hand what is ready to the wire. TransportError when the peer is not there any more."""
+        """Post the chunks that are ready. TransportError if the peer is no longer connected."""
         slot_copier, there = transfer.slot_copier, transfer.remote_slot
         assert slot_copier is not None
         assert there is not None
@@ -501,8 +528,8 @@ class BounceTransfers:
             now <= transfer.echoed_clock_s + self._reclaim_s / 2
             and len(transfer.in_flight) < MAX_POSTED
         ):
-            # The last of it goes at once. Before that, one part is filled while the other is
-            # emptied.
+            # The end of the stream is posted in one chunk. Before that, a chunk is at most half a
+            # slot, so that gathering fills one half while NIXL empties the next.
             most = transfer.total_bytes if transfer.post_limit == transfer.total_bytes else share
             end = chunk_end(
                 transfer.posted,
@@ -524,6 +551,7 @@ class BounceTransfers:
             self._by_posted_handle[handle] = transfer
 
     def _keep_alive(self, transfer: BounceTransfer, now: float) -> None:
+        """Stop the transfer if the owner is silent; otherwise send due progress messages."""
         if now > transfer.echoed_clock_s + self._reclaim_s / 2:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
         elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
@@ -543,7 +571,7 @@ class BounceTransfers:
         )
 
     def _stop(self, transfer: BounceTransfer, why: str, now: float) -> None:
-        """The first reason counts."""
+        """Stop a transfer. Only the first reason is kept."""
         if transfer.error is not None or transfer.state is BounceState.ENDED:
             return
         transfer.error = why
@@ -555,8 +583,10 @@ class BounceTransfers:
             self._cancel_in_flight(transfer)
 
     def _finish_stopping(self, transfer: BounceTransfer, now: float) -> None:
-        """A stopped transfer has ended once nothing of ours is touched any more; a write waits for
-        the peer to say the same.
+        """End a stopped transfer once no memory of the transfer is touched any more.
+
+        Our own slot and blocks are idle when no chunk is in flight and no copy runs. A write also
+        waits until the owner no longer scatters.
         """
         assert transfer.slot_copier is not None
         if transfer.state is BounceState.STOPPING:
@@ -564,7 +594,7 @@ class BounceTransfers:
                 self._cancel_in_flight(transfer)
             try:
                 transfer.slot_copier.collect()
-            except TransportError:  # the device has failed: nothing runs on it any more
+            except TransportError:  # the device has failed, so no copy runs any more
                 transfer.is_certain = False
             if transfer.in_flight or not transfer.slot_copier.is_idle:
                 return
@@ -576,7 +606,8 @@ class BounceTransfers:
             )
             self._become(transfer, BounceState.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.has_peer_ended
-        # An owner that is silent for so long stalled, and writes nothing when it wakes up.
+        # An owner that is silent for this long has stalled. A stalled owner ends all writes on
+        # resuming (`owner.STALL_S`), and scatters nothing more.
         if is_told or now > transfer.since + self._reclaim_s / 2:
             self._end(transfer)
 
@@ -585,6 +616,7 @@ class BounceTransfers:
             self._mover.cancel(handle)
 
     def _fall_back(self, transfer: BounceTransfer) -> None:
+        """Hand the transfer over to be moved directly through NIXL, without bounce buffers."""
         self._fallbacks.append(
             (transfer.handle, transfer.peer, transfer.segments, transfer.is_read)
         )
@@ -622,7 +654,7 @@ class BounceTransfers:
 
 
 def _slot_descriptors(here: Slot, there: Slot, start: int, end: int) -> Descriptors:
-    """The same bytes in both windows, cut where one of them ends."""
+    """Return descriptors of one range of the stream in both slots, cut where either slot wraps."""
     places = []
     while start < end:
         (offset, size), (remote_offset, remote_size) = (

@@ -1,25 +1,30 @@
-"""What the two sides of a bounce-buffer transfer tell each other, as NIXL notifications. Pure.
+"""Messages between the two sides of a bounce-buffer transfer, sent as NIXL notifications. Pure.
 
-The *initiator* has asked for the transfer, by `read` or `write`, and posts everything to NIXL. The
-*owner* lends it a slot of its bounce buffer:
+The *initiator* has started the transfer, by `read` or `write`, and posts all chunks to NIXL. The
+*owner* grants the initiator a slot of the owner's bounce buffer:
 
-    initiator                             owner
-    Ask, Part ...          ────▶          queued until there is a window
-                           ◀────          Granted
-    read:                  ◀────          Reached n        gathered into the window up to byte n
-          READ, then       ────▶          Advanced n       read up to byte n: that much of the window may be filled again
-    write: WRITE, then     ────▶          Advanced n       written into the window up to byte n
-                           ◀────          Reached n        at its place up to byte n
-    Stopped                ────▶          gives the transfer up
-                           ◀────          Ended            touches no byte of it any more; also when it refuses one, or does not know it
+    initiator                              owner
+    SlotRequest, SegmentPart ...   ────▶   queued until a slot is free
+                                   ◀────   SlotGranted
+    read:                          ◀────   OwnerProgress n       gathered up to byte n
+           READ, then              ────▶   InitiatorProgress n   read up to byte n:
+                                           so much of the slot may be filled again
+    write: WRITE, then             ────▶   InitiatorProgress n   written up to byte n
+                                   ◀────   OwnerProgress n       scattered up to byte n
+    TransferStopped                ────▶   gives the transfer up
+                                   ◀────   TransferEnded         touches none of its bytes any
+                                           more; also sent to refuse a request, and for a
+                                           transfer that the owner does not know
 
-`n` counts from the beginning of the transfer, so that one message stands for all before it. The
-initiator puts its own clock into what it says, and the owner repeats the last it has heard: so the
-initiator knows how long its window is kept for certain, whatever was delayed.
+`n` counts from the start of the transfer, so that one message covers all before it. SlotRequest and
+InitiatorProgress carry a timestamp of the initiator's clock, and the owner echoes the last received
+timestamp. So the initiator knows how long the slot is certainly kept, however long a message was
+delayed.
 
-A notification is a tag (HMAC-SHA256 over the receiver's agent and the rest, with a key of the
-cluster) and an `Envelope`. Senders count their envelopes; one that is not above all before it is
-dropped. Whoever has not the key can send nothing that is looked into.
+A notification is a tag (HMAC-SHA256 over the receiver's agent and the payload, with a key of the
+cluster) followed by an `Envelope`. Senders count their envelopes, and a receiver drops an envelope
+whose count is not higher than all before. A sender without the key can send nothing that is
+decoded.
 """
 
 import hashlib
@@ -56,20 +61,25 @@ __all__ = [
 
 BOUNCE_VERSION = 1
 MAX_ENVELOPE_BYTES = 256 * 1024
-"""NIXL takes 75 µs for a notification of 64 KiB, and 2 ms for one of 1 MiB."""
+"""NIXL takes 75 µs for a notification of 64 KiB, and 2 ms for a notification of 1 MiB."""
 MAX_METADATA_BYTES = 192 * 1024
 FEW_MESSAGES = 256
 FIRST_PART_OFFSETS, PART_OFFSETS = 8192, 24_576
-"""Offsets of one part: the owner begins with the first while the others are written. Of 8 bytes
-each they still fit.
+"""Numbers of offsets in the first part and in each later part.
+
+The owner starts with the first part while the later parts are encoded. Offsets of 8 bytes each
+still fit into an envelope.
 """
 PART_GROUPS = 1024
 MAX_SEGMENTS = 1 << 22
-"""Of one transfer."""
+"""Largest number of segments of one transfer."""
 MAX_SENDERS = 1024
+"""Number of senders whose last envelope count is remembered; beyond this the oldest is forgotten.
+"""
 TAG_BYTES = 32
 SHORT_BYTES, TABLE_BYTES, GROUP_BYTES = 256, 16, 32
-"""What a message, a table and a group take at most, without what may be long in them."""
+"""Upper bounds, in bytes, on a message, a table and a group without their variable-length fields.
+"""
 MAX_INTEGER = (1 << 62) - 1
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
@@ -79,22 +89,24 @@ _Why = Annotated[str, msgspec.Meta(max_length=400)]
 
 
 class SlotRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Initiator to owner: asks for a slot for one transfer."""
+
     transfer: _Natural
     clock_s: float
     is_read: bool
     total_bytes: _Count
     slot_bytes: _Count
-    """The largest window that is of use."""
+    """Size of the largest slot that the initiator can use."""
     granularity: _Count
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
-    """Of the sender's agent, for the answer; empty when it was told lately."""
+    """Metadata of the initiator's agent, for the reply; empty if sent recently."""
 
 
 _NUMBERS = {2: "<u2", 4: "<u4", 8: "<i8"}
 
 
 class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
-    """Offsets, divided by `2 ** shift`, as little-endian numbers of `width` bytes."""
+    """Offsets divided by `2 ** shift`, as little-endian integers of `width` bytes."""
 
     width: Annotated[int, msgspec.Meta(ge=2, le=8)]
     shift: Annotated[int, msgspec.Meta(ge=0, le=31)]
@@ -113,8 +125,10 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
         return cls(8, 0, offsets.astype(_NUMBERS[8]).tobytes())
 
     def offsets(self) -> Offsets:
-        """RemoteProtocolError when these are no numbers. They may be negative, or lie anywhere: the
-        caller checks them.
+        """Decode the offsets. RemoteProtocolError if the bytes are malformed.
+
+        Offsets may be negative or arbitrarily large: the caller checks the offsets against the
+        regions.
         """
         if (
             self.width not in _NUMBERS
@@ -132,8 +146,9 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Segments of one size in one of the owner's regions. Layers mostly move the same blocks: their
-    groups share a table.
+    """Segments of one size in one of the owner's regions.
+
+    Layers usually move the same blocks, so their groups share a table.
     """
 
     region: _Natural
@@ -142,7 +157,7 @@ class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """Some of the segments of a transfer. They come in order."""
+    """Initiator to owner: some of the segments of a transfer. Parts arrive in order."""
 
     transfer: _Natural
     number: _Natural
@@ -151,7 +166,7 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
     @property
     def num_segments(self) -> int:
-        """RemoteProtocolError when a group names a table that is not there."""
+        """Count the segments. RemoteProtocolError if a group refers to a missing table."""
         if any(group.table >= len(self.tables) for group in self.groups):
             raise RemoteProtocolError(
                 "a part of a bounce-buffer transfer names offsets that it does not have"
@@ -160,32 +175,42 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 class InitiatorProgress(msgspec.Struct, frozen=True, array_like=True, tag="adv"):
+    """Initiator to owner: bytes up to `upto` have been read or written."""
+
     transfer: _Natural
     upto: _Natural
     clock_s: float
 
 
 class TransferStopped(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Initiator to owner: the transfer has been given up."""
+
     transfer: _Natural
     is_certain: bool
-    """Nothing that was posted can still arrive in the window."""
+    """False if posted bytes may still arrive in the slot."""
 
 
 class SlotGranted(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
+    """Owner to initiator: the slot at offset `first` belongs to the transfer."""
+
     transfer: _Natural
     first: _Natural
-    """The window, by its offset in the owner's ring."""
+    """Offset of the slot in the owner's bounce buffer."""
     size_bytes: _Count
     echoed_clock_s: float
 
 
 class OwnerProgress(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
+    """Owner to initiator: bytes up to `upto` have been gathered or scattered."""
+
     transfer: _Natural
     upto: _Natural
     echoed_clock_s: float
 
 
 class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Owner to initiator: the owner touches no byte of the transfer any more."""
+
     transfer: _Natural
     why: _Why
 
@@ -202,15 +227,17 @@ BounceMessage = (
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Some messages of one sender to one receiver."""
+
     version: int
     sender: _Name
-    """The serving agent of the sender's transport."""
+    """Name of the serving agent of the sender's transport."""
     count: _Natural
     messages: Annotated[tuple[BounceMessage, ...], msgspec.Meta(max_length=FEW_MESSAGES)]
 
 
 class NotificationCodec:
-    """Closes and opens the notifications of one transport."""
+    """Encodes, signs and verifies the notifications of one transport."""
 
     def __init__(self, secret: bytes, own_agent: str) -> None:
         self._key = hmac.digest(secret, b"kvferry staged nixl notifications", hashlib.sha256)
@@ -219,7 +246,7 @@ class NotificationCodec:
         self._counts: dict[str, int] = {}
 
     def close(self, receiver: str, messages: Sequence[BounceMessage]) -> Iterator[bytes]:
-        """In order, in as few notifications as it takes."""
+        """Encode messages in order, in as few notifications as possible."""
         waiting, weight = list[BounceMessage](), 0
         for message in messages:
             if waiting and (
@@ -239,8 +266,9 @@ class NotificationCodec:
         return b"".join((self._tag(receiver, payload), payload))
 
     def open(self, notification: bytes) -> Envelope:
-        """RemoteProtocolError for whatever is not a new message of the cluster for us. Takes
-        anything.
+        """Verify and decode a notification; accepts arbitrary bytes.
+
+        RemoteProtocolError unless the notification is new, from the cluster and for us.
         """
         tag, payload = notification[:TAG_BYTES], memoryview(notification)[TAG_BYTES:]
         if len(notification) > MAX_ENVELOPE_BYTES or not hmac.compare_digest(
@@ -261,6 +289,7 @@ class NotificationCodec:
         return envelope
 
     def _note(self, envelope: Envelope) -> None:
+        # Re-inserted at the end, so that the first entry is the sender that was quiet longest.
         self._counts.pop(envelope.sender, None)
         self._counts[envelope.sender] = envelope.count
         if len(self._counts) > MAX_SENDERS:
@@ -271,7 +300,7 @@ class NotificationCodec:
 
 
 def _weight(message: BounceMessage) -> int:
-    """How many bytes it takes, about, and never fewer."""
+    """Return an upper bound, close to the real size, on the encoded size of a message in bytes."""
     if isinstance(message, SegmentPart):
         return (
             SHORT_BYTES
@@ -288,7 +317,7 @@ def _weight(message: BounceMessage) -> int:
 
 
 def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[SegmentPart]:
-    """What an owner must know of a transfer. Each is written when it is asked for."""
+    """Cut the segments of a transfer into parts for the owner; each part is built on demand."""
     number = num_offsets = 0
     tables: list[Offsets] = []
     groups: list[SegmentGroup] = []
@@ -324,7 +353,10 @@ def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[Segm
 
 
 def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:
-    """Which of the tables has these very offsets. Most that differ do so at once."""
+    """Return the index of the table with exactly these offsets, or None.
+
+    Tables that differ mostly differ in the first offset, which is compared first.
+    """
     for number, table in enumerate(reversed(tables)):
         if len(table) == len(offsets) and table[0] == offsets[0] and np.array_equal(table, offsets):
             return len(tables) - 1 - number

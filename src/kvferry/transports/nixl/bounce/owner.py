@@ -1,17 +1,22 @@
-"""The owner's side of bounce-buffer transfers: peers ask, get a slot of our bounce buffer, and read
-what we gather there, or have us scatter what they wrote. Owned by the thread of its transport,
-which brings messages and the time, and sends what `take_outgoing` gives.
+"""The owner's side of bounce-buffer transfers: grants slots to peers, gathers and scatters.
 
-Nothing a peer says is trusted: segments are checked against our own regions, counts against what
-has happened. What cannot be is ended, with the reason. A window is given to somebody else only when
-nobody can be using it any more:
+Peers ask for a slot of our bounce buffer. A reader reads the bytes that we gather into
+the slot. A writer writes into the slot, and we scatter the bytes. Owned by the transport's thread,
+which passes in messages and the time, and sends the messages of `take_outgoing`.
 
-- a reader says when it has stopped. One that is silent is waited for `reclaim_s` after its last
-  message. It repeats its clock all the time, hears it back, and uses nothing that it read later
-  than half of `reclaim_s` after what it has heard back;
-- a writer says when it has stopped and nothing of it can arrive any more. One that cannot say that,
-  or whose link has failed, is waited for `reclaim_s`; one that is merely silent for ever, since
-  what it has sent may be on its way.
+No message is trusted: segments are checked against our own regions, and counts against our own
+progress. A transfer with an impossible message is ended with a reason. A slot is granted to another
+transfer only when the previous peer cannot use the slot any more:
+
+- A reader sends TransferStopped. A slot of a silent reader is reclaimed `reclaim_s` after the
+  reader's last message. The reader sends timestamps all the time, gets the timestamps back, and
+  uses nothing that arrived later than half of `reclaim_s` after the last echoed timestamp.
+- A writer sends TransferStopped, with `is_certain` if no posted byte can arrive any more. If bytes
+  may still arrive, or the link to the writer has failed, the slot is reclaimed after `reclaim_s`.
+  If the writer is merely silent, the slot is never reclaimed, because posted bytes may still be in
+  flight.
+
+See docs/decisions/037-bounce-buffers.md.
 """
 
 from collections import deque
@@ -45,25 +50,28 @@ from kvferry.types import Region
 __all__ = ["RECLAIM_S", "SlotServer", "ToOwner"]
 
 RECLAIM_S = 60.0
-"""How long a window is kept for a peer that has become silent."""
+"""How long a slot is kept for a peer that has become silent."""
 SILENCE_TIMEOUT_S = 5.0
-"""A peer that lives says something each second."""
+"""A live initiator sends a message every second; after this silence an initiator counts as dead."""
 KEEPALIVE_S = 5.0
-"""A writer that has been silent for so long is spoken to: that shows whether it lives."""
+"""How long a peer may be silent before the owner sends a message, which shows whether the link
+works.
+"""
 STALL_S = 2.0
-"""Not called for so long, we write nothing any more that was on its way here: the blocks may be
-somebody else's by now.
+"""After a pause this long between two ticks, all running writes are ended.
+
+Bytes scattered now may come too late: the blocks may belong to another request.
 """
 MAX_SERVED = 1024
 MAX_QUEUED_SEGMENTS = 2 * MAX_SEGMENTS
-"""Of all transfers together: 8 bytes each."""
+"""Limit on the segments of all transfers together; each takes 8 bytes."""
 
 ToOwner = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped
 
 
 @dataclass(slots=True, eq=False)
 class _PeerTransfer:
-    """One transfer of a peer."""
+    """One transfer that a peer has started, as seen by the owner."""
 
     sender: str
     ask: SlotRequest
@@ -73,19 +81,21 @@ class _PeerTransfer:
     num_parts: int = 0
     num_segments: int = 0
     slot_copier: SlotCopier | None = None
-    """With the window, once it is granted."""
+    """Holds the slot, once a slot is allocated."""
     advanced: int = 0
+    """Bytes that the peer has read or written, as reported by the peer."""
     reported: int = 0
+    """The progress that the peer was last sent."""
     is_granted: bool = False
-    """Its peer has been told of its window."""
+    """True once SlotGranted has been sent."""
     must_notify: bool = False
     is_ended: bool = False
-    """Nothing more is copied. Its window is kept until its peer has stopped."""
+    """True if nothing more is copied. The slot is kept until the peer has stopped."""
     sent_at: float = 0.0
     lost_at: float | None = None
-    """The link to its peer has failed, and nothing has been heard of it since."""
+    """When the link to the peer failed; None after the next message of the peer."""
     reclaim_at: float | None = None
-    """Its peer has stopped, and nothing of it arrives after that."""
+    """When the slot may be reused, set when the peer has stopped."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -101,6 +111,7 @@ class _PeerTransfer:
 
     @property
     def copy_limit(self) -> int:
+        """Stream position up to which bytes may be copied now."""
         assert self.slot_copier is not None
         room = (
             self.advanced + self.slot_copier.slot.size_bytes if self.ask.is_read else self.advanced
@@ -109,8 +120,10 @@ class _PeerTransfer:
 
     @property
     def has_unreported_progress(self) -> bool:
-        """Whether its peer waits for what has been copied: to read it, to write more in its place,
-        or to be through.
+        """Whether the peer waits for a report of the copied bytes.
+
+        The peer needs the report to read the bytes, to write more bytes into the same place, or to
+        complete the transfer.
         """
         assert self.slot_copier is not None
         done, room = self.slot_copier.done, self.slot_copier.slot.size_bytes
@@ -121,7 +134,7 @@ class _PeerTransfer:
         )
 
     def is_reclaimable(self, now: float, reclaim_s: float) -> bool:
-        """Nobody can be using its window any more."""
+        """Whether the peer certainly cannot use the slot any more."""
         if self.is_ended and not self.is_granted and not self.must_notify:
             return True
         if self.reclaim_at is not None:
@@ -132,6 +145,8 @@ class _PeerTransfer:
 
 
 class SlotServer:
+    """Grants slots of our bounce buffer to peers and copies for their transfers."""
+
     def __init__(
         self,
         bounce_buffer: BounceBuffer,
@@ -159,7 +174,7 @@ class SlotServer:
 
     @property
     def can_move(self) -> bool:
-        """Whether the next turn has something to do for certain."""
+        """Whether the next tick certainly has work to do."""
         return any(
             served.slot_copier is not None
             and (not served.slot_copier.is_idle or served.slot_copier.started < served.copy_limit)
@@ -168,7 +183,7 @@ class SlotServer:
         )
 
     def senders(self) -> set[str]:
-        """Those we have something of."""
+        """Return the agents that have a transfer here."""
         return {sender for sender, _ in self._served}
 
     def receive(self, sender: str, message: ToOwner, now: float) -> None:
@@ -178,8 +193,8 @@ class SlotServer:
                 self._admit(sender, message, now)
             return
         if served is None:
-            # A read that we have seen to its end is not heard of again; this one we have given up,
-            # or never knew.
+            # A completed read gets no further messages, so this transfer was given up or never
+            # known.
             self._outgoing.append(
                 (sender, TransferEnded(message.transfer, "it is not known here (any more)"))
             )
@@ -196,13 +211,13 @@ class SlotServer:
             self._end(served, str(error))
 
     def lost(self, sender: str, now: float) -> None:
-        """The link to a peer has failed: it may be dead."""
+        """The link to a peer has failed; the peer may be dead."""
         for served in self._served.values():
             if served.sender == sender and served.lost_at is None:
                 served.lost_at = now
 
     def advance(self, now: float) -> None:
-        """One turn of bounded work."""
+        """Run one tick of bounded work: end stalled writes, reclaim and grant slots, copy."""
         if self._ticked_at is not None and now - self._ticked_at > STALL_S:
             for served in self._moving:
                 if not served.ask.is_read:
@@ -219,7 +234,7 @@ class SlotServer:
             budget -= self._move(served, now, may_begin=budget > 0)
 
     def take_outgoing(self) -> Iterator[tuple[str, tuple[BounceMessage, ...]]]:
-        """What is to be sent as one notification each, and to which agent."""
+        """Yield the messages to send, as one notification per agent."""
         outgoing, self._outgoing = self._outgoing, []
         by_agent: dict[str, list[BounceMessage]] = {}
         for sender, message in outgoing:
@@ -261,7 +276,7 @@ class SlotServer:
             )
 
     def _region_segments(self, part: SegmentPart) -> Iterator[RegionSegments]:
-        """RemoteProtocolError when a segment is not in the region that it is said to be in."""
+        """Convert a part to segments of our regions. RemoteProtocolError if one lies outside."""
         tables = [table.offsets() for table in part.tables]
         for group in part.groups:
             offsets = tables[group.table]
@@ -281,8 +296,8 @@ class SlotServer:
         if served.is_ended:
             return
         slot_copier, read = served.slot_copier, served.ask.is_read
-        # What a writer has moved may be ahead of the segments it belongs to; nothing is copied
-        # before those are known.
+        # A writer may have moved more bytes than segments are known here. No byte is copied before
+        # the segments have arrived.
         reach = (
             0
             if slot_copier is None
@@ -309,7 +324,8 @@ class SlotServer:
     def _end(self, served: _PeerTransfer, why: str) -> None:
         if not served.is_ended:
             served.is_ended = True
-            # What has begun to be copied is let end first: then nothing of it is touched any more.
+            # Copies that have started must complete first: TransferEnded means that no byte of the
+            # transfer is touched any more.
             if served.slot_copier is None:
                 self._queue.remove(served)
                 self._forget(served)
@@ -321,7 +337,7 @@ class SlotServer:
                 served.must_notify = True
 
     def _grant(self, now: float) -> None:
-        """In the order in which they asked."""
+        """Allocate slots for queued transfers, in the order of their requests."""
         most, least = fair_slot_bytes(self._table.size_bytes)
         while self._queue:
             served = self._queue[0]
@@ -341,13 +357,16 @@ class SlotServer:
             self._moving.append(served)
 
     def _refuse_waiting(self, now: float) -> None:
-        """Those who wait for windows that nobody will give back soon are better served plainly."""
+        """Refuse all queued transfers if silent peers hold all slots.
+
+        The refused transfers go directly through NIXL at once instead of waiting.
+        """
         if all(now > served.last_message_at + SILENCE_TIMEOUT_S for served in self._moving):
             for served in list(self._queue):
                 self._end(served, "its ring is held by peers that are silent")
 
     def _move(self, served: _PeerTransfer, now: float, *, may_begin: bool) -> int:
-        """What it has begun to copy, in bytes."""
+        """Copy up to the limits and report progress; return how many bytes were started."""
         slot_copier, begun = served.slot_copier, 0
         assert slot_copier is not None
         try:
@@ -358,7 +377,8 @@ class SlotServer:
         except TransportError as error:
             self._end(served, str(error))
         if served.is_ended:
-            # Said again as long as its window is kept: that shows whether its peer lives.
+            # TransferEnded is repeated while the slot is kept: a failure to send shows that the
+            # peer's link has failed.
             if slot_copier.is_idle and (
                 served.must_notify
                 or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S
@@ -370,7 +390,7 @@ class SlotServer:
             return begun
         if not served.is_granted and (
             slot_copier.is_idle or slot_copier.done
-        ):  # not before there is something to read, if that is soon
+        ):  # delayed until bytes are gathered: one notification then carries both
             served.is_granted, slot = True, slot_copier.slot
             self._outgoing.append(
                 (
@@ -402,7 +422,7 @@ class SlotServer:
             self._table.release(served.slot_copier.slot)
         else:
             served.is_ended = True
-            return  # once what is being copied is done
+            return  # freed by a later tick, when the running copies are done
         self._forget(served)
 
     def _forget(self, served: _PeerTransfer) -> None:

@@ -1,4 +1,4 @@
-"""When transfers are staged, and with how much memory. Pure."""
+"""When transfers go through bounce buffers, and how much memory the buffers take. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,30 +18,44 @@ BY_KIND = {
     MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
-"""Segment, ring and chunk, in bytes. docs/decisions/037-bounce-buffers.md has the measurements."""
+"""Defaults of `segment_bytes`, `buffer_bytes` and `chunk_bytes`, by kind of memory.
+
+docs/decisions/037-bounce-buffers.md has the measurements.
+"""
 BUFFER_SHARE = 100
-"""A ring that nobody has set a size for takes at most the hundredth part of its device."""
+"""A bounce buffer of default size takes at most one hundredth of the device's memory."""
 MIN_BUFFER_BYTES = 64 * 1024
-"""A smaller one has hardly room for a window of each side: then nothing is staged."""
+"""A smaller bounce buffer hardly has room for one slot of each side, so bounce buffers are off."""
 MIN_DESCRIPTORS = 64
-"""The two sides exchange some messages first: NIXL moves that many descriptors meanwhile."""
+"""Transfers with fewer descriptors go directly.
+
+The two sides of a bounce-buffer transfer first exchange some messages; NIXL moves this many
+descriptors meanwhile.
+"""
 SAMPLED_SEGMENTS, SAMPLED_PLANS = 256, 4
-"""Regions mostly move the same blocks, and are then one plan."""
+"""Limits of the sample in `is_fragmented`.
+
+Regions mostly move the same blocks, and are then one plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class BounceSettings:
-    """None: by the kind of memory."""
+    """Settings of the user. None means the default for the kind of memory."""
 
     segment_bytes: int | None = None
-    """Transfers whose runs are shorter on average are staged; 0: none."""
+    """Transfers whose segments are shorter on average use bounce buffers; 0 turns bounce buffers
+    off.
+    """
     buffer_bytes: int | None = None
-    """For our own transfers and for what is lent to peers: a quarter is kept for each, half is for
-    whoever needs it.
+    """Size of the bounce buffer.
+
+    A quarter is reserved for our own transfers and a quarter for slots granted to peers; both may
+    use the half between.
     """
     chunk_bytes: int | None = None
     min_descriptors: int = MIN_DESCRIPTORS
-    """Fewer go plainly whatever their size."""
+    """Transfers with fewer descriptors go directly, whatever their size."""
 
     def resolved(
         self, kind: MemoryKind, device_bytes: int | None = None
@@ -58,6 +72,8 @@ class BounceSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedBounceSettings:
+    """The settings in effect, with the defaults filled in."""
+
     segment_bytes: int
     buffer_bytes: int
     chunk_bytes: int
@@ -69,8 +85,10 @@ class ResolvedBounceSettings:
 
 
 def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings) -> bool:
-    """Whether NIXL would need many small descriptors. A guess from the first segments of the
-    largest plans: to look at all takes as long as to move them.
+    """Whether NIXL would need many small descriptors for these segments.
+
+    An estimate from the first segments of the largest plans: a look at all segments takes as long
+    as the transfer.
     """
     num_segments = sum(len(part.local_offsets) for part in segments)
     if not settings.min_descriptors <= num_segments <= MAX_SEGMENTS:
@@ -94,7 +112,7 @@ def is_fragmented(segments: Sequence[Segments], settings: ResolvedBounceSettings
 
 
 def _breaks(local: Offsets, remote: Offsets, segment_bytes: int) -> int:
-    """How often a segment is no neighbour of the one before it, on either side of that."""
+    """Count the segments that do not adjoin the previous segment on both sides."""
     steps = np.diff(local)
     joined = (steps == np.diff(remote)) & (np.abs(steps) == segment_bytes)
     return int(len(steps) - np.count_nonzero(joined))

@@ -1,8 +1,8 @@
-"""A bounce buffer and the windows in it: registered memory that transfers borrow for their bytes on
-the way.
+"""A bounce buffer and its slots: registered memory that holds bytes between gather and scatter.
 
-Pure. A window belongs to one transfer; the bytes of the transfer go round in it: byte `b` of the
-stream lies at `b % size_bytes`.
+A slot belongs to one transfer, whose bytes are written into the slot cyclically: byte `b` of the
+stream lies at `b % size_bytes` of the slot. `Slot`, `SlotTable` and `SegmentStream` are pure;
+`SlotCopier` starts copies and is owned by the transport's thread.
 """
 
 from bisect import bisect_right, insort
@@ -35,14 +35,12 @@ __all__ = [
 
 
 SLOT_ALIGNMENT = 4096
-"""Windows begin at multiples of it, so that segments keep the alignment that copies are fast
-with.
-"""
+"""Slots start at multiples of this, so that segments keep the alignment that makes copies fast."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """A part of a ring, by its offset there."""
+    """A part of a bounce buffer, by offset."""
 
     first: int
     size_bytes: int
@@ -52,8 +50,9 @@ class Slot:
         return self.first + self.size_bytes
 
     def places(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Where the bytes `start` to `end` of the stream lie: (offset in the ring, size), in order,
-        cut where the window ends.
+        """Yield where bytes `start` to `end` of the stream lie: (offset in the buffer, size).
+
+        In order, and cut where the slot wraps.
         """
         while start < end:
             at = start % self.size_bytes
@@ -63,21 +62,26 @@ class Slot:
 
 
 class SlotTable:
-    """Who has which part of a stretch of a ring. First fit; windows never overlap."""
+    """The allocated slots in a range of a bounce buffer. First fit; slots never overlap."""
 
     def __init__(self, first: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._first = first
         self._taken: list[Slot] = []
         self._others: list[Slot] = []
-        """Those of a table whose stretch overlaps this one's."""
+        """Slots of the other table, whose range overlaps the range of this table."""
         self._is_downward = False
 
     @classmethod
     def shared_pair(cls, buffer_bytes: int) -> tuple["SlotTable", "SlotTable"]:
-        """Two tables for two users of one ring. Each has a quarter of the ring to itself, at either
-        end, and what is between them belongs to whoever needs it: so neither can keep the other
-        from going on, and one alone has three quarters.
+        """Return two tables for the two users of one bounce buffer.
+
+            0         1/4        1/2        3/4         1
+            ├── lower table ─────────────────┤
+                       ├── upper table ─────────────────┤
+
+        Each table has a quarter to itself, at either end, and both may use the half in the middle.
+        So neither user can block the other, and a single user has three quarters.
         """
         quarter = max(1, buffer_bytes // 4 // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         lower, upper = cls(0, buffer_bytes - quarter), cls(quarter, buffer_bytes - quarter)
@@ -91,9 +95,11 @@ class SlotTable:
     def take(
         self, size_bytes: int, least_bytes: int | None = None, granularity: int = 1
     ) -> Slot | None:
-        """In the first gap that is large enough; else three quarters of the largest, so that
-        something is left for the next, but at least `least_bytes`. Of whole grains where it can be.
-        None, with nothing changed, while there is no gap for so much.
+        """Allocate a slot in the first gap that is large enough.
+
+        If no gap is large enough, the slot takes three quarters of the largest gap, so that room is
+        left for the next transfer, but at least `least_bytes`. The size is a multiple of
+        `granularity` where possible. None, with nothing changed, if no gap has `least_bytes`.
         """
         gaps = self._gaps()
         if self._is_downward:
@@ -107,6 +113,8 @@ class SlotTable:
         if found.size_bytes < size_bytes:
             size_bytes = max(least_bytes, found.size_bytes * 3 // 4)
         size_bytes = round_to_granularity(size_bytes, granularity)
+        # The upper table allocates from the end of the buffer, so that the shared half fills from
+        # both sides.
         first = (
             (found.end - size_bytes) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
             if self._is_downward
@@ -133,17 +141,16 @@ class SlotTable:
 
 
 def fair_slot_bytes(table_bytes: int) -> tuple[int, int]:
-    """The most and the least that one transfer takes of so much: something is left for the next,
-    and nobody begins with a crumb. Of one of two tables of a ring the least fits twice into the
-    quarter that nobody else can take.
+    """Return the most and the least bytes that one transfer takes of a table of this size.
+
+    The upper bound leaves room for the next transfer; the lower bound avoids tiny slots. In a table
+    of a shared pair, the least fits at least twice into the table's own quarter.
     """
     return max(1, table_bytes * 3 // 4), max(1, table_bytes // 12)
 
 
 def round_to_granularity(size_bytes: int, granularity: int) -> int:
-    """The most of these bytes that holds whole grains only; all of them when they are less than
-    one.
-    """
+    """Round down to a multiple of `granularity`; smaller sizes are returned unchanged."""
     return size_bytes - size_bytes % granularity if size_bytes >= granularity else size_bytes
 
 
@@ -151,19 +158,18 @@ def _aligned(offset: int) -> int:
     return -(-offset // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-# -------------------- staging stream -------------------- The bytes of a transfer as one stream:
-# its segments in the order of the plan, one after the other. Each side has its own places for them.
+# -- segment stream --
+# The bytes of a transfer as a stream: all segments in a row, in the order of the plan. The two
+# sides have the same stream, with different addresses for the segments.
 #
-# Pure. What moves is a stretch of the stream; this says which copies bring it from its places into
-# a window, or out of it. Nothing is computed for the whole transfer beforehand, so that a long one
-# begins as soon as a short one.
+# The stream computes which copies move a range of bytes into a slot or out of a slot. Nothing is
+# computed for the whole transfer in advance, so that a long transfer starts as early as a short
+# transfer.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionSegments:
-    """Segments of one size in one region of this process: `address + offsets[i]`. They have been
-    checked.
-    """
+    """Segments of one size in one local region, at `address + offsets[i]`, already checked."""
 
     address: int
     segment_bytes: int
@@ -174,8 +180,11 @@ class RegionSegments:
         return self.segment_bytes * len(self.offsets)
 
     def places(self, start: int, end: int) -> Iterator[tuple[int, int, Offsets]]:
-        """The bytes `start` to `end` of this segment, in order: (size, address, offsets from there)
-        of equal segments. The first and the last may be parts of one.
+        """Yield groups of equal parts that cover bytes `start` to `end` of these segments, in
+        order.
+
+        Each group is (size, address, offsets from that address). The first and the last group may
+        be a part of one segment.
         """
         size = self.segment_bytes
         index, skipped = divmod(start, size)
@@ -197,7 +206,7 @@ class RegionSegments:
 
 @dataclass(slots=True)
 class SegmentStream:
-    """The segments known so far."""
+    """The segments known so far, in the order of the stream."""
 
     total_bytes: int = 0
     _region_segments: list[RegionSegments] = field(default_factory=list)
@@ -212,9 +221,7 @@ class SegmentStream:
     def gathered(
         self, start: int, end: int, buffer_address: int, slot: Slot
     ) -> list[AddressCopies]:
-        """The copies that bring these bytes of the stream into the window. Those of one size follow
-        each other.
-        """
+        """Return the copies that move a range of the stream into the slot, grouped by size."""
         found = self._pairs(start, end, buffer_address, slot)
         return merge_by_offsets(
             (size, offsets, buffer_offsets, address, at, MAX_OFFSET, MAX_OFFSET)
@@ -224,9 +231,7 @@ class SegmentStream:
     def scattered(
         self, start: int, end: int, buffer_address: int, slot: Slot
     ) -> list[AddressCopies]:
-        """The copies that bring these bytes of the stream from the window to their places. Those of
-        one size follow each other.
-        """
+        """Return the copies that move a range of the stream out of the slot, grouped by size."""
         found = self._pairs(start, end, buffer_address, slot)
         return merge_by_offsets(
             (size, buffer_offsets, offsets, at, address, MAX_OFFSET, MAX_OFFSET)
@@ -236,8 +241,10 @@ class SegmentStream:
     def _pairs(
         self, start: int, end: int, buffer_address: int, slot: Slot
     ) -> Iterator[tuple[int, int, Offsets, int, Offsets]]:
-        """(size, address in memory, offsets from there, address in the ring, offsets from there) of
-        equal copies.
+        """Yield groups of equal copies.
+
+        Each is (size, address in memory, offsets from there, address in the bounce buffer, offsets
+        from there).
         """
         if not 0 <= start <= end <= self.total_bytes or end - start > slot.size_bytes:
             raise LocalProtocolError(
@@ -245,7 +252,7 @@ class SegmentStream:
                 f"fit {slot}; this is a bug"
             )
         in_a_row: dict[tuple[int, int], Offsets] = {}
-        """Of so many segments of a size, one after the other: layers share them."""
+        """Offsets of consecutive segments, by segment size and count; layers share the arrays."""
         for at, length in slot.places(start, end):
             for size, address, offsets in self._places(start, start + length):
                 key = size, len(offsets)
@@ -265,41 +272,45 @@ class SegmentStream:
 
 
 def common_granularity(segment_sizes: Sequence[int], slot_bytes: int) -> int:
-    """What windows and stretches are best cut at, so that no segment is cut: the size of all
-    segments. 1 where they differ or are large.
+    """Return the size at which slots and chunks are best cut, so that no segment is cut.
+
+    This is the size of all segments, or 1 if the sizes differ or are large for the slot.
     """
     sizes = set(segment_sizes)
     size = sizes.pop() if len(sizes) == 1 else 1
     return size if size * 4 <= slot_bytes else 1
 
 
-# -------------------- staging lane -------------------- Copies between a transfer's places and its
-# window, in the order of the stream. Owned by the thread of its transport.
+# -- slot copier --
+# Copies between the blocks and the slot of a transfer, in the order of the stream. Owned by the
+# thread of the transport.
 
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """How much is done at a time."""
+    """How many bytes are copied at a time."""
 
     chunk_bytes: int
-    """What the first job gathers: the other side hears of it when it is complete. Each job gathers
-    twice as much as the one before, so that a transfer begins early, and a long one costs few
-    turns.
+    """Size of the first gather job.
+
+    The other side is notified when a job is complete. Each job gathers as much as all earlier jobs
+    together, so that a transfer starts early and a long transfer takes few ticks.
     """
     tick_bytes: int
-    """What one turn begins to copy. Host memory is copied in the turn itself, so it is little
-    there.
+    """Bytes that one tick starts to copy.
+
+    Host memory is copied during the tick itself, so the limit is small there.
     """
 
     def within(self, most_bytes: int, granularity: int) -> "CopyLimits":
-        """Chunks are at most so large, and a grain is never cut."""
+        """Limit chunks to `most_bytes`, but never below the granularity."""
         chunk_bytes = max(granularity, min(self.chunk_bytes, most_bytes))
         return CopyLimits(chunk_bytes, max(chunk_bytes, self.tick_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class BounceBuffer:
-    """The ring of this process, and what copies from and to it."""
+    """The bounce buffer of this process, with the copier."""
 
     address: int
     size_bytes: int
@@ -309,7 +320,7 @@ class BounceBuffer:
 
 @dataclass(slots=True, eq=False)
 class SlotCopier:
-    """One transfer's copies. `started` and `done` count bytes of the stream."""
+    """The copies of one transfer. `started` and `done` count bytes of the stream."""
 
     bounce_buffer: BounceBuffer
     stream: SegmentStream
@@ -325,8 +336,8 @@ class SlotCopier:
         return not self._jobs
 
     def collect(self) -> None:
-        """Take note of what is complete. TransportError when the device has failed; then nothing of
-        it is under way any more.
+        """Record completed copies. TransportError if the device has failed; then no copy runs any
+        more.
         """
         try:
             while self._jobs and self._jobs[0][1].is_done():
@@ -336,8 +347,9 @@ class SlotCopier:
             raise
 
     def advance(self, limit: int, total: int) -> int:
-        """Begin to copy up to byte `limit`, as far as one turn goes: the bytes begun. Small
-        segments wait for others, or for a lull.
+        """Start copies up to byte `limit`, as far as one tick allows; return the bytes started.
+
+        A small chunk waits for more bytes while earlier copies of the transfer run.
         """
         largest = max_chunk_bytes(self.slot, total)
         began, limits = self.started, self.bounce_buffer.limits.within(largest, self.granularity)
@@ -370,15 +382,19 @@ class SlotCopier:
 
 
 def max_chunk_bytes(slot: Slot, total: int) -> int:
-    """What is done at once in a window at most: half of it where it is used again and again, so
-    that one half is filled while the other is emptied.
+    """Return the most bytes handled at once in a slot.
+
+    If the transfer is longer than the slot, this is half of the slot, so that one half is filled
+    while the second half is emptied.
     """
     return slot.size_bytes if total <= slot.size_bytes else max(1, slot.size_bytes // 2)
 
 
 def chunk_end(start: int, limit: int, most: int, granularity: int, total: int) -> int:
-    """Where a stretch of at most `most` bytes ends that begins at `start`: before `limit`, and
-    between two grains or at the very end.
+    """Return the end of a chunk of at most `most` bytes from `start`.
+
+    The chunk ends at `limit` or before, at a multiple of the granularity or at the end of the
+    stream.
     """
     end = min(limit, start + most)
     return max(start, end if end == total else end - end % granularity)

@@ -1,4 +1,17 @@
-"""Host memory that transports hold for themselves. Its pages are taken as they are used."""
+"""The `nixl` data transport with bounce buffers, for transfers of many small segments.
+
+NIXL takes about 9 µs for each descriptor of any size. So one side gathers the segments into a
+bounce buffer, the gathered bytes move as one segment, and the receiving side scatters the bytes:
+chunk by chunk, with all three steps running at once. Transfers of few or large segments, and
+transfers with peers that have no bounce buffer, go directly through the plain NIXL transport. Owned
+by one thread. The parts:
+
+    initiator   our own transfers                owner      transfers that peers have started
+    messages    messages of the two sides        slots      which bytes lie where
+    settings    which transfers, how much memory
+
+See docs/decisions/037-bounce-buffers.md for the reasons.
+"""
 
 import contextlib
 import ctypes
@@ -42,7 +55,9 @@ __all__ = ["BounceNixlTransport", "BounceSettings", "HostMemory", "ReplyRoutes"]
 
 
 class HostMemory:
-    """One stretch of host memory. Whoever allocates it closes it."""
+    """One range of host memory, whose pages are allocated on first use. The allocating code must
+    call `close`.
+    """
 
     def __init__(self, pages: mmap.mmap) -> None:
         self._pages: mmap.mmap | None = pages
@@ -65,18 +80,22 @@ class HostMemory:
         if self._pages is not None:
             with contextlib.suppress(
                 BufferError
-            ):  # somebody still looks at it: unmapping under it would crash the process
+            ):  # a view still exists: unmapping the memory would crash the process
                 self._pages.close()
             self._pages = None
 
 
-# -------------------- staging routes -------------------- How agents are answered that have asked
-# us for something: by links made from what they told. Owned by the thread of the transport.
+# -- reply routes --
+# Connections to agents that have asked us for a slot, made from the metadata in the requests. Owned
+# by the thread of the transport.
 
 
 MAX_ROUTES = 256
+"""Most agents that are remembered; requests of further agents cannot be answered."""
 IDLE_S = 60.0
+"""How long an unused route is kept."""
 RETRY_S = 1.0
+"""How long after a failure a route is not tried again."""
 
 
 @dataclass(slots=True)
@@ -88,14 +107,16 @@ class _Route:
 
 
 class ReplyRoutes:
+    """Sends replies to the agents that have asked us for a slot."""
+
     def __init__(self, plain: NixlTransport, region: Region) -> None:
         self._plain = plain
         self._region = region
-        """Some region: nothing is posted to these agents."""
+        """A valid region, which `connect_agent` requires; nothing is posted to the agents."""
         self._routes: dict[str, _Route] = {}
 
     def learn(self, agent: str, metadata: bytes, now: float) -> None:
-        """An agent has told how it is reached, or asks again without telling."""
+        """Store the metadata of an agent, or mark the route as used if `metadata` is empty."""
         route = self._routes.get(agent)
         if route is None and metadata and len(self._routes) < MAX_ROUTES:
             self._routes[agent] = _Route(
@@ -105,7 +126,7 @@ class ReplyRoutes:
             route.metadata, route.used_at = metadata or route.metadata, now
 
     def send(self, agent: str, note: bytes, now: float) -> None:
-        """TransportError when it cannot be reached."""
+        """Send a notification to an agent. TransportError if the agent cannot be reached."""
         route = self._routes.get(agent)
         if route is None or now < route.retry_at:
             raise TransportError(f"there is no way to answer {agent}")
@@ -125,44 +146,37 @@ class ReplyRoutes:
                 del self._routes[agent]
 
 
-# -------------------- staged nixl -------------------- The `nixl` data transport with staging: a
-# transfer of many small segments goes through registered bounce buffers as few large ones.
-#
-# NIXL takes about 9 µs for each descriptor whatever its size. So one side gathers the segments into
-# its ring, the ring's bytes move as one segment, and the other side scatters them: chunk by chunk,
-# all three at once. Transfers of few or large segments, and those with peers without a ring, go
-# plainly. Owned by one thread. The parts:
-#
-#     staging_transfers   our own transfers            staging_lender    what peers have asked of us
-#     staging_wire        what the two tell each other  staging_stream, staging_ring, staging_lane   which bytes are where
-#
-# docs/decisions/037-bounce-buffers.md says why it is as it is.
+# -- transport --
 
 
 BUSY_S = 0.002
-"""So long after something has happened we look for what is next all the time: a chunk takes less
-than a sleep.
+"""How long after the last activity `poll` keeps polling without sleep.
+
+A chunk takes less time than a sleep.
 """
 WAITING_INTERVAL_S = 0.001
 DRAIN_TIMEOUT_S = 2.0
 CLEANUP_INTERVAL_S = 1.0
 DEVICE_TICK_BYTES = 1 << 40
+"""Practically no limit: the device copies asynchronously, after the tick."""
 
 _log = logging.getLogger(__name__)
 
 
 class _BounceOffer(msgspec.Struct, frozen=True, array_like=True):
-    """As the plain transport's, which looks at the first two only."""
+    """The plain transport's offer with more fields; the plain transport reads the first two."""
 
     agent: str
     metadata: bytes
     buffer_address: int = 0
     buffer_bytes: int = 0
     version: int = 0
-    """Of what is said about rings: only equal ones understand each other."""
+    """Version of the bounce-buffer messages; both sides must have the same version."""
 
 
 class _BufferMemory(Protocol):
+    """Memory of a bounce buffer, on the host or on a device."""
+
     @property
     def address(self) -> int: ...
     @property
@@ -172,13 +186,15 @@ class _BufferMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
+    """A connected peer; `bounce_buffer` is None if transfers with the peer always go directly."""
+
     regions: tuple[Region, ...]
     bounce_buffer: RemoteBounceBuffer | None
 
 
 @dataclass(slots=True)
 class _ActiveBounce:
-    """What there is once a ring is registered."""
+    """The objects that exist once a bounce buffer is registered."""
 
     memory: _BufferMemory
     region: Region
@@ -188,14 +204,14 @@ class _ActiveBounce:
     routes: ReplyRoutes
     codec: NotificationCodec
     active_at: float = 0.0
-    """When something last happened: a message, or the end of something posted."""
+    """When a message last arrived or a posted chunk last completed."""
     cleaned_at: float = 0.0
     num_dropped: int = 0
-    """Notifications that were not understood."""
+    """Number of notifications that could not be verified or decoded."""
 
 
 class BounceNixlTransport:
-    """Implements `ports.data.DataTransport`."""
+    """Implements `base.DataTransport` by wrapping the plain NIXL transport."""
 
     def __init__(
         self,
@@ -214,7 +230,7 @@ class BounceNixlTransport:
         self._peers: dict[PeerId, _Peer] = {}
         self._last_handle = 0
         self._ours: dict[Handle, Handle] = {}
-        """Handles of transfers that go plainly, by the plain transport's."""
+        """Our handles of direct transfers, by the plain transport's handle."""
         self._entered_by: int | None = None
 
     @property
@@ -328,6 +344,7 @@ class BounceNixlTransport:
             self._plain.expect_calls(now + BUSY_S)
         self._receive(bounce, now)
         self._tick(bounce, now)
+        # A completed chunk may allow the next chunk, so a second tick follows at once.
         if completions := self._plain.poll_posted():
             now = time.monotonic()
             plain = [each for each in completions if not bounce.transfers.settle(each, now)]
@@ -403,8 +420,10 @@ class BounceNixlTransport:
         )
 
     def _enter_device(self, region: Region) -> None:
-        """UCX and torch both work in the context of the calling thread, and the one that polls may
-        not be the one that registered.
+        """Make the device's context current in the polling thread.
+
+        UCX and torch use the context of the calling thread, and the polling thread may not be the
+        thread that registered the memory.
         """
         if region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
             from kvferry.transports.copy.cuda import enter_device
@@ -417,8 +436,10 @@ class BounceNixlTransport:
     # -- transfers --
 
     def _buffer_for(self, peer: PeerId, segments: Sequence[Segments]) -> RemoteBounceBuffer | None:
-        """The peer's ring if these segments are to be staged. They are checked here: to NIXL the
-        rings are regions like others.
+        """Return the peer's bounce buffer if the segments shall use bounce buffers, else None.
+
+        The segments are checked here, because to the plain transport the bounce buffers are
+        ordinary regions, which a wrong segment could reach.
         """
         if self._bounce is None or self._settings is None:
             return None
@@ -450,7 +471,7 @@ class BounceNixlTransport:
         return handle
 
     def _start_fallbacks(self, bounce: _ActiveBounce) -> list[Completion]:
-        """Those whose peer had no window for them. What cannot be started has failed."""
+        """Start the transfers that got no slot directly; return failed completions for the rest."""
         failed = []
         for handle, peer, segments, is_read in bounce.transfers.take_fallbacks():
             try:
@@ -529,6 +550,7 @@ class BounceNixlTransport:
                 bounce.slot_server.lost(agent, now)
 
     def _notify(self, bounce: _ActiveBounce, agent: str, note: bytes, now: float) -> None:
+        # Prefer the connection that our own transfers use; otherwise reply over a route.
         for peer, known in self._peers.items():
             if (
                 known.bounce_buffer is not None
@@ -541,7 +563,9 @@ class BounceNixlTransport:
 
     @staticmethod
     def _is_expecting(bounce: _ActiveBounce, now: float) -> bool:
-        """Whether the next thing may happen at any moment. Then `poll` itself pauses."""
+        """Whether the next message or completion may arrive at any moment. Then `poll` itself
+        pauses.
+        """
         return now < bounce.active_at + BUSY_S and (
             len(bounce.transfers) > 0 or bounce.slot_server.is_serving
         )
@@ -557,10 +581,10 @@ class BounceNixlTransport:
 
 
 def _device_bytes(like: Region) -> int | None:
-    """All memory of its device; None when there is none, or it does not work."""
+    """Return the total memory of the region's device; None for host memory or without CUDA."""
     if like.memory is MemoryKind.DRAM:
         return None
-    # Imported only where there is a device: it takes torch with CUDA.
+    # Imported only if there is a device, because the import needs torch with CUDA.
     try:
         from kvferry.transports.copy.cuda import device_bytes
 
@@ -570,10 +594,10 @@ def _device_bytes(like: Region) -> int | None:
 
 
 def _allocate(settings: ResolvedBounceSettings, like: Region) -> _BufferMemory | None:
-    """None when there is not that much memory: then everything goes plainly."""
+    """Allocate a bounce buffer; None if memory is short, so that all transfers go directly."""
     if like.memory is MemoryKind.DRAM:
         return HostMemory.allocate(settings.buffer_bytes)
-    # Imported only where there is a device: it takes torch with CUDA.
+    # Imported only if there is a device, because the import needs torch with CUDA.
     try:
         from kvferry.transports.copy.cuda import DeviceMemory, enter_device
 
@@ -584,7 +608,7 @@ def _allocate(settings: ResolvedBounceSettings, like: Region) -> _BufferMemory |
         RuntimeError,
         AssertionError,
         AttributeError,
-    ) as error:  # torch without CUDA has several ways to say so
+    ) as error:  # without CUDA, torch raises any of the four
         _log.warning(
             "no bounce buffer of %d bytes on device %d (%s): small segments go one by one",
             settings.buffer_bytes,
