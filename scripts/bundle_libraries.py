@@ -92,7 +92,7 @@ if "${CC:-gcc}" -O3 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$_include" src/
 then mv src/kvferry/transports/copy/_copy.new src/kvferry/transports/copy/_copy.abi3.so
 else echo "no compiler, or no headers of Python: kvferry copies with numpy"
 fi
-"""
+"""  # noqa: E501
 
 
 def main() -> int:

@@ -25,7 +25,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "kvferry"
 SHORT_MODULE_LINES = 80
 MANY_FIELDS = 12
 PRONOUN = re.compile(
-    r"it|its|they|them|those|these|that|who|whoever|somebody|nobody|one|ones|he|his|what|others?|such"
+    r"it|its|they|them|those|these|that|who|whoever|somebody|nobody|one|ones|he|his|what|others?"
+    r"|such"
 )
 WORD = re.compile(r"[A-Za-z']+")
 

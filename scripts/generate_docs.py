@@ -1,7 +1,8 @@
 """Writes the tables in docs/ that come from the code: messages, states, settings, flags. `make
 docs` runs it, a check sees that it was.
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is written by people.
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is written
+by people.
 """
 
 import ast

@@ -3,11 +3,13 @@ kvferry or NIXL is in it.
 
     python scripts/measure_one_gpu.py [--mib 1024] [--json]
 
-copies   a GiB of scattered segments gathered, copied and scattered again, chunk by chunk, in one process, replayed as one CUDA graph: no
-         messages, no launches by a processor, nobody else. One step after the other, and in three streams, so that all three go on at once.
-         By torch's kernels. Beside it one plain copy of as many bytes.
-turns    two processes that copy so much each in turn, by a flag in shared memory: what it costs to hand a GPU over. Run it under CUDA's MPS
-         (nvidia-cuda-mps-control -d) to see what that changes.
+copies   a GiB of scattered segments gathered, copied and scattered again, chunk by chunk, in one
+         process, replayed as one CUDA graph: no messages, no launches by a processor, nobody else.
+         One step after the other, and in three streams, so that all three go on at once. By torch's
+         kernels. Beside it one plain copy of as many bytes.
+turns    two processes that copy so much each in turn, by a flag in shared memory: what it costs to
+         hand a GPU over. Run it under CUDA's MPS (nvidia-cuda-mps-control -d) to see what that
+         changes.
 """
 
 import argparse

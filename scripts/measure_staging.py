@@ -1,8 +1,9 @@
-"""What staging costs and gains over NIXL, for docs/decisions/037-bounce-buffers.md: scattered segments
-read plainly, staged through rings of several sizes, and one contiguous segment of the same bytes,
-in turn, between two processes.
+"""What staging costs and gains over NIXL, for docs/decisions/037-bounce-buffers.md: scattered
+segments read plainly, staged through rings of several sizes, and one contiguous segment of the same
+bytes, in turn, between two processes.
 
-    python scripts/measure_staging.py [--device cuda] [--mib 256] [--segments 4 16 64] [--rings 64/4 256/32] [--rounds 9] [--json]
+    python scripts/measure_staging.py [--device cuda] [--mib 256] [--segments 4 16 64]
+                                      [--rings 64/4 256/32] [--rounds 9] [--json]
 
 A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread,
 and its rate beside the contiguous one's.

@@ -77,7 +77,8 @@ def run_test(
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     if any(report.failed for report in reports) and pulse.last_stall > began - AFTER_EFFECT_S:
         say(f"run once more, as the machine stalled: {item.nodeid}")
-        item.session._setupstate.teardown_exact(None)  # noqa: SLF001 - whatever it shares with others is made anew
+        # Whatever it shares with others is made anew.
+        item.session._setupstate.teardown_exact(None)  # noqa: SLF001
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)

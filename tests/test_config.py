@@ -422,7 +422,8 @@ def test_a_kvferry_variable_wins_over_the_one_of_vllm() -> None:
 def test_a_wildcard_is_never_advertised(host: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* set it to this machine's address and KVFERRY_SIDE_CHANNEL_BIND",
+        match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* set it to this machine's address and "
+        r"KVFERRY_SIDE_CHANNEL_BIND",
     ):
         SideChannelConfig.from_environment({"VLLM_NIXL_SIDE_CHANNEL_HOST": host})
     with pytest.raises(ConfigError, match="no peer can dial"):

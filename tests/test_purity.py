@@ -11,8 +11,8 @@ import kvferry
 
 PROTOCOL = Path(kvferry.__file__).parent / "protocol"
 PURE_STANDARD = {
-    "__future__", "abc", "array",
-    "base64", "binascii", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools", "hashlib", "heapq", "hmac",
+    "__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "contextlib",
+    "dataclasses", "enum", "functools", "hashlib", "heapq", "hmac",
     "itertools", "math", "operator", "re", "struct", "typing",
 }  # fmt: skip
 PURE_OTHERS = {"msgspec", "numpy"}
@@ -53,8 +53,10 @@ def test_protocol_modules_reach_nothing_outside(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import time", "import os.path", "from threading import Lock", "import random as r", "import torch", "from kvferry.transports.base import data",
-     "def f():\n    import socket", "import logging", "import zmq", "from asyncio import sleep", "import kvferry.config", "print(1)"],
+    ["import time", "import os.path", "from threading import Lock", "import random as r",
+     "import torch", "from kvferry.transports.base import data",
+     "def f():\n    import socket", "import logging", "import zmq", "from asyncio import sleep",
+     "import kvferry.config", "print(1)"],
 )  # fmt: skip
 def test_the_check_sees_what_is_impure(line: str) -> None:
     assert len(impurities(line)) == 1

@@ -23,8 +23,7 @@ _thread_state = threading.local()
 
 
 def short_sleep(seconds: float = SHORT_SLEEP_S) -> None:
-    """Sleep for some microseconds with a timer slack of `SLACK_NS`, so that the sleep stays short.
-    """
+    """Sleep for some microseconds, with a timer slack of `SLACK_NS` so that the sleep is short."""
     if not getattr(_thread_state, "has_short_slack", False):
         _thread_state.has_short_slack = True
         with suppress(OSError, AttributeError):  # Without Linux's prctl the sleep is longer.

@@ -61,7 +61,7 @@ async def forward(request):
 app = web.Application()
 app.add_routes([web.post("/v1/completions", forward)])
 web.run_app(app, host=given.host, port=int(given.port), print=None)
-"""
+"""  # noqa: E501
 
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from kvferry.bench.router.http1 import MalformedHttp, ResponseReader, StubRequestReader
 
 PLAIN = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;name=value\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3;name=value\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+)
 BARE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 ANSWERS = {
     "with a length": b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
-    "in chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
-    "after a continue": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello",
+    "in chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
+    "after a continue": b"HTTP/1.1 100 Continue\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello",
 }
 
 

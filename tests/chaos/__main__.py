@@ -74,8 +74,8 @@ def show(report: Report) -> None:
     console = Console(stderr=True)
     settings = report.settings
     table = Table(
-        title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, {settings.streams} streams, "
-        f"{settings.mode}, {report.hosts}"
+        title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, "
+        f"{settings.streams} streams, {settings.mode}, {report.hosts}"
     )
     table.add_column("what")
     table.add_column("count", justify="right")

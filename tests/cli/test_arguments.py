@@ -17,7 +17,10 @@ def merged(*arguments: str) -> dict[str, Any] | None:
 
 
 def test_the_two_spellings_of_the_seeds_mean_the_same() -> None:
-    whole = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_connector_extra_config":{"backends":["LIBFABRIC"]}}'
+    whole = (
+        '{"kv_connector":"NixlConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"backends":["LIBFABRIC"]}}'
+    )
     dotted = [
         f"{TRANSFER_CONFIG_FLAG}.kv_connector",
         "NixlConnector",

@@ -41,19 +41,23 @@ class Outcomes:
 INTRODUCTION = """\
 # What may differ between two engines
 
-Written by `make compatibility` from the results of `tests/compatibility`, which starts an embedded engine of every form, lets every one
+Written by `make compatibility` from the results of `tests/compatibility`, which starts an \
+embedded engine of every form, lets every one
 fetch from every other, and compares the tokens with a single engine's.
 """
 
 WORDS = """\
-Rows are the producer's form, columns the consumer's: tokens per block, and how a block is laid out (`HND`, `NHD`, or all layers in one
-block). `yes`: a single engine's tokens for every combination of tensor-parallel sizes {sizes} on both sides, over {transports}.
+Rows are the producer's form, columns the consumer's: tokens per block, and how a block is laid \
+out (`HND`, `NHD`, or all layers in one
+block). `yes`: a single engine's tokens for every combination of tensor-parallel sizes {sizes} \
+on both sides, over {transports}.
 """
 
 REFUSALS = """\
 ## Refused
 
-A consumer refuses these at the handshake; the request follows `kv_load_failure_policy`, and its error ends with the reason.
+A consumer refuses these at the handshake; the request follows `kv_load_failure_policy`, \
+and its error ends with the reason.
 
 | what differs | reason |
 |---|---|
@@ -69,8 +73,8 @@ def page(outcomes: Outcomes) -> str:
         transports=_listed(f"`{transport}`" for transport in transports),
     )
     tables = [
-        "## "
-        f"{family}\n\n{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}"
+        f"## {family}\n\n"
+        f"{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}"
         for family in families
     ]
     rows = "".join(f"| {what} | {reason} |\n" for what, reason in outcomes.refusals.items())

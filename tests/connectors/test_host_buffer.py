@@ -148,7 +148,9 @@ def test_blocks_are_named_in_a_grant_only_where_they_are_copied(network: MemoryN
         side = EngineSide(f"p{is_forced}", network, force_host_buffer=is_forced)
         try:
             side.prefill(EngineRequest("a", TOKENS, status=RequestStatus.RUNNING), [5, 6, 7])
-            [grant] = side.scheduler.build_connector_meta(None).commands  # type: ignore[attr-defined]
+            [grant] = side.scheduler.build_connector_meta(  # type: ignore[attr-defined]
+                None
+            ).commands
             assert grant.blocks == (((5, 6, 7),) if is_forced else ())
         finally:
             side.shutdown()

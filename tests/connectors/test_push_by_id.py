@@ -139,7 +139,9 @@ def test_a_second_request_needs_no_second_handshake(legs: Legs) -> None:
         begin(legs, f"cmpl-{number}-0-dddddddd")
         legs.compute(None, name=f"cmpl-{number}-0-aaaaaaaa")
         step_until(
-            lambda name=f"cmpl-{number}-0-dddddddd": name in legs.d.seen.finished_recving,  # type: ignore[misc]
+            lambda name=f"cmpl-{number}-0-dddddddd": (  # type: ignore[misc]
+                name in legs.d.seen.finished_recving
+            ),
             legs.p,
             legs.d,
         )

@@ -92,8 +92,8 @@ def busy_scene() -> Scene:
             "ejected",
             0,
             failures=5,
-            last_error="prefill instance http://10.0.0.13:8100 failed: it cannot be reached (Connection "
-            "refused)",
+            last_error="prefill instance http://10.0.0.13:8100 failed: it cannot be reached "
+            "(Connection refused)",
             returns_in_s=6.2,
         ),
         InstanceFacts(
@@ -225,7 +225,9 @@ def hostile_scene() -> Scene:
     odd = MetricsWatcher()
     odd.note(
         read_metrics(
-            b'vllm:num_requests_running{model_name="<b>m</b>"} 1\nkvferry:transfer_mode{mode="<i>x</i>"} 1\nkvferry:num_leases 1\n'
+            b'vllm:num_requests_running{model_name="<b>m</b>"} 1\n'
+            b'kvferry:transfer_mode{mode="<i>x</i>"} 1\n'
+            b"kvferry:num_leases 1\n"
         ),
         NOW,
     )
@@ -247,7 +249,8 @@ def large_scene(num_instances: int = 100) -> Scene:
     scene = busy_scene()
     scene.instances = [
         InstanceFacts(
-            f"engine-{number:03d}.very-long-rack-name-{number // 10}.cluster.internal.example:8{number:03d}",
+            f"engine-{number:03d}.very-long-rack-name-{number // 10}"
+            f".cluster.internal.example:8{number:03d}",
             "prefill" if number % 3 else "decode",
             ("healthy", "healthy", "healthy", "ejected")[number % 4],
             number,

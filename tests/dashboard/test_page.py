@@ -165,7 +165,7 @@ def test_a_plot_tells_the_second_under_the_cursor_and_under_the_arrow_keys(brows
 BARS = """[...document.querySelectorAll('#phases tbody tr')].map(row => {
   const bar = row.querySelector('.track > span').getBoundingClientRect(), track = row.querySelector('.track').getBoundingClientRect();
   return [row.children[0].textContent, (bar.left - track.left) / track.width, bar.width / track.width, row.children[3].textContent];
-})"""
+})"""  # noqa: E501
 
 
 def test_a_timeline_shows_its_phases_in_order_and_to_scale(browser: int) -> None:
@@ -409,7 +409,7 @@ CONTRASTS = """(() => {
     if (ratio < 4.5) found.push([node.textContent.slice(0, 40), ratio]);
   }
   return found;
-})()"""
+})()"""  # noqa: E501
 """Texts that are hard to read."""
 
 

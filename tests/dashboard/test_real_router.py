@@ -73,7 +73,8 @@ def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser:
             assert (error[1:3], error[4]) == (["1 ×", "502"], "a:2")
             phases = await page.until(PHASES)
             assert [phase[0] for phase in phases if phase[0] != "received"] == [
-                "queued", "prefill", "lease", "blocks", "transfer", "confirm", "first token", "streaming",
+                "queued", "prefill", "lease", "blocks",
+                "transfer", "confirm", "first token", "streaming",
             ]  # fmt: skip
             assert any("7 bytes in 1 segments by shm" in phase[1] for phase in phases)
             await page.until(

@@ -2,8 +2,8 @@
 whole, so that a test can always ask an engine over HTTP; the other leads to a switch that all
 share, where peers meet, and is what gets cut and throttled.
 
-    us ── management switch ── 10.x.r.1, 10.x.r.2 …      HTTP
-       └─ peers' switch ────── 10.y.r.1, 10.y.r.2 …      side channel, control channel, NIXL over TCP
+    us ── management switch ── 10.x.r.1, 10.x.r.2 …    HTTP
+       └─ peers' switch ────── 10.y.r.1, 10.y.r.2 …    side channel, control channel, NIXL over TCP
 
 Needs root and iproute2. Names carry our pid, so what a killed run has left is removed by the next.
 """

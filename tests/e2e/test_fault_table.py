@@ -216,7 +216,8 @@ def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
     asyncio.run(check())
 
 
-# -- P is killed or restarted: the failure policy within seconds; D keeps serving and uses the new P --
+# -- P is killed or restarted: the failure policy within seconds; D keeps serving and uses the
+# new P --
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -413,7 +414,8 @@ def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(
     asyncio.run(check())
 
 
-# -- any wait has a deadline that is configured, logged and tested (for reads see test_network.py) --
+# -- any wait has a deadline that is configured, logged and tested (for reads see
+# test_network.py) --
 
 
 def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_name(

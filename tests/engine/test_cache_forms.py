@@ -210,8 +210,10 @@ def test_latents_with_biases_and_direct_queries_equal_transformers(
     tmp_path: Path, q_lora_rank: int | None
 ) -> None:
     config = transformers.DeepseekV2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, first_k_dense_replace=3,
-        q_lora_rank=q_lora_rank, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, attention_bias=True,
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, first_k_dense_replace=3,
+        q_lora_rank=q_lora_rank, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8,
+        v_head_dim=10, attention_bias=True,
         max_position_embeddings=512, rms_norm_eps=1e-2,
     )  # fmt: skip
     reference = transformers.DeepseekV2ForCausalLM(config).float()

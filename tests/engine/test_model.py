@@ -253,11 +253,12 @@ def test_tied_embeddings_and_sharded_weights_equal_transformers(
 
 def test_llama3_rotary_scaling_and_biases_equal_transformers(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=2048, attention_bias=True, eos_token_id=[1, 2],
         rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
         },
     )  # fmt: skip
     reference = transformers.LlamaForCausalLM(config).float()

@@ -32,7 +32,8 @@ from kvferry.engine.model.weights import (
 from kvferry.errors import ConfigError
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 128, "eos_token_id": 2,
 }  # fmt: skip
 GEMMA = {
@@ -153,10 +154,22 @@ def test_a_sliding_window_that_no_layer_uses_is_ignored(
 
 USED_WINDOWS = [
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, [32, 32]),
-    ({"architectures": ["MistralForCausalLM"], "sliding_window": 32, "layer_types": ["sliding_attention"] * 2}, [32, 32]),
+    (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 32,
+         "layer_types": ["sliding_attention"] * 2},
+        [32, 32],
+    ),
     ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9000}, [4096, 4096]),
-    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, [None, 32]),
-    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, [32, 32]),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True,
+         "max_window_layers": 1},
+        [None, 32],
+    ),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True,
+         "max_window_layers": 0},
+        [32, 32],
+    ),
     (
         {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 9, "use_sliding_window": True,
          "layer_types": ["sliding_attention", "full_attention"]},
@@ -164,7 +177,10 @@ USED_WINDOWS = [
     ),
     (GEMMA | {"sliding_window": 32}, [32, 32, 32, 32]),
     (GEMMA | {"sliding_window": 32, "sliding_window_pattern": 2}, [32, None, 32, None]),
-    (GEMMA | {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2}, [None, 32, None, 32]),
+    (
+        GEMMA | {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        [None, 32, None, 32],
+    ),
 ]  # fmt: skip
 
 
@@ -385,7 +401,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def weights_of(directory: Path, parallel: ParallelConfig = ParallelConfig()) -> ModelWeights:  # noqa: B008  frozen
+def weights_of(
+    directory: Path,
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
+) -> ModelWeights:
     precision = Precision(torch.float32, torch.float32, torch.float32)
     return load_weights(
         read_model_config(directory),
@@ -507,7 +526,8 @@ def test_a_file_that_is_not_safetensors_is_refused(model: Path, content: bytes) 
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(
         ConfigError,
-        match=r"model.safetensors(: the header of tensor a does not fit| is not a safetensors file)",
+        match=r"model.safetensors"
+        r"(: the header of tensor a does not fit| is not a safetensors file)",
     ):
         weights_of(model)
 

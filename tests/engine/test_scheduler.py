@@ -166,7 +166,11 @@ def test_generation_ends_at_the_models_limit() -> None:
 
 
 def stopping_request(first: int, **sampling: object) -> AddRequest:
-    return AddRequest("a", PROMPT, SamplingParams(max_tokens=6, **sampling))  # type: ignore[arg-type]
+    return AddRequest(
+        "a",
+        PROMPT,
+        SamplingParams(max_tokens=6, **sampling),  # type: ignore[arg-type]
+    )
 
 
 def test_end_of_sequence_and_stop_tokens_end_a_request() -> None:

@@ -214,7 +214,10 @@ def test_blocks_that_a_synchronous_load_did_not_fill_count_for_nothing(
     plan = rig.scheduler.schedule()
     rig.connector.loads.clear()
     rig.news.invalid_block_ids = {plan.slices[0].block_ids[0][1]}
-    (output,) = rig.scheduler.update(plan, StepResult({"a": None}, rig.news)) or [None]  # type: ignore[dict-item, list-item]
+    (output,) = rig.scheduler.update(
+        plan,
+        StepResult({"a": None}, rig.news),  # type: ignore[dict-item]
+    ) or [None]  # type: ignore[list-item]
     rig.news.invalid_block_ids = set()
     assert output is None or output.finish_reason == "error"
     rig.scheduler.check()

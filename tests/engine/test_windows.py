@@ -200,8 +200,8 @@ def test_layers_of_different_groups_share_memory_and_blocks_keep_them_apart(
 
 
 SMALL = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 2048,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
 WINDOWED: dict[str, tuple[dict[str, Any], int]] = {
     "Mistral": ({"num_hidden_layers": 2, "sliding_window": 20}, 1),

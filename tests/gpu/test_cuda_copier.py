@@ -202,7 +202,8 @@ def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(
     for turn, order in enumerate(orders):
         if turn % 20 == 0:
             numbers = torch.ones(ones, device="cuda")
-            torch.cuda._sleep(1_000_000)  # noqa: SLF001 - torch has no other kernel that takes as long as it is told
+            # torch has no other kernel that takes as long as it is told.
+            torch.cuda._sleep(1_000_000)  # noqa: SLF001
             sums.append(numbers.sum())
             del numbers
         bases = (source.data_ptr(),), (target[turn].data_ptr(),)

@@ -102,9 +102,8 @@ def test_a_placement_that_fails_is_the_reason_whatever_happened_before() -> None
 
 
 @pytest.mark.usefixtures("_other_order")
-def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_producer_that_came_back() -> (
-    None
-):
+def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_producer_that_came_back(
+) -> None:  # fmt: skip
     consumer = placing(make_consumer())
     consumer.take_actions()
     consumer.advance(now=10)

@@ -294,9 +294,8 @@ def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_we
     assert consumer.num_peers == 1
 
 
-def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that() -> (
-    None
-):
+def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that(
+) -> None:  # fmt: skip
     consumer = make_consumer()
     expect_from(consumer)
     consumer.settle(R1, now=0)

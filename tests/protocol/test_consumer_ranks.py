@@ -216,9 +216,8 @@ def test_every_rank_has_to_answer_heartbeats() -> None:
     assert failures(consumer) == ["the producer no longer answers heartbeats"]
 
 
-def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_names_its_companions() -> (
-    None
-):
+def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_names_its_companions(
+) -> None:  # fmt: skip
     consumer = make_consumer(0, 2)
     consumer.track(R1, ticket(1), "T1", now=0)
     consumer.abort(R1, now=0)

@@ -11,7 +11,8 @@ from kvferry.protocol.messages import RankLayout, RegionInfo
 from kvferry.types import AxisKind, KVLayout, MemoryKind
 
 
-def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry:  # noqa: B008  frozen
+# The defaults are frozen.
+def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry:  # noqa: B008
     return Cache(model, form, rank).geometry
 
 
@@ -111,7 +112,7 @@ def test_blocks_whose_tokens_are_packed_can_be_cut_by_heads_but_not_by_tokens() 
         check_geometry("p", packed(Form()), make())
 
 
-def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_blocks_that_fill_its_own() -> (
+def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_blocks_that_fill_its_own() -> (  # noqa: E501
     None
 ):
     ours = replace(make(), needs_whole_blocks=True)

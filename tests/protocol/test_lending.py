@@ -80,7 +80,7 @@ def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back()
     assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
-def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> (
+def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> (  # noqa: E501
     None
 ):
     consumer = lender(is_fenced=False)
@@ -297,7 +297,7 @@ def test_a_staged_producer_is_not_lent_anything() -> None:
     assert of(consumer.take_actions(), GrantWrites) == []
 
 
-def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> (
+def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> (  # noqa: E501
     None
 ):
     consumer = make_consumer(writable_transports=frozenset({"memory"}))

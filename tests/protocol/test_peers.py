@@ -77,9 +77,8 @@ def test_a_peer_is_found_by_its_control_address_while_it_is_known() -> None:
     assert (book.book.at(CONTROL), book.book.at("tcp://q:6000")) == (None, q)
 
 
-def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is_forgotten_last() -> (
-    None
-):
+def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is_forgotten_last(
+) -> None:  # fmt: skip
     book = Book()
     old, new = book.meet("p", "e1", CONTROL, now=0), book.meet("p", "e2", CONTROL, now=1)
     assert book.book.at(CONTROL) == new

@@ -177,9 +177,8 @@ def opened(ready: int = 4) -> Producer:
     return producer
 
 
-def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed() -> (
-    None
-):
+def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed(
+) -> None:  # fmt: skip
     producer = opened()
     producer.publish(A, "h1", TICKET, 8, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]

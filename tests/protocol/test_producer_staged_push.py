@@ -233,7 +233,7 @@ def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_
     assert (said(producer), producer.take_ended(), producer.num_leases) == ([], [], 0)
 
 
-def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> (
+def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> (  # noqa: E501
     None
 ):
     producer = begun("r")

@@ -300,7 +300,9 @@ class Memory:
         assert len(copying) == len(set(copying)), "no two copies write the same block"
         for reply in self.producer.take_replies():
             if reply.message.reader in self.readers:  # type: ignore[union-attr]
-                self.readers[reply.message.reader].told.append(reply.message)  # type: ignore[union-attr]
+                self.readers[reply.message.reader].told.append(  # type: ignore[union-attr]
+                    reply.message
+                )
         for ended in self.producer.take_ended():
             prefill = self.prefills.pop(ended.request)
             assert prefill.is_closed

@@ -118,7 +118,9 @@ def test_every_value_reaches_both_engines_as_the_bytes_that_the_package_wrote(
             def act(client: OpenAI) -> Any:
                 said = client.chat.completions.create(**EVERYTHING, stream=is_streamed)
                 return (
-                    [chunk.choices[0].delta.content for chunk in said] if is_streamed else said.id  # type: ignore[union-attr]
+                    [chunk.choices[0].delta.content for chunk in said]  # type: ignore[union-attr]
+                    if is_streamed
+                    else said.id  # type: ignore[union-attr]
                 )
 
             http = openai.DefaultHttpxClient(event_hooks=hooks, trust_env=False)
@@ -137,8 +139,12 @@ def test_every_value_reaches_both_engines_as_the_bytes_that_the_package_wrote(
     uvloop.run(scene())
 
 
-ODD = b"""{"prompt": "\\u00e9\\ud83d\\udea2 \\/", "temperature":1.50e+0 , "seed":123456789012345678901234567890,
- "tools" :[ {"b":1, "a":2, "a":3} ], "metadata":{"\\u0061":-0.0} , "top_p":0.10000000000000000000001, "n":\t1}"""
+ODD = (
+    b'{"prompt": "\\u00e9\\ud83d\\udea2 \\/", "temperature":1.50e+0 , '
+    b'"seed":123456789012345678901234567890,\n'
+    b' "tools" :[ {"b":1, "a":2, "a":3} ], "metadata":{"\\u0061":-0.0} , '
+    b'"top_p":0.10000000000000000000001, "n":\t1}'
+)
 
 
 def test_odd_but_valid_json_is_not_written_anew() -> None:

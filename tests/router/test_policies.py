@@ -151,7 +151,11 @@ def pairs_seen(
     draws = [(number + 0.5) / num_pairs for number in range(num_pairs)]
     return sorted(
         Counter(
-            policy_of(lambda draw=draw: draw).choose(members, RoutingHints())[0].load  # type: ignore[misc]
+            policy_of(
+                lambda draw=draw: draw,  # type: ignore[misc]
+            )
+            .choose(members, RoutingHints())[0]
+            .load
             for draw in draws
         ).items()
     )

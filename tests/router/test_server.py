@@ -21,7 +21,7 @@ from kvferry.router.server import run_router
 
 options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]), port=0)
 run_router(options, lambda: RouterApp(options, NullReleaser()), lambda address: print(address.port, flush=True))
-"""
+"""  # noqa: E501
 
 
 def never_ready(address: Address) -> None:

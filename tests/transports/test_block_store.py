@@ -210,7 +210,17 @@ def test_what_would_leave_a_region_or_a_block_is_refused_and_nothing_is_begun(na
     before = memory.copy()
     store = HostBlockStore([region_of(memory)])
     with pytest.raises(LocalProtocolError):
-        store.place([GOOD, BlockPermutation(region, block_bytes, np.array(offsets), *rest)])  # type: ignore[arg-type]
+        store.place(
+            [
+                GOOD,
+                BlockPermutation(
+                    region,
+                    block_bytes,
+                    np.array(offsets),
+                    *rest,  # type: ignore[arg-type]
+                ),
+            ]
+        )
     assert store.poll_interval_s() is None
     assert (memory == before).all()
 

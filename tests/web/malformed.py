@@ -27,7 +27,8 @@ MALFORMED = [
         400,
     ),
     (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Content-Length: 99999999999\r\n\r\n",
         413,
     ),
 ]

@@ -426,7 +426,8 @@ def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
         f"{facts['sequences']} sequences of {facts['context_tokens']} tokens; "
         f"{facts['moved_mib']} MiB a transfer over "
         f"{facts['transport']}",
-        f"{'transfers':<15}{'steps':>7}{'p50 ms':>9}{'÷ none':>8}{'p99 ms':>9}{'÷ none':>8}{'arrived':>9}{'p50 ms':>9}{'GB/s':>8}",
+        f"{'transfers':<15}{'steps':>7}{'p50 ms':>9}{'÷ none':>8}{'p99 ms':>9}{'÷ none':>8}"
+        f"{'arrived':>9}{'p50 ms':>9}{'GB/s':>8}",
     ]
     for row in rows:
         cells = ["-" if row[name] is None else str(row[name]) for name in COLUMNS]

@@ -526,11 +526,12 @@ def _wait_for(side: _EngineProcess, level: str, value: int) -> None:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        f"{'transport':<7}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}{'on the core':>13}{'idle':>9}{'left':>8}"
+        f"{'transport':<10}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}"
+        f"{'on the core':>13}{'idle':>9}{'left':>8}"
     ]
     for row in rows:
         lines.append(
-            f"{row['transport']:<7}{row['side']:<9}{row['leases']:>8,}{row['us_per_step']:>13}{row['us_per_step_p99']:>8}"
+            f"{row['transport']:<10}{row['side']:<9}{row['leases']:>8,}{row['us_per_step']:>13}{row['us_per_step_p99']:>8}"
             f"{row['cpu_us_per_step']:>13}{row['idle_share']:>9.2%}{row['leases_at_end']:>8,}"
         )
     return lines

@@ -611,7 +611,10 @@ def _table(result: SoakResult) -> str:
     for name, rows in result.verdicts.items():
         for what, verdict in rows.items():
             says = "flat" if verdict.is_flat else "GROWS"
-            numbers = f"{verdict.before:>16,.0f}{verdict.after:>16,.0f}{verdict.growth:>14,.0f}{verdict.allowed:>14,.0f}"
+            numbers = (
+                f"{verdict.before:>16,.0f}{verdict.after:>16,.0f}"
+                f"{verdict.growth:>14,.0f}{verdict.allowed:>14,.0f}"
+            )
             lines.append(f"{name:<12}{what:<12}{numbers}  {says}")
     for name, series in result.samples.items():
         if any(sample.device_bytes or sample.torch_bytes for sample in series):

@@ -104,7 +104,7 @@ TORCH_CODE = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}))
-"""
+"""  # noqa: E501
 
 # UCX logs to stdout by default, where a late log line would follow the probe's answer.
 UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
@@ -147,7 +147,7 @@ report = {"version": version("nixl"), "plugins": make_agent().get_plugin_list(),
 print(json.dumps({**report, "exit_signals": exit_signals, "netlink_copies": copies}))
 sys.stdout.flush()
 os._exit(0)  # the answer is given; how this process would end was seen in its children
-"""
+"""  # noqa: E501
 
 SHARED_BYTES = b"kvferry"
 # The parent's process id is an argument: across pid namespaces os.getppid() would return another

@@ -18,7 +18,7 @@ EXAMPLES = """\
   kvferry make-model /tmp/tiny-llama --family llama --seed 7
   kvferry make-model /tmp/tiny-mla --family mla          # one latent vector per token instead of keys and values
   kvferry make-model /tmp/tiny-window --family window    # several KV-cache groups; two of three layers see 48 tokens back
-  kvferry make-model /tmp/wide --heads 16                # for --tensor-parallel-size up to 16"""
+  kvferry make-model /tmp/wide --heads 16                # for --tensor-parallel-size up to 16"""  # noqa: E501
 
 
 def add_arguments(parser: Parser) -> None:

@@ -238,7 +238,7 @@ EXAMPLES = """\
   kvferry plan /models/tiny
   kvferry plan --layers 80 --kv-heads 8 --head-dim 128 --dtype bfloat16
   kvferry plan /models/tiny/config.json --tp 2 --link 'Ethernet=100' --link 'IB NDR=400' --tokens 2K --tokens 100000
-  kvferry plan /models/tiny --json | jq .bytes_per_token"""
+  kvferry plan /models/tiny --json | jq .bytes_per_token"""  # noqa: E501
 
 MAX_CONFIG_BYTES = 16 * 2**20
 TOKENS = re.compile(r"([0-9]{1,18})([kKmM]?)")

@@ -39,7 +39,7 @@ DESCRIPTION = (
 EXAMPLES = """\
   kvferry proxy --port 8192 --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost --decoder-ports 8200
   kvferry proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 --decoder-host 10.0.0.3 --decoder-port 8000
-  kvferry proxy --config router.toml --api-key-file keys --ssl-certfile cert.pem --ssl-keyfile key.pem"""
+  kvferry proxy --config router.toml --api-key-file keys --ssl-certfile cert.pem --ssl-keyfile key.pem"""  # noqa: E501
 
 _DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 _FLAGS = {Role.PREFILL: "prefiller", Role.DECODE: "decoder"}

@@ -53,7 +53,7 @@ EXAMPLES = """\
   VLLM_NIXL_SIDE_CHANNEL_PORT=5601 kvferry serve /models/tiny --port 8200 \\
       --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
   kvferry serve /models/tiny --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \\
-      --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC"""
+      --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC"""  # noqa: E501
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2")

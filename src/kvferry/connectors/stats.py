@@ -29,10 +29,12 @@ COUNTERS: Mapping[str, str] = {
     "failed_handshakes": "Peers that could not be reached or were lost.",
     "finished_loads": "Requests whose KV arrived and was confirmed.",
     "failed_loads": "Requests whose KV did not arrive or was not confirmed.",
-    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited "
-    "with their blocks.",
-    "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was computed.",
-    "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was computed.",
+    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests "
+    "that waited with their blocks.",
+    "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was "
+    "computed.",
+    "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was "
+    "computed.",
     "retained_turns": "Ended turns of conversations whose blocks were kept for the next one.",
     "retained_turns_evicted": "Of these, those that were let go because the engine needed blocks.",
     "retained_turns_expired": "Of these, those for whose blocks nobody came in time.",
@@ -40,12 +42,14 @@ COUNTERS: Mapping[str, str] = {
     "reuse_loaded_tokens": "Tokens whose KV they fetched instead of computing it.",
     "reuse_loaded_bytes": "Bytes that they fetched.",
     "reuse_failed_loads": "Prefills that began to fetch it and computed it in the end.",
-    "reuse_skipped_off": "Prefills that left it, because this engine does not fetch from decode sides.",
+    "reuse_skipped_off": "Prefills that left it, because this engine does not fetch from "
+    "decode sides.",
     "reuse_skipped_own": "Prefills that left it, because it was this very engine that had kept it.",
     "reuse_skipped_invalid": "Prefills that left it, because its ticket was forged or damaged.",
     "reuse_skipped_other_tokens": "Prefills that left it, because it was of another text.",
     "reuse_skipped_few_tokens": "Prefills that left it, because too little of it was lacking here.",
-    "reuse_skipped_refused": "Prefills that left it, because it was gone, or its keeper did not answer.",
+    "reuse_skipped_refused": "Prefills that left it, because it was gone, or its keeper did not "
+    "answer.",
     "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
@@ -55,10 +59,12 @@ LEVELS: Mapping[str, str] = {
     "num_leases": "Leases held for peers, over all ranks.",
     "num_held_blocks": "Blocks of finished requests that are kept for peers.",
     "num_retained_turns": "Ended turns whose blocks are kept for the next ones.",
-    "num_retained_blocks": "Blocks that are kept for them; those of several turns are counted for each.",
+    "num_retained_blocks": "Blocks that are kept for them; those of several turns are counted for "
+    "each.",
     "num_transfers": "Requests whose KV is expected from a peer, over all ranks.",
     "num_peers": "Peers known, over all ranks.",
-    "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
+    "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over "
+    "all ranks.",
 }
 """Levels are shown as gauges. Each reporter (a rank, the scheduler) reports its own value when the
 value has changed; the gauge shows the sum of all reporters' latest values.

@@ -278,8 +278,8 @@ class Destination:
 class Arrival:
     """Progress, in tokens, of a transfer that may be read while the prefill still computes.
 
-        0 ........ landed_until ........ read_until ........ min(ready) ........ prompt end
-        |  in our blocks  |  read posted  |  ready at P   |  not computed yet   |
+    0 ........ landed_until ........ read_until ........ min(ready) ........ prompt end
+    |  in our blocks  |  read posted  |  ready at P   |  not computed yet   |
     """
 
     ready: dict[int, int] = field(default_factory=dict)

@@ -423,8 +423,8 @@ def test_metrics_have_vllms_names(model: Path) -> None:
                 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
                 'vllm:prompt_tokens_total{model_name="tiny"} 11.0',
                 'vllm:generation_tokens_total{model_name="tiny"} 22.0',
-                'vllm:prompt_tokens_by_source_total{model_name="tiny",source="external_kv_transfer"} '
-                "6.0",
+                'vllm:prompt_tokens_by_source_total{model_name="tiny",'
+                'source="external_kv_transfer"} 6.0',
                 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 3.0',
                 'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
                 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',

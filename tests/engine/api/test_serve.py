@@ -235,7 +235,8 @@ def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(
                 "127.0.0.1", int((await serving.url()).rsplit(":", 1)[1])
             )
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+                b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n"
             )
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
             os.kill(os.getpid(), number)

@@ -35,7 +35,8 @@ async def assert_alive(served: Served) -> None:
 REFUSED = {
     "tls": (TLS_HELLO, 400),
     "a length and chunks": (
-        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"0\r\n\r\n",
         400,
     ),
     "two lengths": (
@@ -104,8 +105,8 @@ def test_what_follows_a_refused_request_is_never_served() -> None:
         async with serving(echo, admit=lambda request: served_paths.append(request.path)) as served:
             smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"
             head = (
-                b"POST /first HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n"
-                % len(smuggled)
+                b"POST /first HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n" % len(smuggled)
             )
             answer = await served.say(head + smuggled)
             assert answer.count(b"HTTP/1.1 ") == 1

@@ -270,7 +270,10 @@ class Engine:
         """What the scheduler does to the last running request when it has no blocks left."""
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
-        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)  # noqa: SLF001  there is no other way to ask
+        # There is no other way to ask.
+        self.scheduler._preempt_request(  # noqa: SLF001
+            request, time.monotonic(), drop_stale_output=True
+        )
 
     def _work_of(self, output: Any) -> list[_Work]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -398,12 +401,18 @@ class Engine:
 
     @property
     def transfer_worker(self) -> TransferWorkerSnapshot:
-        snapshot: TransferWorkerSnapshot = self.worker._inner._worker_half.snapshot()  # noqa: SLF001  tests alone may look inside
+        # Tests alone may look inside.
+        snapshot: TransferWorkerSnapshot = (
+            self.worker._inner._worker_half.snapshot()  # noqa: SLF001
+        )
         return snapshot
 
     def remains(self) -> dict[str, Any]:
         """Everything that should be gone once all requests are over, by name; empty when it is."""
-        scheduler, half = self.scheduler, self.scheduler.connector._inner._scheduler_half  # noqa: SLF001
+        scheduler, half = (
+            self.scheduler,
+            self.scheduler.connector._inner._scheduler_half,  # noqa: SLF001
+        )
         pool = scheduler.kv_cache_manager.block_pool
         held = {
             "requests": list(scheduler.requests),

@@ -30,8 +30,8 @@ class Legs:
     def __post_init__(self) -> None:
         self.source = self.p.prefill("asked first", [1, 2, 3])
         assert self.source["transfer_mode"] == "push"
-        # As a router does whose client has left.
-        self.p.scheduler.connector._inner.request_abandoned("asked first")  # noqa: SLF001  vLLM has no such call
+        # As a router does whose client has left. vLLM has no such call.
+        self.p.scheduler.connector._inner.request_abandoned("asked first")  # noqa: SLF001
         run_until(lambda: not self.p.remains(), self.p)
 
     def ticket(self) -> str:

@@ -32,7 +32,8 @@ DEFAULT_IS_RIGHT = {
     "get_finished_count": "every rank reports every request",
     "get_kv_connector_kv_cache_events": "we keep no cache of our own",
     "get_kv_connector_stats": "no statistics yet",
-    "get_loaded_kv_cache_group_ids": "all groups that can be cached, and others are refused at start-up",
+    "get_loaded_kv_cache_group_ids": "all groups that can be cached, and others are refused at "
+    "start-up",
     "get_mem_pool_context": "the engine's own memory will do",
     "handle_preemptions": "there are no saves that could be under way",
     "has_connector_metadata": "it reads what bind_connector_metadata of the base class has stored",
@@ -43,7 +44,8 @@ DEFAULT_IS_RIGHT = {
     "reset_capture_state": "nothing of ours is captured",
     "role": "as given to the base class",
     "set_host_xfer_buffer_ops": "we have no staging buffer in host memory",
-    "set_xfer_handshake_metadata_pp_aware": "pipeline parallelism is refused at start-up; it unwraps to the plain form",
+    "set_xfer_handshake_metadata_pp_aware": "pipeline parallelism is refused at "
+    "start-up; it unwraps to the plain form",
     "supports_divergent_local_hybrid_hits": "models with recurrent state are refused at start-up",
     "take_events": "we keep no cache of our own",
 }
@@ -141,7 +143,8 @@ def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
 
 def test_tokens_we_load_are_counted_as_a_peers() -> None:
     """By vllm:prompt_tokens_by_source, as those of vLLM's own connectors between engines."""
-    assert KVFerryConnector._cache_hit_source is CacheHitSource.P2P  # noqa: SLF001  vLLM's name for what a subclass sets
+    # The name is vLLM's, for what a subclass sets.
+    assert KVFerryConnector._cache_hit_source is CacheHitSource.P2P  # noqa: SLF001
 
 
 def test_the_table_of_defaults_names_nothing_that_is_gone() -> None:

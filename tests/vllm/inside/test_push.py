@@ -211,7 +211,12 @@ def test_each_chunk_moves_while_the_next_is_computed(
         while p.computed.get("a", 0) < 64 * num_chunks:
             p.step()
         num_tokens = 64 * max(0, num_chunks - 1 - is_async)
-        run_until(lambda expected=num_tokens * BYTES_PER_TOKEN: d.moved_bytes == expected, d)  # type: ignore[misc]
+        run_until(
+            lambda expected=num_tokens * BYTES_PER_TOKEN: (  # type: ignore[misc]
+                d.moved_bytes == expected
+            ),
+            d,
+        )
     assert p.answers["a"].finish is None
     assert finish(d, "b", p) == greedy(prompt(300), 4)
     assert d.loaded_tokens == 300

@@ -82,7 +82,8 @@ def goes_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
 
 
 def retained_turns(engine: Engine) -> int:
-    return len(engine.scheduler.connector._inner._scheduler_half._kept)  # noqa: SLF001  tests alone may look inside
+    # Tests alone may look inside.
+    return len(engine.scheduler.connector._inner._scheduler_half._kept)  # noqa: SLF001
 
 
 def let_all_go(*engines: Engine) -> None:
@@ -356,5 +357,6 @@ def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     finish(p, "pulled", d)
     assert p.answers["pulled"].finish == ("error" if policy == "fail" else "length")
     for engine, name in ((p, "second"), (d, "pulled")):
-        engine.scheduler.connector._inner.request_abandoned(name)  # noqa: SLF001  vLLM has no such call
+        # vLLM has no such call.
+        engine.scheduler.connector._inner.request_abandoned(name)  # noqa: SLF001
     let_all_go(p, d)

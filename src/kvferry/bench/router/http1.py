@@ -5,7 +5,7 @@ Both readers accept bytes in any chunks. In the common case, a message in one ch
 searches for a few byte strings.
 """
 
-__all__ = ["HttpRequest", "HttpResponse", "MalformedHttp", "ResponseReader", "StubRequestReader"]
+__all__ = ["HttpRequest", "MalformedHttp", "ParsedResponse", "ResponseReader", "StubRequestReader"]
 
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -28,7 +28,7 @@ class HttpRequest:
         self.body = body
 
 
-class HttpResponse:
+class ParsedResponse:
     """One complete response."""
 
     __slots__ = ("body", "keeps_alive", "status")
@@ -118,7 +118,7 @@ class ResponseReader:
         """Whether any byte after the head has arrived."""
         return 0 < self._body_at < len(self._data)
 
-    def feed(self, data: bytes) -> HttpResponse | None:
+    def feed(self, data: bytes) -> ParsedResponse | None:
         """Return the response once the response is complete; the reader is then ready for the next
         one.
         """
@@ -145,16 +145,16 @@ class ResponseReader:
             raise MalformedHttp("more than the answer came")
         return self._finish(body)
 
-    def end(self) -> HttpResponse | None:
+    def end(self) -> ParsedResponse | None:
         """Take the end of the connection: a response without a length ends with the connection."""
         if self._body_at and self._length == _UNTIL_CLOSED:
             self._keeps_alive = False
             return self._finish(self._data[self._body_at :])
         return None
 
-    def _finish(self, body: bytes) -> HttpResponse:
+    def _finish(self, body: bytes) -> ParsedResponse:
         self._data, self._body_at = b"", 0
-        return HttpResponse(self._status, body, self._keeps_alive)
+        return ParsedResponse(self._status, body, self._keeps_alive)
 
     def _read_head(self) -> bool:
         end = self._data.find(_HEAD_END)

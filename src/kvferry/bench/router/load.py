@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from kvferry.bench.router.http1 import HttpResponse, MalformedHttp, ResponseReader
+from kvferry.bench.router.http1 import MalformedHttp, ParsedResponse, ResponseReader
 from kvferry.bench.router.messages import BenchMessages, post
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
@@ -81,7 +81,7 @@ class _HttpConnection(asyncio.Protocol):
     def __init__(
         self,
         address: Address,
-        on_answer: Callable[[HttpResponse], None],
+        on_answer: Callable[[ParsedResponse], None],
         on_body: Callable[[], None],
     ) -> None:
         self._address = address
@@ -116,7 +116,7 @@ class _HttpConnection(asyncio.Protocol):
         try:
             await self.dial()
         except KVFerryError as error:
-            self._finish(HttpResponse(0, str(error).encode(), keeps_alive=False))
+            self._finish(ParsedResponse(0, str(error).encode(), keeps_alive=False))
             return
         assert self._transport is not None
         self._transport.write(message)
@@ -151,9 +151,9 @@ class _HttpConnection(asyncio.Protocol):
 
     def _give_up(self, why: str) -> None:
         self._drop()
-        self._finish(HttpResponse(0, why.encode(), keeps_alive=False))
+        self._finish(ParsedResponse(0, why.encode(), keeps_alive=False))
 
-    def _finish(self, answer: HttpResponse) -> None:
+    def _finish(self, answer: ParsedResponse) -> None:
         self._is_waiting = False
         self._on_answer(answer)
 
@@ -189,7 +189,7 @@ class _RouterClient:
     def _begun(self) -> None:
         self._ttfb_s = time.perf_counter() - self._asked_at
 
-    def _answered(self, answer: HttpResponse) -> None:
+    def _answered(self, answer: ParsedResponse) -> None:
         assert self._done is not None
         self._done(self, self._ttfb_s, _mismatch(answer, self._expected))
 
@@ -220,7 +220,7 @@ class _DirectClient:
         self._prefill.close()
         self._decode.close()
 
-    def _prefilled(self, answer: HttpResponse) -> None:
+    def _prefilled(self, answer: ParsedResponse) -> None:
         if answer.status != 200:
             self._answered(answer)
             return
@@ -229,7 +229,7 @@ class _DirectClient:
     def _begun(self) -> None:
         self._ttfb_s = time.perf_counter() - self._asked_at
 
-    def _answered(self, answer: HttpResponse) -> None:
+    def _answered(self, answer: ParsedResponse) -> None:
         assert self._done is not None
         self._done(self, self._ttfb_s, _mismatch(answer, self._messages.stream_body))
 
@@ -301,7 +301,7 @@ class _LoadRunner:
             self._is_over.set_result(None)
 
 
-def _mismatch(answer: HttpResponse, expected: bytes) -> str | None:
+def _mismatch(answer: ParsedResponse, expected: bytes) -> str | None:
     """Return a short reason why this answer is not what D sent; None if the answer is correct."""
     if answer.status == 200 and answer.body == expected:
         return None

@@ -251,8 +251,8 @@ def _stream(events: list[bytes], writes: int) -> list[bytes]:
     step = -(-EVENTS // writes)
     parts = [b"".join(chunks[at : min(at + step, EVENTS)]) for at in range(0, EVENTS, step)]
     parts[0] = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-        + parts[0]
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+        b"transfer-encoding: chunked\r\n\r\n" + parts[0]
     )
     parts[-1] += b"".join(tail)
     return parts

@@ -28,7 +28,7 @@ COLUMNS = {
 LEGEND = """\
 p50, p99: to the first byte of the body. CPU s/1k: of the router, for 1,000 requests. client CPU: share of their core that the client and
 the stubs took; near 1 they are the limit. waited: share of the time in which the router or the client could have run and others had the
-core; near 0 on a quiet machine."""
+core; near 0 on a quiet machine."""  # noqa: E501
 
 
 class Router(StrEnum):

@@ -126,7 +126,7 @@ class RawNixl:
         self._prepared.append(move)
         return move
 
-    def overwrite(self) -> None:
+    def release_lists(self) -> None:
         """Release the prepared descriptor lists."""
         for move in self._prepared:
             for side in (move.local, move.remote):
@@ -156,7 +156,7 @@ class RawNixl:
     def close(self) -> None:
         """Release everything; without `close` the agent may crash the interpreter at exit."""
         with contextlib.suppress(*self._errors):
-            self.overwrite()
+            self.release_lists()
             if self._peer:
                 self._agent.remove_remote_agent(self._peer)
             self._agent.deregister_memory(self._registration)
@@ -468,7 +468,7 @@ class BenchConsumer:
         if self._raw is None:
             return []
         raw, here, there = self._raw, self._memory.address, self._producer.regions[0].address
-        raw.overwrite()
+        raw.release_lists()
         read = partial(
             self._run_raw,
             raw.prepare(

@@ -120,10 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(SETTLE_S)
                 _measure_round(pair, prompts, count, samples[connector])
                 pair.servers.pause()
-                print_progress(
-                    "  so far: "
-                    f"{', '.join(f'{length} tokens {_ms(of.handover_s)} ms' for length, of in samples[connector].items())}"
-                )
+                medians = samples[connector].items()
+                shown = [f"{length} tokens {_ms(of.handover_s)} ms" for length, of in medians]
+                print_progress(f"  so far: {', '.join(shown)}")
     rows = make_rows(samples)
     print(
         json.dumps({"rows": rows, "samples": arguments.samples}) if arguments.json else _table(rows)

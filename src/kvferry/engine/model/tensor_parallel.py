@@ -107,7 +107,6 @@ def join_group(
     gloo = GlooGroup(parallel, store, timeout_s)
     if not device.has_own_gpus:
         return gloo
-    pass
 
     return NcclGroup(parallel, store, gloo, device.torch_device, timeout_s) if has_nccl() else gloo
 

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvferry.router.http.deadlines import DeadlineTimer
 from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
@@ -30,9 +30,6 @@ from kvferry.router.http.upstream_connection import (
 )
 from kvferry.router.http.writer import ResponseWriter
 from kvferry.types import Address
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "KEEPALIVE_S",

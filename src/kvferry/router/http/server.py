@@ -12,7 +12,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http.deadlines import NEVER, DeadlineTimer
@@ -21,9 +20,6 @@ from kvferry.router.http.messages import ServerLimits, ServerRequest
 from kvferry.router.http.parsing import RequestHead
 from kvferry.router.http.writer import ConnectionWriter, ResponseWriter
 from kvferry.web.errors import error_body
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Admit", "Handler", "HttpServer", "ResponseParts", "ResponseWriter", "ServerConnection"]
 

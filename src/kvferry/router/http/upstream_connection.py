@@ -23,7 +23,6 @@ from kvferry.router.http.messages import InvalidResponse, UpstreamDisconnected, 
 from kvferry.router.http.parsing import ResponseHead, read_response_head
 
 if TYPE_CHECKING:
-    pass
     from kvferry.router.http.pool import TargetPool
 
 __all__ = [

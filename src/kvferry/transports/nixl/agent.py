@@ -85,7 +85,7 @@ class NixlAgent:
         """Names of the peers' agents that have been added."""
         self._agent = agent
         # The weak reference shows when NIXL's object has really been destroyed.
-        self._incarnation = weakref.ref(agent.agent)
+        self._agent_ref = weakref.ref(agent.agent)
         self._errors = errors
         self._kind = kind
         self._device = device
@@ -126,7 +126,7 @@ class NixlAgent:
         """True if the agent is closed and NIXL's object is destroyed, so that nothing can write any
         more.
         """
-        return self._agent is None and self._incarnation() is None
+        return self._agent is None and self._agent_ref() is None
 
     def register(self, regions: Sequence[Region]) -> bool:
         """Register memory with NIXL; False if NIXL cannot register such memory."""
