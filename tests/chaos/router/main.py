@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--size", type=int, default=Settings.size, help="engines of either role")
     parser.add_argument("--questions", type=int, default=Settings.questions)
-    parser.add_argument("--talks", type=int, default=Settings.conversations)
+    parser.add_argument("--conversations", type=int, default=Settings.conversations)
     parser.add_argument(
         "--bound-s",
         type=float,

@@ -111,7 +111,7 @@ def test_a_short_chaos_run_of_a_router_is_clean(tmp_path: Path) -> None:
         "20",
         "--questions",
         "30",
-        "--talks",
+        "--conversations",
         "12",
     ]
     command = [

@@ -107,7 +107,7 @@ def test_a_decode_side_that_waits_shows_as_left(legs: Legs) -> None:
     legs.ask_d("b", prompt(100), legs.ticket())
     legs.registered()
     assert legs.p.remains() == {"registrations": 1}
-    assert {"requests", "used blocks", "loads", "pulls"} <= legs.d.remains().keys()
+    assert {"requests", "used blocks", "loads", "transfers"} <= legs.d.remains().keys()
     legs.d.abort("b")
     settle(legs.p, legs.d)
 

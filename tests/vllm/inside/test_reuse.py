@@ -83,7 +83,7 @@ def goes_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
 
 def retained_turns(engine: Engine) -> int:
     # Tests alone may look inside.
-    return len(engine.scheduler.connector._inner._scheduler_half._kept)  # noqa: SLF001
+    return len(engine.scheduler.connector._inner._scheduler_half._retained)  # noqa: SLF001
 
 
 def let_all_go(*engines: Engine) -> None:
