@@ -337,9 +337,9 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
             finally:
                 for d in decoders.values():
                     d.resume()
-            await assert_all_ended_well(
-                begun.decoding, right, "lease", "forgotten", "read did not end", *SILENCE
-            )
+            # Where P takes longer than D's own 10 s, D's wait for the next offer ends first.
+            reasons = "lease", "forgotten", "read did not end", "did not go on"
+            await assert_all_ended_well(begun.decoding, right, *reasons, *SILENCE)
             for d in decoders.values():
                 assert await ask(session, d, begun.prompt) == right, (
                     "D's prefix cache is not poisoned either"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
-from kvferry.transports.base import TransportKit
 from kvferry.types import KVLayout
 
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
+    from kvferry.transports.base import TransportKit
 
 __all__ = ["EngineOptions", "EngineSetup", "first_gpu", "flag_of", "gpu_of_rank", "ranks_on_gpu"]
 
@@ -152,7 +152,7 @@ class EngineSetup:
     """
 
     options: EngineOptions
-    kit: TransportKit
+    kit: "TransportKit"
     secret: bytes = field(default=b"", repr=False)
     """The cluster secret; empty without a connector."""
     side_channel: "SideChannelConfig | None" = None
