@@ -331,7 +331,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
                 expired = await count_now(session, stage.legs.p, EXPIRED)
                 assert (await begun.prefilling).is_ok
                 await until("the lease has run out", lambda: is_free(session, stage.legs.p))
-                assert await count_now(session, stage.legs.p, EXPIRED) == expired + 1
+                assert await count_now(session, stage.legs.p, EXPIRED) > expired
                 for _ in range(4):
                     assert (await ask(session, stage.legs.p, fresh(LONG))).is_ok
             finally:
