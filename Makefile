@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm environments up demo fmt check test test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -64,6 +64,10 @@ check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 test: environments setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
+
+test-all: environments setup-browser  ## the same and the exhaustive tests: full products, long soaks and chaos
+	@$(COMPILE)
+	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
 
 test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
 	@$(COMPILE)
@@ -102,7 +106,7 @@ docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py
 
 compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md anew
-	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST_FLAGS)
+	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest --exhaustive tests/compatibility $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

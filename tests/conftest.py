@@ -1,5 +1,7 @@
 """Property tests assert no time: on a busy machine a slow example says nothing about the code.
 
+Tests marked `exhaustive` run with `--exhaustive` only (`make test-all`).
+
 Where several processes test, each takes a file at a time, the long ones first, so that all end at
 about the same time. Tests with real vLLM are as one file: its servers take memory, and several
 files share some.
@@ -36,9 +38,23 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="also run the tests marked exhaustive"
+    )
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        _leave_out(config, items, "exhaustive")
     items.sort(key=_turn)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.fixture

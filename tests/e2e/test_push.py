@@ -22,11 +22,13 @@ from tests.e2e.harness import (
     metrics,
     new_session,
 )
+from tests.sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GREEDY = random_prompts(200, seed=51, longest=600)
-SIZES = [(p, d) for p in (1, 2) for d in (1, 2)]
+TRANSPORTS = ("shm", "nixl", "tcp")
+TP_SIZES = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def expected(plain: Engine) -> list[Answer]:
     return asyncio.run(ask_all(plain, GREEDY))
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def four(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Iterator[Four]:
@@ -120,11 +122,17 @@ def four(
         yield Four(cluster, transport, prefill, decode)
 
 
-@pytest.fixture(params=SIZES, ids=str)
-def pushing(request: pytest.FixtureRequest, four: Four) -> Pushing:
-    return four.pair(request.param)
+@pytest.fixture
+def pushing(four: Four, p_size: int, d_size: int) -> Pushing:
+    return four.pair((p_size, d_size))
 
 
+every_pair = pytest.mark.parametrize(
+    ("four", "p_size", "d_size"), sampled(TRANSPORTS, TP_SIZES, TP_SIZES), indirect=["four"]
+)
+
+
+@every_pair
 def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(
     pushing: Pushing, expected: list[Answer]
 ) -> None:
@@ -144,6 +152,7 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
     asyncio.run(check())
 
 
+@every_pair
 def test_several_choices_share_one_prefill(pushing: Pushing, plain: Engine) -> None:
     prompt = Prompt(tuple(range(20, 220)), n=4, temperature=0.9, seed=5)
 
