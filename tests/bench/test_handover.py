@@ -15,7 +15,11 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("transport", "prompt_tokens"), [("tcp", 4 * CHUNK_TOKENS), ("nixl", 3 * CHUNK_TOKENS)]
+    ("transport", "prompt_tokens"),
+    [
+        ("tcp", 3 * CHUNK_TOKENS),
+        pytest.param("nixl", 4 * CHUNK_TOKENS, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_while_p_computes_all_but_the_last_chunk_moves(transport: str, prompt_tokens: int) -> None:
     """In every handover, not only in most, whether P writes (tcp) or D reads (nixl). Without

@@ -15,7 +15,12 @@ from kvferry.bench.vllm import servers as vllm_servers
 from kvferry.cli.cluster.processes import ChildProcess, spawn_process
 from kvferry.cli.main import main
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(600),
+]
 
 Bench = Callable[..., Any]
 

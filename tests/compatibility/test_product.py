@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.compatibility.engines import LocalEngine, run_all
 from tests.compatibility.table import Form, Outcomes
+from tests.sampling import sampled
 
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
@@ -32,6 +33,13 @@ CAPACITY_TOKENS = 4096
 
 
 FORMS = [Form(*each) for each in itertools.product(TP_SIZES, BLOCK_SIZES, LAYOUTS)]
+# Every D reads from engines of all forms. `make test` runs a pairwise sample of model families,
+# transports and forms of D.
+CASES = [
+    pytest.param((family, transport), Form(*form), marks=case.marks)
+    for case in sampled(tuple(FAMILIES), TRANSPORTS, TP_SIZES, BLOCK_SIZES, LAYOUTS)
+    for family, transport, *form in [case.values]
+]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -62,11 +70,7 @@ class House:
     expected: list[list[int]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(itertools.product(FAMILIES, TRANSPORTS)),
-    ids=lambda pair: " over ".join(pair),
-)
+@pytest.fixture(scope="module")
 def house(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[House]:
@@ -115,6 +119,10 @@ def start(directory: Path, form: Form, name: str, transport: str | None) -> Loca
     return LocalEngine(options, name, None if transport is None else extra, directory)
 
 
+def name(value: Form | tuple[str, str]) -> str:
+    return " over ".join(value) if isinstance(value, tuple) else str(value)
+
+
 @pytest.fixture
 def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
     """An engine of the same form as the consumer; nobody reads from himself."""
@@ -123,7 +131,7 @@ def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
     engine.close()
 
 
-@pytest.mark.parametrize("d", FORMS, ids=str)
+@pytest.mark.parametrize(("house", "d"), CASES, indirect=["house"], ids=name)
 def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
     house: House, d: Form, twin: LocalEngine, outcomes: Outcomes
 ) -> None:

@@ -9,6 +9,7 @@ from tests.compatibility.test_product import FAMILIES, FORMS, TRANSPORTS
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_the_page_says_what_came_out(outcomes: Outcomes) -> None:
     is_whole = len(outcomes.pairs) == len(FAMILIES) * len(TRANSPORTS) and all(
         len(each) == len(FORMS) ** 2 for each in outcomes.pairs.values()
