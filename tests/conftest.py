@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from tests.standstill import StallWatchdog, run_test
+from tests.stall_watchdog import StallWatchdog, run_test
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 

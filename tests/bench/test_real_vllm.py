@@ -27,7 +27,7 @@ Bench = Callable[..., Any]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bench:
-    """The command. Servers whose names do not begin with `anew` come out of the nursery, which has
+    """The command. Servers whose names do not begin with `anew` come from the forkserver, which has
     imported vLLM already.
     """
     if not PYTHON.exists():

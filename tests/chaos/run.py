@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.cluster import ROUTER, ChaosCluster
 from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind, say
 from tests.chaos.judge import Outcome
 from tests.chaos.load import Load, Question
 from tests.chaos.mode import Mode
 from tests.chaos.plan import Fault, Kind, make_plan
-from tests.chaos.yard import ROUTER, ChaosCluster
 from tests.e2e.harness import Cluster, Prompt, ask_all, metrics, new_session
 
 __all__ = ["Report", "Settings", "run"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.dashboard.browser import open_page, start_browser
+from tests.dashboard.page_server import raise_stage
 from tests.dashboard.scenes import busy_scene
-from tests.dashboard.stage import raise_stage
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MAX_BYTES = 200_000

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.dashboard.browser import Page, open_page
+from tests.dashboard.page_server import Stage, raise_stage
 from tests.dashboard.scenes import HOSTILE, NOW, Scene, busy_scene, hostile_scene, large_scene
-from tests.dashboard.stage import Stage, raise_stage
 
 from kvferry.router.fleet.instance_metrics import MetricsWatcher
 from kvferry.router.timeline import RequestEvent, RequestOutcome

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import aiohttp
 import psutil
-from tests.forkserver.nursery import ForkServer
+from tests.forkserver.client import ForkServer
 
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup, ProcessStarter, spawn_process
 from kvferry.types import Address

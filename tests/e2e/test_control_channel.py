@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
-from tests.e2e.behind import BEHIND, Channels
 from tests.e2e.conftest import SHORT
 from tests.e2e.handovers import (
     FAILED,
@@ -24,6 +23,7 @@ from tests.e2e.handovers import (
     is_loading,
 )
 from tests.e2e.harness import Cluster, Engine, ask, assert_quiescent, new_session
+from tests.e2e.proxied_engine import BEHIND, Channels
 
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection, ProxySide
 

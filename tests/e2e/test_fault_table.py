@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
-from tests.e2e.behind import BEHIND, Channels
 from tests.e2e.conftest import PATIENT, SHORT, Fleet, Pair, random_prompts
 from tests.e2e.forgeries import send_garbage
 from tests.e2e.handovers import assert_ended_well, assert_recovers, count, fresh, hand_over, is_free
@@ -31,6 +30,7 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
+from tests.e2e.proxied_engine import BEHIND, Channels
 
 from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection
 from kvferry.types import Address

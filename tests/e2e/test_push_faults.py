@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from tests.e2e.canaries import SMALL, Canaries, disturb
 from tests.e2e.conftest import PATIENT, random_prompts
+from tests.e2e.half_pushed import EXTRA, LONG, Stage
 from tests.e2e.handovers import FINISHED, count, fresh, is_free
 from tests.e2e.harness import (
     Cluster,
@@ -28,7 +29,6 @@ from tests.e2e.harness import (
     until,
 )
 from tests.e2e.push_legs import EXPIRED, Legs, Shape, assert_all_ended_well, count_now
-from tests.e2e.push_stage import EXTRA, LONG, Stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

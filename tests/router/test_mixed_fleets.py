@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.router.stubs import KEEP_NOTHING, Behaviour, answers, completes, prefills, stage
-from tests.router.test_twins import KEY, ONE, PUSHED, after, first_then, leg, pushes
+from tests.router.test_concurrent_legs import KEY, ONE, PUSHED, after, first_then, leg, pushes
 
 from kvferry.router.fleet.instance_metrics import read_metrics
 

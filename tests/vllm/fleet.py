@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.harness import Engine, ProcessRegistry
-from tests.forkserver.nursery import ForkServer
+from tests.forkserver.client import ForkServer
 
 from kvferry.bench.vllm.servers import VllmServer, free_ports
 from kvferry.cli.cluster.http_client import is_healthy

@@ -29,10 +29,7 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
-from tests.vllm.conftest import Trio
-from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
-from tests.vllm.wire import greet, listening, send_noise, side_channel
-from tests.vllm.yard import (
+from tests.vllm.abused_cluster import (
     DEADLINE_S,
     FAILED,
     FINISHED,
@@ -45,6 +42,9 @@ from tests.vllm.yard import (
     kill,
     unharmed,
 )
+from tests.vllm.conftest import Trio
+from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
+from tests.vllm.wire import greet, listening, send_noise, side_channel
 
 from kvferry.protocol.tickets import TicketKey
 

@@ -27,11 +27,11 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
+from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
-from tests.vllm.yard import kill
 
 from kvferry.config import ClusterSecret
 from kvferry.protocol.tickets import PushTicket, PushTicketKey

@@ -17,11 +17,11 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
+from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
-from tests.vllm.yard import kill
 
 from kvferry.bench.vllm.servers import free_ports
 

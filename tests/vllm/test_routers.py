@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
+from tests.vllm.abused_cluster import SOON_S
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
-from tests.vllm.yard import SOON_S
 
 from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Answer, Engine, ask_all, metrics, new_session
+from tests.vllm.abused_cluster import SOON_S
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
-from tests.vllm.yard import SOON_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

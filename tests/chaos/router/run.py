@@ -13,9 +13,9 @@ from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind,
 from tests.chaos.load import Question
 from tests.chaos.mode import Mode
 from tests.chaos.router.clients import Clients, Conversation, make_right_answers
+from tests.chaos.router.fleet import Member, RouterChaosCluster
 from tests.chaos.router.plan import FaultKind, PlannedFault, make_plan
 from tests.chaos.router.verdict import FAULTS, Verdict
-from tests.chaos.router.yard import Member, RouterChaosCluster
 from tests.e2e.harness import Cluster, metrics, new_session
 
 from kvferry.errors import KVFerryError

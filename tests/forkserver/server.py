@@ -1,4 +1,4 @@
-"""`python -m tests.forkserver.zygote FILE MODULE…`: imports the modules once, then forks a process
+"""`python -m tests.forkserver.server FILE MODULE…`: imports the modules once, then forks a process
 for each command that it is asked for.
 
 One thread, so that forking is safe. It ends when whoever asks is gone; the processes it forked are
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tests.forkserver.handing import install_fds, receive_message, send_message, set_environment
-from tests.forkserver.spares import prefork
+from tests.forkserver.multiprocessing_spawn import prefork
+from tests.forkserver.wire import install_fds, receive_message, send_message, set_environment
 
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_REC, MS_SLAVE, MNT_DETACH = 1 << 14, 1 << 19, 2

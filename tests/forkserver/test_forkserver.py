@@ -1,4 +1,4 @@
-"""A process out of the nursery is like one that is spawned."""
+"""A process that the forkserver forks behaves like a spawned process."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from kvferry.errors import KVFerryError
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "tests.forkserver.sample", "serve", "with a word"]
-"""`serve`: the word that tells the nursery that another process will be spawned."""
+"""`serve`: the word that announces to the forkserver that another process will be spawned."""
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from tests.forkserver.handing import receive_message, send_message
+from tests.forkserver.wire import receive_message, send_message
 
 from kvferry.cli.cluster.processes import ProcessHandle
 
@@ -114,7 +114,7 @@ class ForkServer:
             link = self._open()
             send_message(link, request, files)
             answer = receive_message(link)
-        assert answer is not None, "the nursery is gone"
+        assert answer is not None, "the forkserver is gone"
         return int(answer[0]["pid"])
 
     def _open(self) -> socket.socket:
@@ -125,7 +125,7 @@ class ForkServer:
                 str(self._python),
                 "-u",
                 "-m",
-                "tests.forkserver.zygote",
+                "tests.forkserver.server",
                 str(theirs.fileno()),
                 *self._modules,
             ]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.forkserver.handing import install_fds, receive_message, send_message, set_environment
+from tests.forkserver.wire import install_fds, receive_message, send_message, set_environment
 
 __all__ = ["prefork"]
 

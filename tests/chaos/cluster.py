@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.chaos.mode import Mode
 from tests.chaos.plan import LEASE_S
-from tests.e2e.behind import BEHIND, Channels
 from tests.e2e.harness import Cluster, Engine, Host, Starting
 from tests.e2e.hosts import Hosts, why_impossible
+from tests.e2e.proxied_engine import BEHIND, Channels
 
 from kvferry.errors import KVFerryError
 from kvferry.testing.fault_proxy import FaultProxy

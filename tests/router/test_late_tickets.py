@@ -26,8 +26,8 @@ from tests.router.stubs import (
     streams,
     stub_engine,
 )
+from tests.router.test_concurrent_legs import KEY, PUSHED, first_then
 from tests.router.test_proxy import ONE
-from tests.router.test_twins import KEY, PUSHED, first_then
 
 from kvferry.protocol.tickets import PushTicketKey
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.standstill import CHECK_INTERVAL_S, StallWatchdog
+from tests.stall_watchdog import CHECK_INTERVAL_S, StallWatchdog
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -76,14 +76,14 @@ def test_a_failure_is_tried_again_only_where_the_machine_stood_still(
 
 
 @pytest.mark.parametrize(
-    ("said", "is_standstill"),
+    ("said", "is_stalled"),
     [
         ("rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:", True),
         ("port 3 entered disabled state", False),
     ],
 )
 def test_what_the_kernel_says_of_itself_counts(
-    tmp_path: Path, said: str, is_standstill: bool
+    tmp_path: Path, said: str, is_stalled: bool
 ) -> None:
     log = tmp_path / "kmsg"
     log.write_text("BUG: workqueue lockup - long ago\n")
@@ -92,7 +92,7 @@ def test_what_the_kernel_says_of_itself_counts(
     assert pulse.last_stall == float("-inf")
     with log.open("a") as more:
         more.write(f"{said}\n")
-    deadline = time.monotonic() + (10 if is_standstill else 3 * CHECK_INTERVAL_S)
+    deadline = time.monotonic() + (10 if is_stalled else 3 * CHECK_INTERVAL_S)
     while pulse.last_stall == float("-inf") and time.monotonic() < deadline:
         time.sleep(CHECK_INTERVAL_S)
-    assert (pulse.last_stall > 0) == is_standstill
+    assert (pulse.last_stall > 0) == is_stalled

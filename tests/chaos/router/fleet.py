@@ -12,9 +12,9 @@ from typing import Any
 
 import aiohttp
 import psutil
+from tests.chaos.cluster import CHUNKED, EXTRA
 from tests.chaos.mode import Mode
 from tests.chaos.router.verdict import Happened
-from tests.chaos.yard import CHUNKED, EXTRA
 from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
 
 __all__ = ["Member", "RouterChaosCluster"]
