@@ -90,7 +90,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real 
 setup-browser:  ## Chromium for the tests of the dashboard's page, where it is missing and can be had (Debian, Ubuntu: as root)
 	@sh scripts/setup_browser.sh
 
-screenshots: $(STAMP) setup-browser  ## take the pictures of the dashboard in docs/images anew
+screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from a real `kvferry up` under load (two minutes)
 	$(BIN)/python -m tests.dashboard
 
 soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')

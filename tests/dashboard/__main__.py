@@ -1,15 +1,36 @@
-"""Takes the pictures in docs/images: `make screenshots`."""
+"""Takes the pictures in docs/images from a real `kvferry up` under load: `make screenshots`.
+
+Two prefill and two decode engines with a tiny model run behind the router. Clients hold
+conversations and send single requests, short and long, until the pictures are taken. The page's
+plots are one minute wide while the router is younger than a minute, so the run is that long.
+"""
 
 import asyncio
-from dataclasses import dataclass
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 from tests.dashboard.browser import open_page, start_browser
-from tests.dashboard.page_server import raise_stage
-from tests.dashboard.scenes import busy_scene
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-MAX_BYTES = 200_000
+MAX_BYTES = 400_000
+LOAD_S = 50.0
+"""Seconds of load before the first picture."""
+START_S = 240.0
+NUM_TALKERS = 12
+NUM_SINGLES = 8
+MAX_TURNS = 5
+TEXT = (
+    "blocks of the cache move from the engine that computed a prompt to the engine that answers "
+    "while its lease holds and every reader confirms what it has read before any token is used"
+)
 
 
 @dataclass(frozen=True)
@@ -17,44 +38,139 @@ class Picture:
     name: str
     size: tuple[int, int]
     scheme: str
-    hash: str = ""
-    top: str = ""
-    """What is at the top of it."""
+    shows_timeline: bool = False
 
 
 PICTURES = (
-    Picture("dashboard", (1280, 1080), "light"),
-    Picture("dashboard-timeline", (1280, 760), "dark", "#request=told", "requests-title"),
-    Picture("dashboard-narrow", (400, 860), "dark"),
+    Picture("dashboard", (1280, 940), "light"),
+    Picture("dashboard-timeline", (1280, 760), "dark", shows_timeline=True),
+    Picture("dashboard-narrow", (400, 732), "dark"),
 )
 
 
-async def take(port: int, picture: Picture) -> Path:
+@asynccontextmanager
+async def kvferry_up() -> AsyncIterator[str]:
+    """Run `kvferry up` with NIXL and yield the router's URL; end all its processes afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry", "up", "--port", "0", "--prefill", "2", "--decode", "2"),
+        *("--transports", "nixl"),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(START_S):
+            url = await _router_url(process)
+        yield url
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.communicate()
+
+
+async def _router_url(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if line.startswith(b"serving on "):
+            return line.decode().split()[2].rstrip(";")
+    raise RuntimeError("kvferry up ended before it served")
+
+
+@dataclass
+class Load:
+    """Clients that ask the router until `run` is cancelled."""
+
+    session: aiohttp.ClientSession
+    model: str
+    long_ids: list[str] = field(default_factory=list)
+    """Ids of the long single requests that were answered."""
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as clients:
+            for number in range(NUM_TALKERS):
+                clients.create_task(self._hold_conversations(number))
+            for number in range(NUM_SINGLES):
+                clients.create_task(self._send_singles(number))
+
+    async def _hold_conversations(self, client: int) -> None:
+        for talk in range(1_000_000):
+            name = f"talk-{client}-{talk}"
+            messages: list[dict[str, str]] = []
+            for turn in range(self._rng.randint(2, MAX_TURNS)):
+                messages.append({"role": "user", "content": self._text(10, 30)})
+                body = {"conversation_id": name, "messages": messages, "max_tokens": 16}
+                await self._ask("chat/completions", f"{name}-turn-{turn + 1}", body)
+                messages.append({"role": "assistant", "content": self._text(5, 10)})
+                await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+
+    async def _send_singles(self, client: int) -> None:
+        for count in range(1_000_000):
+            is_long = count % 4 == 3
+            prompt = self._text(200, 300) if is_long else self._text(10, 40)
+            name = f"{'long' if is_long else 'short'}-{client}-{count}"
+            await self._ask("completions", name, {"prompt": prompt, "max_tokens": 16})
+            if is_long:
+                self.long_ids.append(name)
+            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+
+    async def _ask(self, path: str, request_id: str, body: dict[str, Any]) -> None:
+        """Send one streamed request and read its answer to the end."""
+        async with self.session.post(
+            f"/v1/{path}",
+            json={"model": self.model, "stream": True, "ignore_eos": True, **body},
+            headers={"X-Request-Id": request_id},
+        ) as answer:
+            text = await answer.text()
+            if answer.status != 200:
+                raise RuntimeError(f"{request_id}: {answer.status} {text}")
+
+    def _text(self, fewest: int, most: int) -> str:
+        return " ".join(self._rng.choices(TEXT.split(), k=self._rng.randint(fewest, most)))
+
+
+async def take_all(browser_port: int) -> None:
+    async with kvferry_up() as url, aiohttp.ClientSession(url) as session:
+        async with session.get("/v1/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        load = Load(session, model)
+        running = asyncio.create_task(load.run())
+        await asyncio.wait([running], timeout=LOAD_S)
+        try:
+            for picture in PICTURES:
+                if running.done():
+                    running.result()
+                print(await take(browser_port, url, picture, load.long_ids[-1]))
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def take(browser_port: int, url: str, picture: Picture, long_id: str) -> str:
     path = IMAGES / f"{picture.name}.png"
-    async with raise_stage(busy_scene()) as stage, open_page(port) as page:
+    async with open_page(browser_port) as page:
         await page.resize(*picture.size)
         await page.set_scheme(picture.scheme)
-        await page.open(stage.url + picture.hash)
+        fragment = f"#request={long_id}" if picture.shows_timeline else ""
+        await page.open(f"{url}/dashboard{fragment}")
         await page.until("document.getElementById('connection').textContent === 'live'")
-        await stage.was_asked_again()
-        if picture.top:
+        await page.until("document.querySelectorAll('#requests tbody tr').length > 0")
+        if picture.shows_timeline:
+            await page.until("document.querySelectorAll('#phases tbody tr').length > 5")
             await page.run(
                 "(document.activeElement.blur(), "
-                f"document.getElementById('{picture.top}').scrollIntoView())"
+                "document.getElementById('requests-title').closest('section').scrollIntoView())"
             )
         await page.photograph(path)
-    return path
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise SystemExit(f"{path.name} is over {MAX_BYTES:,} bytes")
+    return f"{path.relative_to(IMAGES.parents[1])}: {size:,} bytes"
 
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     with start_browser() as port:
-        for picture in PICTURES:
-            path = asyncio.run(take(port, picture))
-            size = path.stat().st_size
-            print(f"{path.relative_to(IMAGES.parents[1])}: {size:,} bytes")
-            if size > MAX_BYTES:
-                raise SystemExit(f"{path.name} is over {MAX_BYTES:,} bytes")
+        asyncio.run(take_all(port))
 
 
 if __name__ == "__main__":
