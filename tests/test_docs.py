@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.cluster.addresses import curl_command
 from kvferry.cli.main import COMMANDS, main
+from kvferry.types import Address
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -63,6 +65,21 @@ def test_tests_that_are_named_exist(path: Path) -> None:
     assert [
         f"{module}::{name}" for module, name in named if f"def {name}(" not in _text(ROOT / module)
     ] == []
+
+
+def test_links_of_the_readme_to_tests_have_the_names_of_tests() -> None:
+    """The table of abuse links each row to the file of its test; the link's text is its name."""
+    named = re.findall(r"\[([^\]]+)\]\((tests/[\w/]+\.py)\)", _text(ROOT / "README.md"))
+    assert len(named) >= 8
+    assert [
+        name
+        for name, module in named
+        if f"def test_{name.replace(' ', '_')}(" not in _text(ROOT / module)
+    ] == []
+
+
+def test_the_readme_shows_the_request_that_kvferry_up_prints() -> None:
+    assert curl_command(Address("127.0.0.1", 8000), "tiny") in _text(ROOT / "README.md")
 
 
 def _text(path: Path) -> str:
