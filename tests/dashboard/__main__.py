@@ -24,8 +24,8 @@ MAX_BYTES = 400_000
 LOAD_S = 50.0
 """Seconds of load before the first picture."""
 START_S = 240.0
-NUM_TALKERS = 12
-NUM_SINGLES = 8
+NUM_TALKERS = 8
+NUM_SINGLES = 4
 MAX_TURNS = 5
 TEXT = (
     "blocks of the cache move from the engine that computed a prompt to the engine that answers "
@@ -101,7 +101,7 @@ class Load:
                 body = {"conversation_id": name, "messages": messages, "max_tokens": 16}
                 await self._ask("chat/completions", f"{name}-turn-{turn + 1}", body)
                 messages.append({"role": "assistant", "content": self._text(5, 10)})
-                await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+                await asyncio.sleep(self._rng.uniform(0.3, 1.5))
 
     async def _send_singles(self, client: int) -> None:
         for count in range(1_000_000):
@@ -111,7 +111,7 @@ class Load:
             await self._ask("completions", name, {"prompt": prompt, "max_tokens": 16})
             if is_long:
                 self.long_ids.append(name)
-            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+            await asyncio.sleep(self._rng.uniform(0.3, 1.5))
 
     async def _ask(self, path: str, request_id: str, body: dict[str, Any]) -> None:
         """Send one streamed request and read its answer to the end."""
