@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.connectors.pair import EngineRequest
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.push_scheduler import PrefillStream, PrefillStreams
+from kvferry.connectors.push_mode import PrefillStream, PrefillStreams
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
 

@@ -2,12 +2,13 @@
 of their role.
 
 Pull: the decode side reads the blocks of a finished prefill leg. Push: the decode side registers
-before the prefill leg has finished. The scheduler halves are in `scheduler.py` and
-`push_scheduler.py`, the worker half, which is the same for both, in `worker.py`.
+before the prefill leg has finished, and receives the blocks as soon as they are computed. Both have
+the same scheduler half (`scheduler.py`), which owns a transfer mode (`transfer_mode.py`,
+`push_mode.py`), and the same worker half (`worker.py`).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from kvferry.config import NixlExtraConfig
 from kvferry.connectors.contract import (
@@ -26,11 +27,13 @@ from kvferry.connectors.contract import (
     SupportsHMA,
 )
 from kvferry.connectors.metadata import NixlConnectorMetadata
-from kvferry.connectors.push_scheduler import NixlPushConnectorScheduler
+from kvferry.connectors.push_mode import PushMode
 from kvferry.connectors.scheduler import NixlConnectorScheduler
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
+from kvferry.connectors.transfer_mode import PullMode, TicketIssuer
 from kvferry.connectors.worker import NixlConnectorWorker
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.tickets import TicketKey
 
 __all__ = ["NixlConnector", "NixlPushConnector"]
 
@@ -38,11 +41,10 @@ __all__ = ["NixlConnector", "NixlPushConnector"]
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     """The pull connector: the decode side reads the blocks of a finished prefill leg."""
 
-    transfer_mode = "pull"
+    transfer_mode: ClassVar[Literal["pull", "push"]] = "pull"
     """The mode that engines advertise on `/metrics`: a router starts both legs at once if both
     sides push.
     """
-    scheduler_class: type[NixlConnectorScheduler] = NixlConnectorScheduler
 
     def __init__(
         self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -52,11 +54,20 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(extra, NixlExtraConfig)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = (
-            self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
+            self._make_scheduler(config, kv_cache_config, extra) if is_scheduler else None
         )
         self._worker_half = (
             None if is_scheduler else NixlConnectorWorker(config, kv_cache_config, extra)
         )
+
+    @classmethod
+    def _make_scheduler(
+        cls, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+    ) -> NixlConnectorScheduler:
+        issuer = TicketIssuer(config, cache, TicketKey(config.secret), extra.kv_lease_duration)
+        pushes = cls.transfer_mode == "push"
+        mode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
+        return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
 
     @property
     def _scheduler(self) -> NixlConnectorScheduler:
@@ -95,7 +106,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(getattr(scheduler_output, "slices", ()))
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_pending_block_frees()
@@ -175,18 +186,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data or {})
 
 
-# -- push --
-# The decode side registers for a prefill leg that has not finished, and receives the blocks as soon
-# as the blocks are computed. Only the scheduler half differs from pull.
-
-
 class NixlPushConnector(NixlConnector):
     """The push connector: the decode side registers for a prefill leg before it has finished."""
 
     transfer_mode = "push"
-    scheduler_class = NixlPushConnectorScheduler
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        scheduler = self._scheduler
-        assert isinstance(scheduler, NixlPushConnectorScheduler)
-        return scheduler.build_connector_meta(getattr(scheduler_output, "slices", ()))

@@ -1,5 +1,8 @@
-"""The pull connector's scheduler half: checks tickets when requests arrive, issues tickets when
-requests finish, and writes the commands for the transfer workers.
+"""The connectors' scheduler half: checks tickets when requests arrive, issues tickets when requests
+finish, and writes the commands for the transfer workers.
+
+Where pull and push differ, the scheduler asks its `TransferMode` (`transfer_mode.py`,
+`push_mode.py`) and carries out what the mode decides.
 
 As a consumer, the scheduler decides how many tokens of a ticket are usable: the common prefix of
 the ticket's fingerprint and the request's own prompt. So a ticket for another prompt can never be
@@ -16,8 +19,8 @@ Runs on the engine's main thread and never blocks.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -31,6 +34,7 @@ from kvferry.connectors.contract import (
     KVConnectorOutput,
     Request,
     RequestStatus,
+    ScheduledSlice,
 )
 from kvferry.connectors.metadata import (
     NixlConnectorMetadata,
@@ -42,26 +46,27 @@ from kvferry.connectors.params import (
     LoadFromPeer,
     NoTransfer,
     PrefillForPeer,
+    TransferRole,
     read_params,
 )
-from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, RetainedTurns, SharedTickets
+from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, LoadTable, RetainedTurns
 from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
-from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
-from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, common_prefix, fingerprint
-from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import (
-    HOLE,
-    MAX_TICKET_NAME_CHARS,
-    Ticket,
-    TicketKey,
-    runs_from_blocks,
+from kvferry.connectors.transfer_mode import (
+    LoadByTicket,
+    LoadPlan,
+    LoadRefusal,
+    TicketIssuer,
+    TransferMode,
 )
+from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
+from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, common_prefix, fingerprint
+from kvferry.protocol.handshake import ServedEngine
+from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, Ticket
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     AbortLoad,
     EvictTurn,
-    GrantLease,
     PrepareLoad,
     PrepareOptionalLoad,
     RejectLoad,
@@ -73,36 +78,33 @@ from kvferry.worker.commands import (
 )
 from kvferry.worker.side_channel import EndedTurn, SideChannel
 
-__all__ = ["NixlConnectorScheduler", "TicketIssuer"]
+__all__ = ["NixlConnectorScheduler"]
 
 
 _log = logging.getLogger(__name__)
 
 
 class NixlConnectorScheduler:
-    """The state and decisions of `NixlConnector` in the process that schedules."""
+    """The state and decisions of a connector in the process that schedules."""
 
     def __init__(
-        self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+        self,
+        config: ConnectorConfig,
+        cache: KVCacheConfig,
+        extra: NixlExtraConfig,
+        issuer: TicketIssuer,
+        mode: TransferMode,
     ) -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
-        self._key = TicketKey(config.secret)
-        self._issuer = TicketIssuer(config, cache, self._key, extra.kv_lease_duration)
-        self._offers: dict[RequestId, LoadOffer] = {}
-        self._num_local_tokens: dict[RequestId, int] = {}
-        """How many tokens of each request the engine already had at the last call of
-        `get_num_new_matched_tokens`.
-        """
-        self._tickets = SharedTickets()
-        self._optional: set[RequestId] = set()
-        """Requests whose load is optional: the engine computes the request if the load fails."""
+        self._issuer = issuer
+        self._mode = mode
+        self._loads = LoadTable()
         self._held = HeldBlocks()
         self._retained = RetainedTurns()
         self._commands: list[WorkerCommand] = []
         self._side_channel: SideChannel | None = None
-        self._is_staged = False
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _no_wakeup
 
@@ -130,7 +132,7 @@ class NixlConnectorScheduler:
                 "let vLLM start them (for Ray, with "
                 "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
             )
-        self._is_staged = any(part.uses_host_buffer for part in parts.values())
+        self._issuer.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
         served = ServedEngine(
             EngineId(self._config.kv_transfer.engine_id),
             Epoch(self._config.epoch),
@@ -140,7 +142,9 @@ class NixlConnectorScheduler:
         control = self._config.kit.side_channel()
         host, _, port = control.address.removeprefix("tcp://").rpartition(":")
         self._issuer.address = Address(host.strip("[]"), int(port))
-        self._side_channel = SideChannel(control, served, self._key, lambda: self._wake_engine())
+        self._side_channel = SideChannel(
+            control, served, self._issuer.key, lambda: self._wake_engine()
+        )
         self._side_channel.start()
         self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
         _log.info(
@@ -157,7 +161,8 @@ class NixlConnectorScheduler:
     # -- consumer --
 
     def on_new_request(self, request: Request) -> None:
-        match read_params(request.kv_transfer_params):
+        role = read_params(request.kv_transfer_params)
+        match role:
             case LoadFromPeer() if not self._config.kv_transfer.is_kv_consumer:
                 # An engine protects blocks against early reuse while bytes may arrive only if its
                 # role is consumer.
@@ -166,8 +171,8 @@ class NixlConnectorScheduler:
                     "this engine takes no KV from others; start it with kv_role kv_both or "
                     "kv_consumer",
                 )
-            case LoadFromPeer() as role:
-                self._take(request, role)
+            case LoadFromPeer():
+                self._plan_load(request, role)
             case PrefillForPeer(ticket=text) if not self._config.kv_transfer.is_kv_producer:
                 self._return_retained_turn(RequestId(request.request_id), text)
                 # Computing the prefill and issuing no ticket would hide the mistake: the decode
@@ -181,48 +186,43 @@ class NixlConnectorScheduler:
                 self._take_retained_turn(request, text)
             case BadParams(reason):
                 self._refuse(request, reason)
+        if isinstance(role, PrefillForPeer):
+            self._mode.add_prefill_leg(request, role)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offer = self._offers.get(RequestId(request.request_id))
-        if offer is None or self._tickets.was_read(offer.ticket):
+        request_id = RequestId(request.request_id)
+        offer = self._loads.get(request_id)
+        if offer is None or self._loads.was_read(offer.ticket):
             return 0, False
         # A refused request claims its whole prompt, so that the engine waits for the load and then
         # handles the failure on the ordinary path of a failed load.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
-        self._num_local_tokens[RequestId(request.request_id)] = num_computed_tokens
+        offer = replace(offer, num_local_tokens=num_computed_tokens)
         if missing < offer.min_tokens:
+            self._loads.offer(request_id, offer)
             return 0, False
         if offer.unchecked_ticket:
-            offer = self._ask_retaining_engine(RequestId(request.request_id), offer)
-        return (
-            (None, False)
-            if offer.num_pending_ranks or self._tickets.is_being_read(offer.ticket)
-            else (missing, True)
-        )
-
-    def _ask_retaining_engine(self, request: RequestId, offer: LoadOffer) -> LoadOffer:
-        """Ask the engine that retains the turn for a reservation.
-
-        The scheduler asks only when the engine tries to schedule the request: until then the
-        retaining engine may need the blocks for its own requests.
-        """
-        self._commands.append(PrepareOptionalLoad(request, offer.unchecked_ticket))
-        self._offers[request] = offer = replace(
-            offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size
-        )
-        return offer
+            # Ask the retaining engine for a reservation only now that the engine tries to schedule
+            # the request: until then the retaining engine may need the blocks itself.
+            self._commands.append(PrepareOptionalLoad(request_id, offer.unchecked_ticket))
+            offer = replace(
+                offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size
+            )
+        self._loads.offer(request_id, offer)
+        if offer.num_pending_ranks or self._loads.is_being_read(offer.ticket):
+            return None, False
+        return missing, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         request_id = RequestId(request.request_id)
-        offer = self._offers.pop(request_id, None)
+        offer = self._loads.withdraw(request_id)
         if offer is None:
             return
-        first = self._num_local_tokens.pop(request_id, offer.num_tokens - num_external_tokens)
         if num_external_tokens == 0:
             # The producer waits for a reader of each ticket: `PrepareLoad` then `SkipLoad` ends the
             # lease early.
@@ -233,13 +233,14 @@ class NixlConnectorScheduler:
             if offer.is_optional:
                 self._stats.count("reuse_skipped_few_tokens")
             return
-        self._tickets.begin(request_id, offer.ticket)
-        if offer.is_optional:
-            self._optional.add(request_id)
+        self._loads.begin(request_id, offer)
         if offer.refusal is not None:
             self._commands.append(RejectLoad(request_id, offer.refusal))
             return
         table = tuple(tuple(group) for group in blocks.get_block_ids())
+        first = offer.num_local_tokens
+        if first is None:
+            first = offer.num_tokens - num_external_tokens
         # An engine may take fewer tokens than offered, but never other tokens.
         end = min(first + num_external_tokens, offer.num_tokens)
         needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
@@ -250,37 +251,36 @@ class NixlConnectorScheduler:
         if isinstance(output.kv_connector_worker_meta, NixlWorkerMetadata):
             self._take_worker_metadata(output.kv_connector_worker_meta)
         for request in output.finished_recving:
-            if self._tickets.is_loading(RequestId(request)):
+            if self._loads.is_loading(RequestId(request)):
                 is_good = request not in output.failed_recving
                 self._stats.count("finished_loads" if is_good else "failed_loads")
-                if request in self._optional:
+                if self._loads.is_optional(RequestId(request)):
                     self._stats.count("reuse_loads" if is_good else "reuse_failed_loads")
-                self._tickets.end(RequestId(request), is_good)
+                self._loads.end(RequestId(request), is_good)
         for request in output.finished_sending:
             self._end_lease(RequestId(request))
+            self._mode.end_lease(RequestId(request))
         if output.finished_sending:
             self._report_held_blocks()
 
     def _take_worker_metadata(self, worker_metadata: NixlWorkerMetadata) -> None:
         for request in map(RequestId, worker_metadata.reserved):
-            offer = self._offers.get(request)
+            offer = self._loads.get(request)
             if offer is not None:
-                self._offers[request] = replace(
-                    offer,
-                    num_pending_ranks=offer.num_pending_ranks - worker_metadata.reserved[request],
-                )
+                num_pending = offer.num_pending_ranks - worker_metadata.reserved[request]
+                self._loads.offer(request, replace(offer, num_pending_ranks=num_pending))
         # One refusing rank is enough: a load needs the blocks of all ranks.
         for request, reason in (
             (RequestId(name), reason) for name, reason in worker_metadata.refused.items()
         ):
-            if self._offers.pop(request, None) is not None:
+            if self._loads.withdraw(request) is not None:
                 self._skip_reuse(request, "refused", reason)
                 self._commands.append(SkipLoad(request))
         for request in map(RequestId, worker_metadata.being_read):
             self._retained.note_being_read(request)
 
     def is_load_optional(self, request_id: str) -> bool:
-        return request_id in self._optional
+        return self._loads.is_optional(RequestId(request_id))
 
     # -- producer --
 
@@ -288,16 +288,25 @@ class NixlConnectorScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
-        self._num_local_tokens.pop(request_id, None)
-        self._optional.discard(request_id)
-        # The transfer workers may have blocks of this request as the target of a load.
-        if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
+        if self._loads.finish_request(request_id):
             self._commands.append(AbortLoad(request_id))
+        role = read_params(request.kv_transfer_params)
+        params = self._hold_blocks(request, role, block_ids)
+        if isinstance(role, PrefillForPeer):
+            self._commands += self._mode.finish_prefill_leg(request, role, params)
+        return params is not None, params
+
+    def _hold_blocks(
+        self, request: Request, role: TransferRole, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """Hold the blocks of a finished request for a peer and return the parameters that carry the
+        ticket; None if no peer may fetch the blocks.
+        """
+        request_id = RequestId(request.request_id)
         is_whole = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        role = read_params(request.kv_transfer_params)
         is_turn = (
             isinstance(role, LoadFromPeer | NoTransfer)
             and role.retention.is_retained
@@ -305,7 +314,7 @@ class NixlConnectorScheduler:
             and request.family is None
         )
         if not is_whole or not (is_turn or isinstance(role, PrefillForPeer)):
-            return False, None
+            return None
         num_tokens = request.num_computed_tokens
         if len(request_id) > MAX_TICKET_NAME_CHARS:
             _log.warning(
@@ -313,13 +322,13 @@ class NixlConnectorScheduler:
                 MAX_TICKET_NAME_CHARS,
                 request_id,
             )
-            return False, None
+            return None
         if (
             num_tokens == 0
             or self._issuer.address is None
             or not self._config.kv_transfer.is_kv_producer
         ):
-            return False, None
+            return None
         num_blocks = -(-num_tokens // self._cache.block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
         num_held = sum(block != HOLE for group in held for block in group)
@@ -327,10 +336,10 @@ class NixlConnectorScheduler:
             params = self._retain(request, held, num_tokens, role.retention.turn_id)
             self._retained.retain(request_id, num_held, role.retention.turn_id)
         else:
-            params = self._params(self._issue(request, held, num_tokens))
+            params = self._mode.ticket_params(self._issue(request, held, num_tokens))
             self._held.hold(request_id, num_held, request.family)
         self._report_held_blocks()
-        return True, params
+        return params
 
     @property
     def _retains_turns(self) -> bool:
@@ -351,13 +360,15 @@ class NixlConnectorScheduler:
         )
         serial = self._issuer.next_serial()
         self._commands.append(
-            RetainTurn(RequestId(request.request_id), serial, ttl_s, self._copied(blocks))
+            RetainTurn(
+                RequestId(request.request_id), serial, ttl_s, self._issuer.blocks_to_copy(blocks)
+            )
         )
         ticket = self._issuer.ticket(request, serial, blocks, tokens)
         ticket = msgspec.structs.replace(
             ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration
         )
-        params = self._params(ticket) | {
+        params = self._mode.ticket_params(ticket) | {
             "do_remote_prefill": False,
             "do_remote_decode": True,
             "ttl_s": ttl_s,
@@ -398,21 +409,9 @@ class NixlConnectorScheduler:
         tokens = fingerprint(
             request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt
         )
-        return self._issuer.ticket(
-            request, self._grant(RequestId(request.request_id), blocks), blocks, tokens
-        )
-
-    def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
-        """Command the transfer workers to lease the blocks, and return the serial of the lease."""
-        serial = self._issuer.next_serial()
-        self._commands.append(GrantLease(request, serial, self._copied(blocks)))
-        return serial
-
-    def _copied(self, blocks: tuple[list[int], ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(map(tuple, blocks)) if self._is_staged else ()
-
-    def _params(self, ticket: Ticket) -> dict[str, Any]:
-        return self._issuer.params(ticket)
+        grant = self._mode.grant_lease(RequestId(request.request_id), blocks)
+        self._commands += grant.commands
+        return self._issuer.ticket(request, grant.serial, blocks, tokens)
 
     # -- every step --
 
@@ -421,7 +420,8 @@ class NixlConnectorScheduler:
             self._side_channel is not None and self._side_channel.has_released
         )
 
-    def build_connector_meta(self) -> NixlConnectorMetadata:
+    def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> NixlConnectorMetadata:
+        self._commands += self._mode.step_commands(slices)
         if self._side_channel is not None:
             self._commands += self._side_channel.take_released()
         commands, self._commands = tuple(self._commands), []
@@ -435,20 +435,21 @@ class NixlConnectorScheduler:
 
     # -- inside --
 
-    def _take(self, request: Request, role: LoadFromPeer) -> None:
-        if role.ticket is None and role.push_ticket is not None:
-            self._refuse(
-                request,
-                "this engine pulls and was given a push ticket; ask the prefill side first, or "
-                "use NixlPushConnector here",
-            )
-        else:
-            self._take_ticket(request, role.ticket)
+    def _plan_load(self, request: Request, role: LoadFromPeer) -> None:
+        match self._mode.plan_load(request, role):
+            case LoadByTicket(text):
+                self._take_ticket(request, text)
+            case LoadRefusal(reason):
+                self._refuse(request, reason)
+            case LoadPlan(commands, offer):
+                self._commands += commands
+                if offer is not None:
+                    self._loads.offer(RequestId(request.request_id), offer)
 
     def _take_ticket(self, request: Request, text: object) -> None:
         request_id = RequestId(request.request_id)
         try:
-            ticket = self._key.open(text)
+            ticket = self._issuer.key.open(text)
         except InvalidTicket as error:
             self._refuse(request, str(error))
             return
@@ -460,7 +461,8 @@ class NixlConnectorScheduler:
             common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt),
             request.num_prompt_tokens,
         )
-        self._offers[request_id] = LoadOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
+        name = (ticket.engine, ticket.epoch, ticket.serial)
+        self._loads.offer(request_id, LoadOffer(matched, name))
         self._commands.append(PrepareLoad(request_id, str(text)))
 
     def _take_retained_turn(self, request: Request, text: object) -> None:
@@ -469,7 +471,7 @@ class NixlConnectorScheduler:
         """
         request_id = RequestId(request.request_id)
         try:
-            ticket = self._key.open(text)
+            ticket = self._issuer.key.open(text)
         except InvalidTicket as error:
             self._skip_reuse(request_id, "invalid", str(error))
             return
@@ -492,9 +494,10 @@ class NixlConnectorScheduler:
             )
         else:
             name = (ticket.engine, ticket.epoch, ticket.serial)
-            self._offers[request_id] = LoadOffer(
+            offer = LoadOffer(
                 matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
             )
+            self._loads.offer(request_id, offer)
             return
         # The ticket is not used: let the retaining engine free the blocks now.
         self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
@@ -504,7 +507,7 @@ class NixlConnectorScheduler:
         that may not use the ticket.
         """
         try:
-            ticket = self._key.open(text)
+            ticket = self._issuer.key.open(text)
         except InvalidTicket:
             return
         if ticket.engine != self._config.kv_transfer.engine_id:
@@ -547,72 +550,8 @@ class NixlConnectorScheduler:
         self._stats.count("rejected_params")
         _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._offers[RequestId(request.request_id)] = LoadOffer(0, refusal=reason)
+            self._loads.offer(RequestId(request.request_id), LoadOffer(0, refusal=reason))
 
 
 def _no_wakeup() -> None:
     return None
-
-
-# -- ticket issuer --
-# What a producer's scheduler puts into tickets, and into the parameters that carry tickets. Plain
-# data; no I/O.
-
-
-@dataclass(slots=True)
-class TicketIssuer:
-    """Builds the tickets of one engine incarnation and counts their serials."""
-
-    config: ConnectorConfig
-    cache: KVCacheConfig
-    key: TicketKey
-    ttl_s: float
-    """The duration of a lease that is granted to a peer at the end of a prefill leg."""
-    address: Address | None = None
-    """The address of this engine's side channel; None until the side channel is open."""
-    serial: int = 0
-
-    def next_serial(self) -> int:
-        self.serial += 1
-        return self.serial
-
-    def ticket(
-        self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint
-    ) -> Ticket:
-        assert self.address is not None
-        return Ticket(
-            engine=self.config.kv_transfer.engine_id,
-            epoch=self.config.epoch,
-            request=request.request_id,
-            serial=serial,
-            host=self.address.host,
-            port=self.address.port,
-            tp_size=self.config.parallel.tp_size,
-            block_size=self.cache.block_size,
-            block_runs=[runs_from_blocks(group) for group in blocks],
-            tokens=tokens,
-            ttl_s=self.ttl_s,
-        )
-
-    def params(self, ticket: Ticket) -> dict[str, Any]:
-        """The parameters that carry a ticket: the keys of vLLM's connector for routers that read
-        them, and the signed ticket, which is the only key kvferry reads.
-        """
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [
-                [block for block in group if block != HOLE] for group in ticket.block_ids()
-            ],
-            "remote_engine_id": ticket.engine,
-            "remote_request_id": ticket.request,
-            "remote_host": ticket.host,
-            "remote_port": ticket.port,
-            "tp_size": ticket.tp_size,
-            "dcp_size": 1,
-            "pp_size": 1,
-            "remote_num_tokens": ticket.num_tokens,
-            "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
-            "ticket": self.key.sign(ticket),
-        }

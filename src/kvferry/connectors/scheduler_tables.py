@@ -1,4 +1,4 @@
-"""Tables of the connector's scheduler: shared tickets, load offers, held blocks, retained turns.
+"""Tables of the connector's scheduler: loads, held blocks, retained turns.
 
 Pure: no clock, no I/O. The scheduler owns every table and uses the tables on the engine's main
 thread.
@@ -8,62 +8,18 @@ from dataclasses import dataclass, field
 
 from kvferry.types import RequestId
 
-__all__ = ["HeldBlocks", "LoadOffer", "RetainedTurns", "SharedTicketKey", "SharedTickets"]
+__all__ = ["HeldBlocks", "LoadOffer", "LoadTable", "RetainedTurns", "SharedTicketKey"]
 
 
-# Bounds the memory of `SharedTickets`. A request whose ticket was forgotten reads the ticket again.
+# -- loads --
+
+# Bounds the memory of `LoadTable`. A request whose ticket was forgotten reads the ticket again.
 MAX_READ_TICKETS = 10_000
 
 SharedTicketKey = tuple[str, str, int | str]
 """Engine, epoch and serial of one lease of one engine incarnation. For a push ticket, whose lease
 does not exist yet, the match id stands in the place of the serial.
 """
-
-
-@dataclass(slots=True)
-class SharedTickets:
-    """Which tickets this engine is reading and has read, so that requests sharing a ticket read it
-    once.
-    """
-
-    _loading: dict[RequestId, SharedTicketKey | None] = field(default_factory=dict)
-    """Requests with a load in progress, and their tickets. None: the request only waits for its
-    failure to be reported.
-    """
-    _reading: set[SharedTicketKey] = field(default_factory=set)
-    # Ordered by the time of the read, so that the oldest ticket is forgotten first.
-    _read: dict[SharedTicketKey, None] = field(default_factory=dict)
-
-    def is_loading(self, request: RequestId) -> bool:
-        return request in self._loading
-
-    def is_being_read(self, ticket: SharedTicketKey | None) -> bool:
-        return ticket in self._reading
-
-    def was_read(self, ticket: SharedTicketKey | None) -> bool:
-        return ticket in self._read
-
-    def begin(self, request: RequestId, ticket: SharedTicketKey | None) -> None:
-        self._loading[request] = ticket
-        if ticket is not None:
-            self._reading.add(ticket)
-
-    def end(self, request: RequestId, is_good: bool) -> None:
-        """Record the end of a load. A failed load leaves the ticket unread, so that another request
-        may try.
-        """
-        ticket = self._loading.pop(request)
-        if ticket is None:
-            return
-        self._reading.discard(ticket)
-        if is_good:
-            self._read[ticket] = None
-            while len(self._read) > MAX_READ_TICKETS:
-                del self._read[next(iter(self._read))]
-
-
-# -- offers --
-# What the connector offers the engine for a waiting request. Plain data.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +43,77 @@ class LoadOffer:
     """
     num_pending_ranks: int = 0
     """How many ranks still wait for the retaining engine's answer."""
+    num_local_tokens: int | None = None
+    """How many tokens of the request the engine already had when it last asked for the offer; None
+    before it has asked.
+    """
+
+
+@dataclass(slots=True)
+class LoadTable:
+    """The loads of this engine's requests: offered to the engine, in progress, and the tickets that
+    were read. Requests that share a ticket read it once.
+    """
+
+    _offers: dict[RequestId, LoadOffer] = field(default_factory=dict)
+    _loading: dict[RequestId, SharedTicketKey | None] = field(default_factory=dict)
+    """Requests with a load in progress, and their tickets. None: the request only waits for its
+    failure to be reported.
+    """
+    _optional: set[RequestId] = field(default_factory=set)
+    """Requests with an optional load, from the start of the load to the end of the request."""
+    _reading: set[SharedTicketKey] = field(default_factory=set)
+    # Ordered by the time of the read, so that the oldest ticket is forgotten first.
+    _read: dict[SharedTicketKey, None] = field(default_factory=dict)
+
+    def offer(self, request: RequestId, offer: LoadOffer) -> None:
+        """Add an offer, or replace the request's offer."""
+        self._offers[request] = offer
+
+    def get(self, request: RequestId) -> LoadOffer | None:
+        return self._offers.get(request)
+
+    def withdraw(self, request: RequestId) -> LoadOffer | None:
+        return self._offers.pop(request, None)
+
+    def is_loading(self, request: RequestId) -> bool:
+        return request in self._loading
+
+    def is_optional(self, request: RequestId) -> bool:
+        return request in self._optional
+
+    def is_being_read(self, ticket: SharedTicketKey | None) -> bool:
+        return ticket in self._reading
+
+    def was_read(self, ticket: SharedTicketKey | None) -> bool:
+        return ticket in self._read
+
+    def begin(self, request: RequestId, offer: LoadOffer) -> None:
+        self._loading[request] = offer.ticket
+        if offer.ticket is not None:
+            self._reading.add(offer.ticket)
+        if offer.is_optional:
+            self._optional.add(request)
+
+    def end(self, request: RequestId, is_good: bool) -> None:
+        """Record the end of a load. A failed load leaves the ticket unread, so that another request
+        may try.
+        """
+        ticket = self._loading.pop(request)
+        if ticket is None:
+            return
+        self._reading.discard(ticket)
+        if is_good:
+            self._read[ticket] = None
+            while len(self._read) > MAX_READ_TICKETS:
+                del self._read[next(iter(self._read))]
+
+    def finish_request(self, request: RequestId) -> bool:
+        """Drop the offer of a finished request. True if the transfer workers still prepare its load
+        or write into its blocks; the load then ends with `end`.
+        """
+        self._optional.discard(request)
+        return self._offers.pop(request, None) is not None or request in self._loading
 
 
 # -- held blocks --

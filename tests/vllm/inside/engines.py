@@ -51,6 +51,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connectors.push_mode import PushMode
 from kvferry.worker.worker import TransferWorkerSnapshot
 
 __all__ = [
@@ -413,6 +414,8 @@ class Engine:
             self.scheduler,
             self.scheduler.connector._inner._scheduler_half,  # noqa: SLF001
         )
+        mode = half._mode  # noqa: SLF001
+        pushes = isinstance(mode, PushMode)
         pool = scheduler.kv_cache_manager.block_pool
         held = {
             "requests": list(scheduler.requests),
@@ -434,15 +437,15 @@ class Engine:
                 for m in scheduler.kv_cache_manager.coordinator.single_type_managers
                 if m.req_to_blocks
             ],
-            "offers": dict(half._offers),  # noqa: SLF001
-            "loads": set(half._tickets._loading),  # noqa: SLF001
+            "offers": dict(half._loads._offers),  # noqa: SLF001
+            "loads": set(half._loads._loading),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
             "leases": self.transfer_worker.leases,
             "transfers": self.transfer_worker.transfers,
             "reads": self.transfer_worker.reads,
             "registrations": self.transfer_worker.registrations,
-            "published": getattr(half, "_published", {}),
-            "streams": len(getattr(half, "_streams", ()))
+            "published": mode._published if pushes else {},  # noqa: SLF001
+            "streams": (len(mode._streams) if pushes else 0)  # noqa: SLF001
             + len(getattr(scheduler.connector, "_prefills", ())),
             "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
             | self._aggregator._send_remaining_count,  # noqa: SLF001

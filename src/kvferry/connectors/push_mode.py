@@ -1,17 +1,17 @@
-"""The push connector's scheduler half, and the streams of prefill legs that are transferred while
-they are computed.
+"""Push, as a part of the connector's scheduler, and the streams of prefill legs that are published
+while the engine computes them.
 
 `PrefillStreams` is pure: it records how far each prefill leg is published and detects when a leg
 must be published again. The full blocks of a prefill leg are published as soon as the step that
 filled the blocks is over, while the next step computes. A request that the engine preempts loses
 its blocks, so the stream is withdrawn before the engine writes other KV into those blocks.
 
-`NixlPushConnectorScheduler` runs on the engine's main thread and never blocks. The protocol is
-described in docs/decisions/030-push.md.
+`PushMode` runs on the engine's main thread and never blocks. The protocol is described in
+docs/decisions/030-push.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -21,15 +21,20 @@ from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
-    KVConnectorOutput,
     Request,
     RequestStatus,
     ScheduledSlice,
 )
-from kvferry.connectors.metadata import NixlConnectorMetadata
-from kvferry.connectors.params import LoadFromPeer, PrefillForPeer, UnsignedPeer, read_params
-from kvferry.connectors.scheduler import NixlConnectorScheduler
+from kvferry.connectors.params import LoadFromPeer, PrefillForPeer, UnsignedPeer
 from kvferry.connectors.scheduler_tables import LoadOffer, SharedTicketKey
+from kvferry.connectors.transfer_mode import (
+    LeaseGrant,
+    LoadByTicket,
+    LoadDecision,
+    LoadPlan,
+    LoadRefusal,
+    TicketIssuer,
+)
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
@@ -44,9 +49,10 @@ from kvferry.worker.commands import (
     RegisterForPushByAddress,
     SkipLoad,
     WithdrawStream,
+    WorkerCommand,
 )
 
-__all__ = ["NixlPushConnectorScheduler", "PrefillStream", "PrefillStreams", "StreamAdvance"]
+__all__ = ["PrefillStream", "PrefillStreams", "PushMode", "StreamAdvance"]
 
 
 @dataclass(slots=True)
@@ -207,112 +213,96 @@ def _has_lost_tokens(stream: PrefillStream) -> bool:
     )
 
 
-# -- push scheduler --
-# Like the pull scheduler, but a decode leg may arrive before any block is computed.
+# -- push mode --
+# Unlike in pull, a decode leg may arrive before any block is computed.
 #
-# As a consumer, the scheduler treats a router's push ticket, or the name of a trusted prefill side,
-# as covering the whole prompt: the transfer workers register for the prefill leg and compare the
-# offered fingerprint with the prompt before they read. As a producer, the scheduler has the
-# transfer workers publish every prefill leg, block by block while the engine computes, to the
-# decode side that registers. The scheduler also returns the ticket at the end, so a router that
-# calls the prefill side first is served as in pull mode.
+# As a consumer, the mode treats a router's push ticket, or the name of a trusted prefill side, as
+# covering the whole prompt: the transfer workers register for the prefill leg and compare the
+# offered fingerprint with the prompt before they read. As a producer, the mode has the transfer
+# workers publish every prefill leg, block by block while the engine computes, to the decode side
+# that registers. The scheduler also returns the ticket at the end, so a router that calls the
+# prefill side first is served as in pull.
 
 
 # Bounds the memory for match ids whose prefill leg never arrives; the oldest is forgotten first.
 MAX_DECLINED = 10_000
 
 
-class NixlPushConnectorScheduler(NixlConnectorScheduler):
-    """The state and decisions of `NixlPushConnector` in the process that schedules."""
+class PushMode:
+    """The decode side registers for a prefill leg before it has finished. A `TransferMode`."""
 
     def __init__(
-        self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
+        self,
+        config: ConnectorConfig,
+        cache: KVCacheConfig,
+        extra: NixlExtraConfig,
+        issuer: TicketIssuer,
     ) -> None:
-        super().__init__(config, cache, extra)
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._issuer = issuer
         self._push_key = PushTicketKey(config.secret)
         self._streams = PrefillStreams(cache.block_size, cache.groups)
         self._published: dict[str, RequestId] = {}
         """Finished prefill legs whose blocks are held, by match id."""
         self._match_ids: dict[RequestId, str] = {}
+        """The match ids of the legs in `_published`."""
         self._declined_match_ids: OrderedDict[str, None] = OrderedDict()
         """Match ids whose two legs both run on this engine, because a router chose this engine for
         both.
         """
 
-    def on_new_request(self, request: Request) -> None:
-        super().on_new_request(request)
-        role = read_params(request.kv_transfer_params)
-        can_stream = (
-            self._extra.push_streaming
-            and self._config.kv_transfer.is_kv_producer
-            and self._issuer.address is not None
-        )
-        if (
-            isinstance(role, PrefillForPeer)
-            and can_stream
-            and len(request.request_id) <= MAX_TICKET_NAME_CHARS
-        ):
-            self._streams.add(request, self._match_id(role))
-
     # -- consumer --
 
-    def _take(self, request: Request, role: LoadFromPeer) -> None:
+    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         if role.push_ticket is None:
             if role.ticket is None and role.unsigned_peer is not None and self._extra.peers:
-                self._take_unsigned_peer(request, role.unsigned_peer)
-            else:
-                self._take_ticket(request, role.ticket)
-            return
+                return self._plan_load_from(request, role.unsigned_peer)
+            return LoadByTicket(role.ticket)
         try:
             ticket = self._push_key.open(role.push_ticket)
         except InvalidTicket as error:
-            self._refuse(request, str(error))
-            return
+            return LoadRefusal(str(error))
         if ticket.engine == self._config.kv_transfer.engine_id:
-            self._decline(ticket.match_id)
-            return
+            return LoadPlan(self._decline(ticket.match_id))
         command = RegisterForPush(
             RequestId(request.request_id),
             str(role.push_ticket),
             self._fingerprint(request),
             self._own_address,
         )
-        self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
+        return self._expect(request, command, (ticket.engine, ticket.epoch, ticket.match_id))
 
-    def _take_unsigned_peer(self, request: Request, unsigned_peer: UnsignedPeer) -> None:
+    def _plan_load_from(self, request: Request, peer: UnsignedPeer) -> LoadDecision:
         """Register with a prefill side that a router named without a signature. The name is trusted
         only if the address is listed in `peers`.
         """
         if (
-            unsigned_peer.engine == self._config.kv_transfer.engine_id
-            or unsigned_peer.address == self._issuer.address
+            peer.engine == self._config.kv_transfer.engine_id
+            or peer.address == self._issuer.address
         ):
             # Both legs run on this engine: the blocks are in its own prefix cache, and an engine
             # never connects to itself.
-            return
-        if str(unsigned_peer.address) not in self._extra.peer_addresses:
-            self._refuse(
-                request,
-                f"there is no ticket, and {unsigned_peer.address} is not among this engine's "
-                "`peers`",
+            return LoadPlan()
+        if str(peer.address) not in self._extra.peer_addresses:
+            return LoadRefusal(
+                f"there is no ticket, and {peer.address} is not among this engine's `peers`"
             )
-        elif len(request.request_id) > MAX_TICKET_NAME_CHARS:
-            self._refuse(
-                request,
+        if len(request.request_id) > MAX_TICKET_NAME_CHARS:
+            return LoadRefusal(
                 f"there is no ticket, and the request's id is longer than {MAX_TICKET_NAME_CHARS} "
-                "characters",
+                "characters"
             )
-        else:
-            request_id, tokens = RequestId(request.request_id), self._fingerprint(request)
-            command = RegisterForPushByAddress(
-                request_id,
-                unsigned_peer.engine,
-                unsigned_peer.address,
-                unsigned_peer.tp_size,
-                tokens,
-                self._own_address,
-            )
-            self._expect(request, command, None)
+        command = RegisterForPushByAddress(
+            RequestId(request.request_id),
+            peer.engine,
+            peer.address,
+            peer.tp_size,
+            self._fingerprint(request),
+            self._own_address,
+        )
+        return self._expect(request, command, None)
 
     @property
     def _own_address(self) -> Address:
@@ -327,22 +317,19 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         request: Request,
         command: RegisterForPush | RegisterForPushByAddress,
         shared: SharedTicketKey | None,
-    ) -> None:
-        """Command the registration and offer the whole prompt to the engine. `shared` identifies
-        the prefill leg among the requests that wait for the same leg.
+    ) -> LoadPlan:
+        """Register and offer the whole prompt to the engine. `shared` identifies the prefill leg
+        among the requests that wait for the same leg.
         """
-        request_id = RequestId(request.request_id)
         # With local attention the offer must leave out the last token, which the engine computes
         # itself: see `NixlConnectorScheduler._usable`.
         has_local_attention = any(group.has_local_attention for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - has_local_attention
-        self._commands.append(command)
         if self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.
-            self._commands.append(SkipLoad(request_id))
-        else:
-            self._offers[request_id] = LoadOffer(num_tokens, shared)
+            return LoadPlan((command, SkipLoad(RequestId(request.request_id))))
+        return LoadPlan((command,), LoadOffer(num_tokens, shared))
 
     def _producer_frees_last_window(self, num_tokens: int) -> bool:
         """Whether a producer configured like this engine frees, at the end of the prompt, a block
@@ -356,96 +343,99 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
             if group.has_local_attention
         )
 
-    def _decline(self, match_id: str) -> None:
+    def _decline(self, match_id: str) -> tuple[AbandonLease, ...]:
         """Drop a match whose two legs both run on this engine: the blocks are in its own prefix
         cache, and an engine never connects to itself.
         """
         held = self._published.get(match_id)
         if held is not None:
-            self._commands.append(AbandonLease(held))
-            return
-        # The prefill leg has not finished yet; `request_finished` abandons the lease.
+            return (AbandonLease(held),)
+        # The prefill leg has not finished yet; `finish_prefill_leg` abandons the lease.
         self._declined_match_ids[match_id] = None
         if len(self._declined_match_ids) > MAX_DECLINED:
             self._declined_match_ids.popitem(last=False)
+        return ()
 
     # -- producer --
 
-    def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> NixlConnectorMetadata:
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+        if (
+            self._extra.push_streaming
+            and self._config.kv_transfer.is_kv_producer
+            and self._issuer.address is not None
+            and len(request.request_id) <= MAX_TICKET_NAME_CHARS
+        ):
+            self._streams.add(request, self._match_id(role))
+
+    def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
+        """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that
+        earlier steps have filled.
+        """
         slices = tuple(slices)
+        commands: list[WorkerCommand] = []
         # Withdraw before publishing: a resumed request may already have new blocks in this step.
         for stream in self._streams.take_preempted(slices):
-            self._commands.append(
-                WithdrawStream(RequestId(stream.request.request_id), stream.serial)
-            )
+            commands.append(WithdrawStream(RequestId(stream.request.request_id), stream.serial))
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):
-            self._publish(advance)
-        return super().build_connector_meta()
+            commands += self._publish(advance)
+        return commands
 
-    def _publish(self, advance: StreamAdvance) -> None:
+    def _publish(self, advance: StreamAdvance) -> list[WorkerCommand]:
         stream, request_id = advance.stream, RequestId(advance.stream.request.request_id)
-        serial = stream.serial or self._open(request_id)
+        commands: list[WorkerCommand] = []
+        serial = stream.serial
+        if not serial:
+            serial = self._issuer.next_serial()
+            commands.append(OpenStream(request_id, serial))
         ticket = self._issuer.ticket(stream.request, serial, advance.blocks, stream.tokens)
-        copied = advance.new_blocks(self._cache.block_size) if self._is_staged else ()
-        self._commands.append(
-            PublishTicket(
-                request_id, stream.match_id, self._key.sign(ticket), advance.num_tokens, copied
-            )
+        copied = advance.new_blocks(self._cache.block_size) if self._issuer.uses_host_buffer else ()
+        text = self._issuer.key.sign(ticket)
+        commands.append(
+            PublishTicket(request_id, stream.match_id, text, advance.num_tokens, copied)
         )
         self._streams.note_published(advance, serial)
+        return commands
 
-    def _open(self, request: RequestId) -> int:
-        serial = self._issuer.next_serial()
-        self._commands.append(OpenStream(request, serial))
-        return serial
-
-    def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
+    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
-            return super()._grant(request, blocks)
+            return self._issuer.grant_lease(request, blocks)
         # Preempted and resumed since the last publication: the published blocks may hold
         # other KV by now.
         if self._streams.has_lost_blocks(stream, blocks):
-            self._commands.append(WithdrawStream(request, stream.serial))
-            return super()._grant(request, blocks)
-        self._commands.append(
-            CloseStream(
-                request, self._streams.unpublished(stream, blocks) if self._is_staged else ()
-            )
-        )
-        return stream.serial
+            grant = self._issuer.grant_lease(request, blocks)
+            withdraw = WithdrawStream(request, stream.serial)
+            return LeaseGrant(grant.serial, (withdraw, *grant.commands))
+        uses_host_buffer = self._issuer.uses_host_buffer
+        copied = self._streams.unpublished(stream, blocks) if uses_host_buffer else ()
+        return LeaseGrant(stream.serial, (CloseStream(request, copied),))
 
-    def request_finished(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        is_held, params = super().request_finished(request, block_ids)
-        role = read_params(request.kv_transfer_params)
-        if not isinstance(role, PrefillForPeer):
-            return is_held, params
+    def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
+        push = {"transfer_mode": "push", "remote_epoch": ticket.epoch}
+        return self._issuer.ticket_params(ticket) | push
+
+    def finish_prefill_leg(
+        self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
+    ) -> list[WorkerCommand]:
         request_id, match_id = RequestId(request.request_id), self._match_id(role)
         self._streams.end(request_id)
-        if not is_held or params is None:
+        if params is None:
             reason = (
                 "the prefill side has nothing to hand over: its request ended as "
                 f"{request.status.name.lower()}"
             )
-            self._commands.append(FailPush(request_id, match_id, reason))
-        elif match_id in self._declined_match_ids:
+            return [FailPush(request_id, match_id, reason)]
+        if match_id in self._declined_match_ids:
             del self._declined_match_ids[match_id]
-            self._commands.append(AbandonLease(request_id))
-        else:
-            self._commands.append(
-                PublishTicket(request_id, match_id, params["ticket"], params["remote_num_tokens"])
-            )
-            if match_id:
-                self._published[match_id], self._match_ids[request_id] = request_id, match_id
-        return is_held, params
+            return [AbandonLease(request_id)]
+        if match_id:
+            self._published[match_id], self._match_ids[request_id] = request_id, match_id
+        num_tokens = params["remote_num_tokens"]
+        return [PublishTicket(request_id, match_id, params["ticket"], num_tokens)]
 
-    def take_output(self, output: KVConnectorOutput) -> None:
-        super().take_output(output)
-        for request in output.finished_sending:
-            self._published.pop(self._match_ids.pop(RequestId(request), ""), None)
+    def end_lease(self, request: RequestId) -> None:
+        self._published.pop(self._match_ids.pop(request, ""), None)
 
     def _match_id(self, role: PrefillForPeer) -> str:
         """The match id of a valid push ticket. Empty without a valid ticket: then the legs are
@@ -455,6 +445,3 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
             return self._push_key.open(role.push_ticket).match_id
         except InvalidTicket:
             return ""
-
-    def _params(self, ticket: Ticket) -> dict[str, Any]:
-        return super()._params(ticket) | {"transfer_mode": "push", "remote_epoch": ticket.epoch}

@@ -1,0 +1,218 @@
+"""The part of the connector's scheduler that differs between pull and push, and pull's version.
+
+`NixlConnectorScheduler` owns one `TransferMode` and asks it at the points where pull and push
+differ. A mode decides and returns commands or a `LoadDecision`; the scheduler carries them out, so
+a mode never touches the scheduler's state. `PullMode` is here, `PushMode` in `push_mode.py`. Both
+build their tickets with the scheduler's `TicketIssuer`.
+
+Runs on the engine's main thread, without I/O.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, Request, ScheduledSlice
+from kvferry.connectors.params import LoadFromPeer, PrefillForPeer
+from kvferry.connectors.scheduler_tables import LoadOffer
+from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.protocol.tickets import HOLE, Ticket, TicketKey, runs_from_blocks
+from kvferry.types import Address, RequestId
+from kvferry.worker.commands import GrantLease, WorkerCommand
+
+__all__ = [
+    "LeaseGrant",
+    "LoadByTicket",
+    "LoadDecision",
+    "LoadPlan",
+    "LoadRefusal",
+    "PullMode",
+    "TicketIssuer",
+    "TransferMode",
+]
+
+
+# -- contract --
+
+
+@dataclass(frozen=True, slots=True)
+class LoadByTicket:
+    """Load the KV of a finished prefill leg, whose ticket the request carries. The scheduler opens
+    and checks the ticket.
+    """
+
+    ticket: object
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefusal:
+    """Load nothing, because the request's parameters cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Send `commands` to the transfer workers and make `offer` to the engine. Without an offer the
+    engine computes the request.
+    """
+
+    commands: tuple[WorkerCommand, ...] = ()
+    offer: LoadOffer | None = None
+
+
+LoadDecision = LoadByTicket | LoadRefusal | LoadPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """The serial of a lease, and the commands by which the transfer workers start it."""
+
+    serial: int
+    commands: tuple[WorkerCommand, ...]
+
+
+class TransferMode(Protocol):
+    """What the scheduler asks where pull and push differ."""
+
+    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
+        """Decide how a new decode leg gets its KV."""
+
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+        """Note a new prefill leg."""
+
+    def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
+        """Return the commands that follow from what the engine has scheduled for this step."""
+
+    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
+        """Lease the blocks of a finished prefill leg."""
+
+    def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
+        """Return the `kv_transfer_params` that carry a ticket to the router."""
+
+    def finish_prefill_leg(
+        self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
+    ) -> list[WorkerCommand]:
+        """Return the commands that tell waiting decode sides about the end of a prefill leg.
+        `params` carry the leg's ticket; None if the engine holds no blocks for a peer.
+        """
+
+    def end_lease(self, request: RequestId) -> None:
+        """Note that the lease of a prefill leg has ended on every rank."""
+
+
+# -- ticket issuer --
+
+
+@dataclass(slots=True)
+class TicketIssuer:
+    """Builds the tickets of one engine incarnation and counts their serials."""
+
+    config: ConnectorConfig
+    cache: KVCacheConfig
+    key: TicketKey
+    ttl_s: float
+    """The duration of a lease that is granted to a peer at the end of a prefill leg."""
+    address: Address | None = None
+    """The address of this engine's side channel; None until the side channel is open."""
+    uses_host_buffer: bool = False
+    """Readers read a copy in a host buffer, so a lease must name the blocks to copy. Known when the
+    side channel opens.
+    """
+    serial: int = 0
+
+    def next_serial(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
+        """Lease the blocks under a new serial."""
+        serial = self.next_serial()
+        return LeaseGrant(serial, (GrantLease(request, serial, self.blocks_to_copy(blocks)),))
+
+    def blocks_to_copy(self, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """The leased blocks that the transfer workers copy into the host buffer; none without a
+        host buffer.
+        """
+        return tuple(map(tuple, blocks)) if self.uses_host_buffer else ()
+
+    def ticket(
+        self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint
+    ) -> Ticket:
+        assert self.address is not None
+        return Ticket(
+            engine=self.config.kv_transfer.engine_id,
+            epoch=self.config.epoch,
+            request=request.request_id,
+            serial=serial,
+            host=self.address.host,
+            port=self.address.port,
+            tp_size=self.config.parallel.tp_size,
+            block_size=self.cache.block_size,
+            block_runs=[runs_from_blocks(group) for group in blocks],
+            tokens=tokens,
+            ttl_s=self.ttl_s,
+        )
+
+    def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
+        """The parameters that carry a ticket: the keys of vLLM's connector for routers that read
+        them, and the signed ticket, which is the only key kvferry reads.
+        """
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [
+                [block for block in group if block != HOLE] for group in ticket.block_ids()
+            ],
+            "remote_engine_id": ticket.engine,
+            "remote_request_id": ticket.request,
+            "remote_host": ticket.host,
+            "remote_port": ticket.port,
+            "tp_size": ticket.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": ticket.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "ticket": self.key.sign(ticket),
+        }
+
+
+# -- pull --
+
+
+@dataclass(frozen=True, slots=True)
+class PullMode:
+    """The decode side reads the blocks of a finished prefill leg, so a prefill leg that has not
+    finished needs nothing.
+    """
+
+    issuer: TicketIssuer
+
+    def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
+        if role.ticket is None and role.push_ticket is not None:
+            return LoadRefusal(
+                "this engine pulls and was given a push ticket; ask the prefill side first, or "
+                "use NixlPushConnector here",
+            )
+        return LoadByTicket(role.ticket)
+
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+        return None
+
+    def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
+        return []
+
+    def grant_lease(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> LeaseGrant:
+        return self.issuer.grant_lease(request, blocks)
+
+    def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
+        return self.issuer.ticket_params(ticket)
+
+    def finish_prefill_leg(
+        self, request: Request, role: PrefillForPeer, params: Mapping[str, Any] | None
+    ) -> list[WorkerCommand]:
+        return []
+
+    def end_lease(self, request: RequestId) -> None:
+        return None
