@@ -384,10 +384,7 @@ def test_an_engine_that_gives_no_kv_refuses_to_prefill_for_others(network: Memor
     assert only_d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
     only_d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
     step_until(lambda: "r" in only_d.seen.failed_recving, only_d)
-    assert (
-        only_d.seen.failure_reasons["r"]
-        == "this engine hands no KV to others; start it with kv_role kv_both or kv_producer"
-    )
+    assert "kv_role kv_both or kv_producer" in only_d.seen.failure_reasons["r"]
     plain = arrive(only_d, None)
     assert only_d.scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
     only_d.shutdown()
@@ -423,7 +420,7 @@ def test_ranks_of_another_engine_life_are_refused_at_the_start(network: MemoryNe
     side = EngineSide("p", network)
     metadata = side.worker.get_handshake_metadata()
     assert isinstance(metadata, NixlHandshakeMetadata)
-    with pytest.raises(ConfigError, match=r"ranks \[1\] were started apart"):
+    with pytest.raises(ConfigError, match=r"ranks \[1\] have another epoch"):
         side.scheduler.set_xfer_handshake_metadata(
             {0: metadata, 1: replace(metadata, tp_rank=1, epoch="another")}
         )

@@ -244,7 +244,7 @@ def test_a_prefill_that_ends_without_blocks_fails_d_with_the_reason(legs: Legs) 
     assert isinstance(legs.p.scheduler, SupportsHMA)
     assert legs.p.scheduler.request_finished_all_groups(request, ([5, 6, 7],)) == (False, None)
     legs.p.step()
-    assert "its request ended as finished_aborted" in legs.failure()
+    assert "the prefill leg ended as finished_aborted" in legs.failure()
 
 
 def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
@@ -362,7 +362,7 @@ def test_one_that_pulls_says_so_when_it_is_given_a_push_ticket() -> None:
     d.scheduler.on_new_request(request)
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
     step_until(lambda: "r" in d.seen.failed_recving, d)
-    assert "this engine pulls and was given a push ticket" in d.seen.failure_reasons["r"]
+    assert "use NixlPushConnector on this engine" in d.seen.failure_reasons["r"]
     closed(d)
 
 

@@ -219,7 +219,7 @@ def test_a_prefill_that_is_aborted_halfway_fails_d_with_the_reason(legs: Legs) -
     prefill.goes_on(8)
     counted.until(blocks=2)
     prefill.aborts()
-    assert "its request ended as finished_aborted" in legs.failure()
+    assert "the prefill leg ended as finished_aborted" in legs.failure()
 
 
 @pytest.mark.parametrize("is_reading", [True, False])

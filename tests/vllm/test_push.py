@@ -346,7 +346,7 @@ def test_a_prefill_leg_that_ends_without_blocks_fails_the_decode_leg_at_once(
             await assert_hands_over(session, pushing)
 
     asyncio.run(check())
-    assert any("nothing to hand over" in line for line in pushing.d.process.tail(200)), (
+    assert any("the prefill leg ended as" in line for line in pushing.d.process.tail(200)), (
         pushing.d.process.tail(200)
     )
 

@@ -469,7 +469,8 @@ class KVConnectorBase_V1(ABC):
         later = sorted(pp for pp, _ in metadata if pp > 0)
         if later:
             raise ValueError(
-                f"{type(self).__name__} does not serve pipeline ranks beyond 0 (got {later[0]})"
+                f"{type(self).__name__} does not support pipeline parallelism, but got metadata of "
+                f"pipeline rank {later[0]}; use tensor parallelism"
             )
         self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
 
@@ -489,7 +490,7 @@ class KVConnectorBase_V1(ABC):
 
     def register_cross_layers_kv_cache(self, kv_cache: KVTensor, attn_backend: Any = None) -> None:
         """Called in place of `register_kv_caches` when all layers of a block lie together."""
-        raise NotImplementedError(f"{type(self).__name__} does not take cross-layer caches")
+        raise NotImplementedError(f"{type(self).__name__} does not support cross-layer caches")
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:

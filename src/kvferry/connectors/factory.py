@@ -51,9 +51,9 @@ class KVConnectorFactory:
         connector_class = cls.get_connector_class(config.kv_transfer)
         if len(kv_cache_config.groups) > 1 and not supports_hma(connector_class):
             raise ConfigError(
-                f"{config.kv_transfer.kv_connector} does not take models with several KV-cache "
-                "groups; "
-                f"this one has {len(kv_cache_config.groups)}: choose a connector with SupportsHMA"
+                f"{config.kv_transfer.kv_connector} does not support models with several KV-cache "
+                f"groups, and this model has {len(kv_cache_config.groups)}; choose a connector "
+                "that implements SupportsHMA"
             )
         return connector_class(config, role, kv_cache_config)
 
@@ -72,8 +72,8 @@ class KVConnectorFactory:
         entry = cls._registry.get(name)
         if name in PLANNED and entry is None:
             raise ConfigError(
-                f"kv_connector {name} is not supported yet; use NixlConnector, or "
-                "kv_connector_module_path for one of your own"
+                f"kv_connector {name} is not supported yet; use NixlConnector, or set "
+                "kv_connector_module_path to load a connector of your own"
             )
         if entry is None:
             raise ConfigError(
@@ -99,8 +99,8 @@ would mislead the operator, so the error names the missing connector.
 def _suggestion(name: str, names: list[str]) -> str:
     """The end of the error message for an unknown name."""
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-    return f"{hint} (another module's connector needs kv_connector_module_path)"
+    hint = f"did you mean {near[0]}?" if near else f"available: {', '.join(names)}"
+    return f"{hint} (to load a connector of your own, set kv_connector_module_path)"
 
 
 def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:

@@ -94,8 +94,8 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
     )
     if not per_block or not is_dense or (per_block > 1 and tensor.stride(0) != part_elements):
         raise ConfigError(
-            f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes (shape "
-            f"{tuple(tensor.shape)})"
+            f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes: its "
+            f"shape is {tuple(tensor.shape)}"
         )
     is_host = str(getattr(tensor.device, "type", tensor.device)) == "cpu"
     return Region(

@@ -62,9 +62,7 @@ class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
     layout: bytes
     factors: Mapping[str, Factor]
     epoch: str
-    """The incarnation to which the rank believes to belong; the scheduler checks that it is its
-    own.
-    """
+    """The rank's epoch; the scheduler checks that it equals the scheduler's own."""
     uses_host_buffer: bool = False
     """Readers read a copy of the granted blocks in a host buffer, so a grant must name the blocks
     to copy.

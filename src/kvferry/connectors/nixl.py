@@ -72,13 +72,19 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _scheduler(self) -> NixlConnectorScheduler:
         if self._scheduler_half is None:
-            raise LocalProtocolError("this call belongs to the scheduler's connector")
+            raise LocalProtocolError(
+                "a worker's connector got a call for the scheduler's connector; create that one "
+                "with KVConnectorRole.SCHEDULER"
+            )
         return self._scheduler_half
 
     @property
     def _worker(self) -> NixlConnectorWorker:
         if self._worker_half is None:
-            raise LocalProtocolError("this call belongs to a worker's connector")
+            raise LocalProtocolError(
+                "the scheduler's connector got a call for a worker's connector; create that one "
+                "with KVConnectorRole.WORKER"
+            )
         return self._worker_half
 
     def shutdown(self) -> None:

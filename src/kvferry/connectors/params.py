@@ -96,16 +96,16 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if params is None:
         return NoTransfer()
     if not isinstance(params, Mapping):
-        return BadParams("kv_transfer_params is not an object")
+        return BadParams(f"kv_transfer_params must be an object, not {type(params).__name__}")
     flags = {}
     for name in ("do_remote_prefill", "do_remote_decode"):
         flag = params.get(name)
         if flag is not None and not isinstance(flag, bool):
-            return BadParams(f"kv_transfer_params.{name} is {flag!r:.40}, not true or false")
+            return BadParams(f"kv_transfer_params.{name} must be true or false, not {flag!r:.40}")
         flags[name] = bool(flag)
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
         return BadParams(
-            "kv_transfer_params ask for do_remote_prefill and do_remote_decode at once"
+            "kv_transfer_params set both do_remote_prefill and do_remote_decode; set one of them"
         )
     if flags["do_remote_prefill"]:
         return LoadFromPeer(

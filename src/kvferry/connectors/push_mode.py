@@ -287,12 +287,13 @@ class PushMode:
             return LoadPlan()
         if str(peer.address) not in self._extra.peer_addresses:
             return LoadRefusal(
-                f"there is no ticket, and {peer.address} is not among this engine's `peers`"
+                f"the request has no ticket, and {peer.address} is not among this engine's `peers`;"
+                " add the address to `peers`, or use a router that signs push tickets"
             )
         if len(request.request_id) > MAX_TICKET_NAME_CHARS:
             return LoadRefusal(
-                f"there is no ticket, and the request's id is longer than {MAX_TICKET_NAME_CHARS} "
-                "characters"
+                f"the request has no ticket, and its id is longer than {MAX_TICKET_NAME_CHARS} "
+                "characters; shorten the id, or use a router that signs push tickets"
             )
         command = RegisterForPushByAddress(
             RequestId(request.request_id),
@@ -422,7 +423,7 @@ class PushMode:
         self._streams.end(request_id)
         if params is None:
             reason = (
-                "the prefill side has nothing to hand over: its request ended as "
+                "the prefill side holds no blocks for this request: the prefill leg ended as "
                 f"{request.status.name.lower()}"
             )
             return [FailPush(request_id, match_id, reason)]

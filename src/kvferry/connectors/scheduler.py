@@ -121,15 +121,15 @@ class NixlConnectorScheduler:
         for rank, part in metadata.items():
             if rank not in parts:
                 raise LocalProtocolError(
-                    f"rank {rank} brought handshake data of another connector: "
-                    f"{type(part).__name__}"
+                    f"rank {rank} sent {type(part).__name__} instead of NixlHandshakeMetadata; "
+                    "the scheduler and all ranks must use the same connector"
                 )
         foreign_ranks = [rank for rank, part in parts.items() if part.epoch != self._config.epoch]
         if foreign_ranks:
             raise ConfigError(
-                f"ranks {foreign_ranks} were started apart from their scheduler and would refuse "
-                "every ticket; "
-                "let vLLM start them (for Ray, with "
+                f"ranks {foreign_ranks} have another epoch than their scheduler and would refuse "
+                "every ticket of this engine; let vLLM start the ranks, so that they get the "
+                "scheduler's epoch (with Ray, set "
                 "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
             )
         self._issuer.uses_host_buffer = any(part.uses_host_buffer for part in parts.values())
@@ -168,8 +168,8 @@ class NixlConnectorScheduler:
                 # role is consumer.
                 self._refuse(
                     request,
-                    "this engine takes no KV from others; start it with kv_role kv_both or "
-                    "kv_consumer",
+                    "the kv_role of this engine does not allow it to load KV from a peer; start "
+                    "the engine with kv_role kv_both or kv_consumer",
                 )
             case LoadFromPeer():
                 self._plan_load(request, role)
@@ -179,8 +179,8 @@ class NixlConnectorScheduler:
                 # side would compute every such prompt a second time.
                 self._refuse(
                     request,
-                    "this engine hands no KV to others; start it with kv_role kv_both or "
-                    "kv_producer",
+                    "the kv_role of this engine does not allow it to prefill for a peer; start "
+                    "the engine with kv_role kv_both or kv_producer",
                 )
             case PrefillForPeer(ticket=text) if text is not None:
                 self._take_retained_turn(request, text)
@@ -318,7 +318,7 @@ class NixlConnectorScheduler:
         num_tokens = request.num_computed_tokens
         if len(request_id) > MAX_TICKET_NAME_CHARS:
             _log.warning(
-                "not handed over: its id is longer than %d characters request=%.80s…",
+                "no ticket issued: the request id is longer than %d characters request=%.80s…",
                 MAX_TICKET_NAME_CHARS,
                 request_id,
             )
@@ -476,7 +476,7 @@ class NixlConnectorScheduler:
             self._skip_reuse(request_id, "invalid", str(error))
             return
         if ticket.engine == self._config.kv_transfer.engine_id:
-            self._skip_reuse(request_id, "own", "it was this engine that kept it")
+            self._skip_reuse(request_id, "own", "this engine itself retains the turn")
             self._take_own_ticket(ticket)
             return
         matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
@@ -484,13 +484,16 @@ class NixlConnectorScheduler:
         min_tokens = max(1, self._extra.kv_recompute_threshold)
         if not (self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_consumer):
             self._skip_reuse(
-                request_id, "off", "this engine does not fetch what decode sides have kept"
+                request_id,
+                "off",
+                "this engine does not load retained turns; set bidirectional_kv_xfer, and kv_role "
+                "kv_both",
             )
         elif matched < min_tokens:
             self._skip_reuse(
                 request_id,
                 "few_tokens" if matched else "other_tokens",
-                f"it has {matched} tokens in common with the prompt",
+                f"{matched} tokens of the prompt can be loaded from it, fewer than {min_tokens}",
             )
         else:
             name = (ticket.engine, ticket.epoch, ticket.serial)
@@ -515,9 +518,7 @@ class NixlConnectorScheduler:
 
     def _skip_reuse(self, request: RequestId, why: str, reason: str) -> None:
         self._stats.count(f"reuse_skipped_{why}")
-        _log.info(
-            "what was kept of the conversation is not fetched request=%s reason=%s", request, reason
-        )
+        _log.info("retained turn not loaded request=%s reason=%s", request, reason)
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
         """How many of the matched tokens can be loaded: all of them, or none if the producer has
@@ -548,7 +549,7 @@ class NixlConnectorScheduler:
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._stats.count("rejected_params")
-        _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
+        _log.warning("kv_transfer_params refused request=%s reason=%s", request.request_id, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
             self._loads.offer(RequestId(request.request_id), LoadOffer(0, refusal=reason))
 

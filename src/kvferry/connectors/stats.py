@@ -24,58 +24,59 @@ __all__ = [
 ]
 
 COUNTERS: Mapping[str, str] = {
-    "transfers": "Transfers that ended well.",
-    "failed_transfers": "Transfers that a transport could not finish, cancelled ones included.",
+    "transfers": "Transfers that succeeded.",
+    "failed_transfers": "Transfers that a transport could not finish or that were cancelled.",
     "failed_handshakes": "Peers that could not be reached or were lost.",
     "finished_loads": "Requests whose KV arrived and was confirmed.",
     "failed_loads": "Requests whose KV did not arrive or was not confirmed.",
-    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests "
-    "that waited with their blocks.",
-    "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was "
-    "computed.",
-    "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was "
-    "computed.",
-    "retained_turns": "Ended turns of conversations whose blocks were kept for the next one.",
-    "retained_turns_evicted": "Of these, those that were let go because the engine needed blocks.",
-    "retained_turns_expired": "Of these, those for whose blocks nobody came in time.",
-    "reuse_loads": "Prefills that fetched what a decode side had kept.",
-    "reuse_loaded_tokens": "Tokens whose KV they fetched instead of computing it.",
-    "reuse_loaded_bytes": "Bytes that they fetched.",
-    "reuse_failed_loads": "Prefills that began to fetch it and computed it in the end.",
-    "reuse_skipped_off": "Prefills that left it, because this engine does not fetch from "
-    "decode sides.",
-    "reuse_skipped_own": "Prefills that left it, because it was this very engine that had kept it.",
-    "reuse_skipped_invalid": "Prefills that left it, because its ticket was forged or damaged.",
-    "reuse_skipped_other_tokens": "Prefills that left it, because it was of another text.",
-    "reuse_skipped_few_tokens": "Prefills that left it, because too little of it was lacking here.",
-    "reuse_skipped_refused": "Prefills that left it, because it was gone, or its keeper did not "
-    "answer.",
-    "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
-    "dropped_messages": "Messages from peers that were malformed or out of place.",
-    "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
+    "pushed_tokens": "Prompt tokens that a pushing prefill side computed for requests that already "
+    "had blocks here.",
+    "pushed_tokens_left": "Pushed tokens whose KV had not arrived when the prefill side computed "
+    "the last token of the prompt.",
+    "pushed_bytes_early": "Bytes of pushed KV that had arrived when the prefill side computed the "
+    "last token of the prompt.",
+    "retained_turns": "Finished turns whose blocks were retained for the next turn.",
+    "retained_turns_evicted": "Retained turns that were evicted because the engine needed blocks.",
+    "retained_turns_expired": "Retained turns that expired before a peer fetched the blocks.",
+    "reuse_loads": "Prefills that loaded a retained turn from a decode side.",
+    "reuse_loaded_tokens": "Tokens whose KV was loaded from retained turns instead of computed.",
+    "reuse_loaded_bytes": "Bytes that were loaded from retained turns.",
+    "reuse_failed_loads": "Prefills that computed the prompt because loading a retained turn "
+    "failed.",
+    "reuse_skipped_off": "Retained turns not loaded because this engine does not load from decode "
+    "sides.",
+    "reuse_skipped_own": "Retained turns not loaded because this engine itself retains the turn.",
+    "reuse_skipped_invalid": "Retained turns not loaded because the ticket was forged or damaged.",
+    "reuse_skipped_other_tokens": "Retained turns not loaded because no token of the prompt could "
+    "be loaded from the turn.",
+    "reuse_skipped_few_tokens": "Retained turns not loaded because too few tokens were missing "
+    "here.",
+    "reuse_skipped_refused": "Retained turns not loaded because the decode side no longer had the "
+    "turn or did not answer.",
+    "kv_expired_reqs": "Leases that expired before a peer confirmed a read.",
+    "dropped_messages": "Messages from peers that were malformed or unexpected.",
+    "rejected_params": "Requests whose kv_transfer_params this engine could not use.",
 }
 
 LEVELS: Mapping[str, str] = {
     "num_leases": "Leases held for peers, over all ranks.",
-    "num_held_blocks": "Blocks of finished requests that are kept for peers.",
-    "num_retained_turns": "Ended turns whose blocks are kept for the next ones.",
-    "num_retained_blocks": "Blocks that are kept for them; those of several turns are counted for "
-    "each.",
-    "num_transfers": "Requests whose KV is expected from a peer, over all ranks.",
-    "num_peers": "Peers known, over all ranks.",
-    "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over "
-    "all ranks.",
+    "num_held_blocks": "Blocks of finished requests that are held for peers.",
+    "num_retained_turns": "Finished turns whose blocks are retained for the next turn.",
+    "num_retained_blocks": "Blocks of retained turns; a block that several turns share counts once "
+    "per turn.",
+    "num_transfers": "Requests that wait for KV from a peer, over all ranks.",
+    "num_peers": "Known peers, over all ranks.",
+    "num_registrations": "Registrations of decode sides that wait for a prefill leg of this "
+    "engine, over all ranks.",
 }
 """Levels are shown as gauges. Each reporter (a rank, the scheduler) reports its own value when the
 value has changed; the gauge shows the sum of all reporters' latest values.
 """
 
 SIDE_CHANNEL_METRIC = "side_channel"
-SIDE_CHANNEL_HELP = (
-    "1 for the address at which routers can ask this engine what it has kept of a turn."
-)
+SIDE_CHANNEL_HELP = "1 for the address at which routers can ask this engine for retained turns."
 MODE_METRIC = "transfer_mode"
-MODE_HELP = "1 for the way in which this engine's connector hands KV over. Routers look at it."
+MODE_HELP = "1 for the mode, pull or push, of this engine's connector. Routers read it."
 
 NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
     "num_failed_transfers": ("failed_transfers", "failed_handshakes"),

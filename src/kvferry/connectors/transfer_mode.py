@@ -192,8 +192,9 @@ class PullMode:
     def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         if role.ticket is None and role.push_ticket is not None:
             return LoadRefusal(
-                "this engine pulls and was given a push ticket; ask the prefill side first, or "
-                "use NixlPushConnector here",
+                "the router sent a push ticket, but this engine uses NixlConnector, which pulls; "
+                "use NixlPushConnector on this engine, or a router that calls the prefill side "
+                "first"
             )
         return LoadByTicket(role.ticket)
 

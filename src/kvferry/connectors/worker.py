@@ -171,7 +171,7 @@ class NixlConnectorWorker:
             self._host_buffer.close()
 
     def _worker_thread(self) -> TransferWorkerThread:
-        assert self._thread is not None, "register_kv_caches comes first"
+        assert self._thread is not None, "the engine has not called register_kv_caches"
         return self._thread
 
     def _transport_geometry(self, own: Geometry) -> Geometry:
@@ -210,8 +210,8 @@ class NixlConnectorWorker:
                 transport.close()
         if not transports:
             raise ConfigError(
-                "no data transport can carry this cache; `kvferry doctor` says which transports "
-                "work here"
+                "no data transport supports the memory of this KV cache; run `kvferry doctor` to "
+                "see which transports work on this machine"
             )
         _log.info(
             "data transports registered transports=%s rank=%d",
@@ -227,7 +227,7 @@ class NixlConnectorWorker:
                 results.finished_recving.add(request)
             case TransferFailed(request, reason, times):
                 self._receive_totals.report(request, times, results)
-                _log.warning("pull failed request=%s reason=%s", request, reason)
+                _log.warning("transfer failed request=%s reason=%s", request, reason)
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
                 results.failure_reasons[request] = reason
@@ -283,7 +283,7 @@ class NixlConnectorWorker:
                 )
             case MessageDropped(reason):
                 self._stats.count("dropped_messages")
-                _log.info("message dropped reason=%s", reason)
+                _log.info("message from a peer dropped reason=%s", reason)
 
 
 def transfer_worker_settings(
