@@ -29,6 +29,7 @@ from kvferry.engine.api.context import (
     context_of,
     read_body,
 )
+from kvferry.engine.api.errors import error_response
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
 from kvferry.engine.api.prompts import ChatTemplate, PromptReader
 from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode_body
@@ -36,7 +37,6 @@ from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import Remaining
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError, RequestRefused
-from kvferry.web.errors import error_response
 from kvferry.web.transfer_records import TransferRecords
 
 __all__ = [

@@ -20,11 +20,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvferry.engine.api.app import build_app
 from kvferry.engine.api.context import CONTEXT, ApiSettings, Engine
+from kvferry.engine.api.errors import JsonErrorRunner
 from kvferry.engine.api.metrics import MetricSource
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
-from kvferry.web.errors import JsonErrorRunner
 
 __all__ = [
     "StopSignals",
