@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from tests.cli.test_processes import StubLaunch
 
-from kvferry.cli.cluster.local_cluster import LocalCluster, StartupView
+from kvferry.cli.cluster.local_cluster import LocalCluster
 from kvferry.cli.cluster.processes import ProcessGroup
 from kvferry.cli.cluster.reaper import members_of_group
+from kvferry.cli.cluster.startup_view import StartupView
 
 
 def main() -> None:

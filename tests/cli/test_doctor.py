@@ -19,6 +19,7 @@ from kvferry.cli.doctor import (
 )
 from kvferry.cli.findings import (
     NixlReport,
+    NotInstalled,
     ProbeFailed,
     Severity,
     TorchReport,
@@ -26,6 +27,7 @@ from kvferry.cli.findings import (
     core_finding,
     descriptor_finding,
     enabled_transports,
+    extras_finding,
     gpu_finding,
     nixl_findings,
     port_finding,
@@ -72,6 +74,9 @@ def test_what_is_missing_is_a_problem_or_advice() -> None:
     failed = ProbeFailed("cannot be used")
     assert torch_finding(failed).level is Severity.PROBLEM
     assert torch_finding(TorchReport("2.13.0")).level is Severity.OK
+    assert torch_finding(NotInstalled("not installed")).level is Severity.ADVICE
+    assert "[router]" in extras_finding({"router": ["uvloop"], "engine": []}).text
+    assert "[" not in extras_finding({"router": [], "engine": []}).text
     assert nixl_findings(failed)[0].level is Severity.PROBLEM
     assert nixl_findings(NixlReport("1.5", ["POSIX"]))[0].level is Severity.PROBLEM
     assert nixl_findings(NixlReport("1.5", ["UCX"], ["UCX"]))[0].level is Severity.OK
@@ -170,6 +175,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "machine",
         "Python",
         "C module",
+        "extras",
         "torch",
         "GPUs",
         "NIXL",

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from kvferry.cli.cluster.addresses import announce_address, parse_announcement
-from kvferry.cli.cluster.local_cluster import LocalCluster, StartupView
+from kvferry.cli.cluster.local_cluster import LocalCluster
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.cluster.reaper import members_of_group
+from kvferry.cli.cluster.startup_view import StartupView
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvferry.cli.arguments import Parser, dashed, show_argument
+from kvferry.cli.extras import check_extra
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError
 
@@ -31,16 +32,20 @@ class BenchmarkEntry:
 
     module: str
     summary: str
+    extra: str | None = None
+    """The extra whose packages the benchmark needs; None: the base install is enough."""
 
 
 BENCHMARKS = {
     "decode-interference": BenchmarkEntry(
         "kvferry.bench.decode_interference",
         "a decode step of the embedded engine while KV arrives, and without",
+        extra="engine",
     ),
     "handover": BenchmarkEntry(
         "kvferry.bench.handover",
         "from P's last token to D's first: pull, push, and push while P computes",
+        extra="engine",
     ),
     "leases": BenchmarkEntry(
         "kvferry.bench.leases",
@@ -50,14 +55,17 @@ BENCHMARKS = {
         "kvferry.bench.multiturn",
         "the first token of each turn of a conversation, with and without what D has of the turns "
         "before",
+        extra="all",
     ),
     "router": BenchmarkEntry(
         "kvferry.bench.router.command",
         "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router",
+        extra="router",
     ),
     "soak": BenchmarkEntry(
         "kvferry.bench.soak",
         "many transfers between two embedded engines; whether memory, files and threads stay flat",
+        extra="engine",
     ),
     "transfer": BenchmarkEntry(
         "kvferry.bench.transfer.command",
@@ -66,11 +74,13 @@ BENCHMARKS = {
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm.handover",
         "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector",
+        extra="engine",
     ),
     "vllm-steps": BenchmarkEntry(
         "kvferry.bench.vllm.steps",
         "the engine's time in the connector per step inside real vLLM, beside vLLM's own "
         "NixlConnector",
+        extra="engine",
     ),
 }
 
@@ -116,6 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{show_argument(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}"
         )
+    extra = BENCHMARKS[name].extra
+    if extra is not None:
+        check_extra(f"kvferry bench {name}", extra)
     return _benchmark(name).run(
         make_parser(name).parse([dashed(argument) for argument in arguments.rest])
     )

@@ -27,12 +27,14 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.cli.arguments import Parser
+from kvferry.cli.extras import EXTRAS, missing_packages
 from kvferry.cli.findings import (
     DEFAULT_PLUGIN,
     SECOND_SIDE_CHANNEL_PORT,
     Finding,
     GpuReport,
     NixlReport,
+    NotInstalled,
     ProbeFailed,
     Severity,
     TorchReport,
@@ -40,6 +42,7 @@ from kvferry.cli.findings import (
     core_finding,
     descriptor_finding,
     enabled_transports,
+    extras_finding,
     gpu_finding,
     gpu_speed_findings,
     machine_finding,
@@ -203,6 +206,8 @@ def _run_python(
 
 
 def probe_torch() -> TorchReport | ProbeFailed:
+    if "torch" in missing_packages("engine"):
+        return NotInstalled("not installed")
     output = run_probe(TORCH_CODE)
     return output if isinstance(output, ProbeFailed) else _decoded(output, TorchReport)
 
@@ -378,6 +383,7 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
         lambda: [
             python_finding(sys.version_info[:3]),
             compiled_finding(missing_native_functions()),
+            extras_finding({extra: missing_packages(extra) for extra in EXTRAS}),
         ],
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),

@@ -12,6 +12,7 @@ __all__ = [
     "GpuReport",
     "GpuSpeeds",
     "NixlReport",
+    "NotInstalled",
     "ProbeFailed",
     "Severity",
     "TorchReport",
@@ -20,6 +21,7 @@ __all__ = [
     "core_finding",
     "descriptor_finding",
     "enabled_transports",
+    "extras_finding",
     "gpu_finding",
     "gpu_speed_findings",
     "gpu_speeds",
@@ -97,6 +99,10 @@ class ProbeFailed:
     reason: str
 
 
+class NotInstalled(ProbeFailed):
+    """The outcome of a probe for a package that is not installed."""
+
+
 def machine_finding(architecture: str, libc: str) -> Finding:
     if architecture not in TESTED_ARCHITECTURES:
         tested = " and ".join(TESTED_ARCHITECTURES)
@@ -149,7 +155,22 @@ def descriptor_finding(limit: int) -> Finding:
     return Finding(Severity.OK, "open files", f"a process may open {limit}")
 
 
+def extras_finding(missing: Mapping[str, Sequence[str]]) -> Finding:
+    """Report the extras; `missing` maps each extra to its packages that are not installed."""
+    incomplete = [extra for extra, packages in missing.items() if packages]
+    if not incomplete:
+        return Finding(Severity.OK, "extras", f"{', '.join(missing)}: all packages are installed")
+    text = (
+        f"{', '.join(incomplete)} not installed, which the connector does not need "
+        f"(pip install 'kvferry[{','.join(incomplete)}]')"
+    )
+    return Finding(Severity.OK, "extras", text)
+
+
 def torch_finding(report: TorchReport | ProbeFailed) -> Finding:
+    if isinstance(report, NotInstalled):
+        text = f"{report.reason}; only the embedded engine and KV in GPU memory need it"
+        return Finding(Severity.ADVICE, "torch", text)
     if isinstance(report, ProbeFailed):
         return Finding(Severity.PROBLEM, "torch", f"{report.reason}; reinstall it (`make setup`)")
     return Finding(

@@ -2,7 +2,8 @@
 
 A command is a module with `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) ->
 int`. A command module is imported only when the user asks for the command, so that `kvferry --help`
-is fast.
+is fast. Importing the module and reading the arguments needs no extra, so that `--help` of every
+command works; packages of an extra are imported by `run`, after the check that they are installed.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from kvferry.cli.arguments import (
     show_argument,
     split_transfer_arguments,
 )
+from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import raise_file_limit
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
@@ -38,23 +40,33 @@ class CommandEntry:
     summary: str
     takes_transfer_config: bool = False
     """Whether the command takes `--kv-transfer-config` in both spellings."""
+    extra: str | None = None
+    """The extra whose packages the command needs; None: the base install is enough."""
 
 
 COMMANDS = {
     "up": CommandEntry(
         "kvferry.cli.up",
         "prefill, decode and router on this machine; shows one request, serves until Ctrl-C",
+        extra="all",
     ),
     "serve": CommandEntry(
-        "kvferry.cli.serve", "one engine, flags as `vllm serve`", takes_transfer_config=True
+        "kvferry.cli.serve",
+        "one engine, flags as `vllm serve`",
+        takes_transfer_config=True,
+        extra="engine",
     ),
     "proxy": CommandEntry(
-        "kvferry.cli.proxy", "the router in front of prefill and decode instances"
+        "kvferry.cli.proxy",
+        "the router in front of prefill and decode instances",
+        extra="router",
     ),
     "register": CommandEntry(
         "kvferry.cli.register", "keeps an engine in the fleets of routers while it is well"
     ),
-    "make-model": CommandEntry("kvferry.cli.make_model", "writes a tiny checkpoint"),
+    "make-model": CommandEntry(
+        "kvferry.cli.make_model", "writes a tiny checkpoint", extra="engine"
+    ),
     "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
     "plan": CommandEntry(
         "kvferry.cli.plan",
@@ -111,12 +123,15 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run(name: str, rest: list[str]) -> int:
     raise_file_limit()
-    command, parser = _command(name), make_parser(name)
-    if not COMMANDS[name].takes_transfer_config:
-        return command.run(parser.parse([dashed(argument) for argument in rest]))
-    split = split_transfer_arguments(rest)
-    arguments = parser.parse(split.rest)
-    arguments.kv_transfer_config = split.mapping
+    command, parser, entry = _command(name), make_parser(name), COMMANDS[name]
+    if entry.takes_transfer_config:
+        split = split_transfer_arguments(rest)
+        arguments = parser.parse(split.rest)
+        arguments.kv_transfer_config = split.mapping
+    else:
+        arguments = parser.parse([dashed(argument) for argument in rest])
+    if entry.extra is not None:
+        check_extra(f"kvferry {name}", entry.extra)
     return command.run(arguments)
 
 

@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here because the module imports torch, which takes a second.
+    # Imported here because `kvferry make-model --help` must work without the extra [engine].
     from kvferry.engine.make_model.writer import make_model
 
     make_model(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.cli.arguments import Parser, parse_port
 from kvferry.cli.cluster.addresses import announce_address, dialable
@@ -18,17 +18,17 @@ from kvferry.cli.runtime import configure_logs
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import PushTicketKey
-from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_access, read_config_file
-from kvferry.router.conversations.turns import make_turn_query_by
 from kvferry.router.fleet.instances import Instance, Role, pair_instances
 from kvferry.router.fleet.policies import POLICIES
 from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import AccessOptions, RouterOptions, RoutingOptions
-from kvferry.router.server import run_router
 from kvferry.router.serving.side_channel import SideChannelSender
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address, FailurePolicy
+
+if TYPE_CHECKING:
+    from kvferry.router.app import RouterApp
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
@@ -130,6 +130,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # Imported here, as below, because `kvferry proxy --help` must work without the extra [router].
+    from kvferry.router.server import run_router
+
     configure_logs(arguments.log_format == "json")
     options = router_options(arguments)
     secret = ClusterSecret.load(os.environ)
@@ -144,7 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_app(
     options: RouterOptions, side_channels: SideChannelSender, secret: ClusterSecret
-) -> RouterApp:
+) -> "RouterApp":
+    from kvferry.router.app import RouterApp
+    from kvferry.router.conversations.turns import make_turn_query_by
+
     return RouterApp(
         options,
         side_channels,

@@ -24,8 +24,6 @@ from kvferry.config import (
     kv_cache_layout_from_environment,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.engine.api.serve import StoppedBySignal, announce, run_on_fast_loop, stop_signals
-from kvferry.engine.api.serve import serve as serve_api
 from kvferry.engine.client import EngineClient
 from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
@@ -262,6 +260,9 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in ignored_variables(os.environ):
         logging.getLogger(__name__).warning(sentence)
     on_listening = _listening if not arguments.router else _registering(arguments, side_channel)
+    # Imported here, as below, because `kvferry serve --help` must work without the extra [engine].
+    from kvferry.engine.api.serve import run_on_fast_loop
+
     return run_on_fast_loop(_serve(options, kit, side_channel, address, on_listening))
 
 
@@ -369,6 +370,8 @@ async def _serve(
 
     The code is 0, or the signal's exit code when a signal arrived before the engine was ready.
     """
+    from kvferry.engine.api.serve import StoppedBySignal, serve, stop_signals
+
     # The core logs its start-up stages at INFO; printing the stages too would show each stage
     # twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
@@ -380,7 +383,7 @@ async def _serve(
         if isinstance(client, StoppedBySignal):
             return client.exit_code
         try:
-            await serve_api(
+            await serve(
                 client,
                 options,
                 address.host,
@@ -399,6 +402,8 @@ def _show_stage(stage: str) -> None:
 
 def _listening(model_name: str, address: Address) -> None:
     """Print the address and a request to try, and announce the address to the parent process."""
+    from kvferry.engine.api.serve import announce
+
     announce(model_name, dialable(address))
     print(f"kvferry: try {curl_command(address, model_name)}", flush=True)
     announce_address(address, os.environ)

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from kvferry.cli.arguments import Parser, parse_device, parse_port
 from kvferry.cli.cluster.addresses import check_listenable, curl_command
 from kvferry.cli.cluster.http_client import (
@@ -29,7 +27,6 @@ from kvferry.cli.cluster.local_cluster import (
     LOOPBACK,
     LocalCluster,
     LocalLaunch,
-    StartupView,
     UpOptions,
     child_environment,
 )
@@ -129,17 +126,16 @@ def run(arguments: argparse.Namespace) -> int:
         read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
-    console = Console()
     with (
         stop_signals(),
         _cluster(options) as (cluster, launch),
-        _show_logs_on_failure(console, cluster),
+        _show_logs_on_failure(cluster),
     ):
-        router = _start_cluster(cluster, launch, console)
-        totals = _show_sample(cluster, router, options, console)
+        router = _start_cluster(cluster, launch)
+        totals = _show_sample(cluster, router, options)
         if arguments.once:
             return 0 if totals else 1
-        _show_address(router, options, console)
+        _show_address(router, options)
         return _serve_until_stopped(cluster)
 
 
@@ -169,15 +165,20 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
             cluster.close()
 
 
-def _start_cluster(cluster: LocalCluster, launch: LocalLaunch, console: Console) -> Address:
-    with StartupView(console) as view:
+def _start_cluster(cluster: LocalCluster, launch: LocalLaunch) -> Address:
+    # Imported here because `kvferry up --help` must work without rich.
+    from rich.console import Console
+
+    from kvferry.cli.cluster.startup_view import StartupView
+
+    with StartupView(Console()) as view:
         if launch.options.model is None:
             cluster.run_to_end("model", launch.make_model(), view)
         return cluster.start(launch.options.prefill, launch.options.decode, view)
 
 
 def _show_sample(
-    cluster: LocalCluster, router: Address, options: UpOptions, console: Console
+    cluster: LocalCluster, router: Address, options: UpOptions
 ) -> list[TransportTotals]:
     request = {
         "model": options.model_name,
@@ -192,27 +193,21 @@ def _show_sample(
     totals = sum_transport_totals(
         part for address in cluster.decoders for part in read_transport_totals(address)
     )
-    _print(
-        console,
-        f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)",
-    )
+    _print(f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
     for part in totals:
         rate = f" at {_bytes(part.bytes_per_s)}/s" if part.seconds > 0 else ""
         _print(
-            console,
             f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.transport} in "
-            f"{part.transfers} transfer(s){rate}",
+            f"{part.transfers} transfer(s){rate}"
         )
     if not totals:
-        _print(console, "moved:  nothing; the decode instance computed the prompt itself")
+        _print("moved:  nothing; the decode instance computed the prompt itself")
     return totals
 
 
-def _show_address(router: Address, options: UpOptions, console: Console) -> None:
-    _print(
-        console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}"
-    )
-    _print(console, f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
+def _show_address(router: Address, options: UpOptions) -> None:
+    _print(f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
+    _print(f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:
@@ -225,7 +220,7 @@ def _serve_until_stopped(cluster: LocalCluster) -> int:
 
 
 @contextmanager
-def _show_logs_on_failure(console: Console, cluster: LocalCluster) -> Iterator[None]:
+def _show_logs_on_failure(cluster: LocalCluster) -> Iterator[None]:
     """On failure, show the last log lines of the processes."""
     try:
         yield
@@ -233,9 +228,7 @@ def _show_logs_on_failure(console: Console, cluster: LocalCluster) -> Iterator[N
         raise
     except KVFerryError:
         for name, lines in cluster.last_log_lines():
-            _print(
-                console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)])
-            )
+            _print("\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
         raise
 
 
@@ -247,5 +240,5 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -38,6 +38,7 @@ from kvferry.bench.transfer.report import (
 )
 from kvferry.bench.vllm.servers import parse_count, print_progress
 from kvferry.cli.arguments import Parser
+from kvferry.cli.extras import check_extra
 from kvferry.cli.runtime import StopRequest, stop_requests
 from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
@@ -191,7 +192,8 @@ def parse_device(text: str) -> MemoryAllocator:
     index = first_gpu(text)
     if index is None:
         return HostAllocator()
-    # Imported only on request, because the module imports torch.
+    # Imported only on request, because the module imports torch, which the base install may lack.
+    check_extra(f"kvferry bench transfer --device {text}", "engine", ["torch"])
     from kvferry.bench.transfer.device import DeviceAllocator
 
     allocator = DeviceAllocator(index)

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
@@ -95,6 +93,9 @@ def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTota
 
 def _samples(text: str) -> Iterable[TransportTotals]:
     """Yield one entry per sample; `sum_transport_totals` adds the entries of a transport."""
+    # Imported here because commands that only ask for /health do without prometheus-client.
+    from prometheus_client.parser import text_string_to_metric_families
+
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == "kvferry:transfer_bytes_total":

@@ -1,7 +1,7 @@
 """A cluster on this machine: prefill, decode and router processes, from start to a clean exit.
 
 `UpOptions` and `LocalLaunch` are pure and make the command lines; `LocalCluster` runs the processes
-and is used by one thread; `StartupView` shows the progress.
+and is used by one thread.
 """
 
 import json
@@ -10,24 +10,22 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Protocol
 
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
+if TYPE_CHECKING:
+    # The view needs the package rich; the command line of `kvferry up` is read without it.
+    from kvferry.cli.cluster.startup_view import StartupView
+
 __all__ = [
     "CONNECTORS",
     "Launch",
     "LocalCluster",
     "LocalLaunch",
-    "StartupView",
     "UpOptions",
     "child_environment",
 ]
@@ -159,77 +157,6 @@ def _kvferry(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvferry", *arguments]
 
 
-# -- startup view --
-# The progress display while processes start: a spinner per process on a terminal, plain lines
-# elsewhere.
-
-
-class StartupView:
-    """Shows steps by name; use as a context manager, which ends the display.
-
-    The caller calls `begin`, `show` and `finish` for each step; steps may overlap.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._since: dict[str, float] = {}
-        self._tasks: dict[str, TaskID] = {}
-        columns = (
-            SpinnerColumn(finished_text="[green]✓[/]"),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console) if console.is_terminal else None
-
-    def begin(self, name: str, what: str) -> None:
-        self._since[name] = time.monotonic()
-        if self._progress is not None:
-            self._tasks[name] = self._progress.add_task(
-                f"[bold]{escape(name)}[/] {escape(what)}", total=1
-            )
-        else:
-            self._console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, name: str, what: str) -> None:
-        """Show the current stage of a step; only on a terminal, because stages would flood a log
-        file.
-        """
-        if self._progress is not None:
-            self._progress.update(
-                self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}"
-            )
-
-    def finish(self, name: str, what: str) -> None:
-        took_s = time.monotonic() - self._since[name]
-        if self._progress is not None:
-            self._progress.update(
-                self._tasks[name],
-                completed=1,
-                description=f"[bold]{escape(name)}[/] {escape(what)}",
-            )
-        else:
-            self._console.print(
-                f"{name}: {what} after {took_s:.1f} s",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def __enter__(self) -> "StartupView":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
 # -- local cluster --
 
 
@@ -259,7 +186,7 @@ class LocalCluster:
         self._children: list[ChildProcess] = []
         self.decoders: tuple[Address, ...] = ()
 
-    def start(self, prefill: int, decode: int, view: StartupView) -> Address:
+    def start(self, prefill: int, decode: int, view: "StartupView") -> Address:
         """Start all processes; return the router's address when all processes are healthy.
 
         KVFerryError names the process that failed.
@@ -273,7 +200,7 @@ class LocalCluster:
         )
         return self._wait_healthy([router], view)[0]
 
-    def run_to_end(self, name: str, command: Iterable[str], view: StartupView) -> None:
+    def run_to_end(self, name: str, command: Iterable[str], view: "StartupView") -> None:
         """Run a preparatory process until the process exits."""
         child = self._start(name, list(command), view)
         child.wait(self._start_timeout_s)
@@ -310,14 +237,14 @@ class LocalCluster:
         for child in reversed(self._children):
             child.terminate()
 
-    def _start(self, name: str, command: Iterable[str], view: StartupView) -> ChildProcess:
+    def _start(self, name: str, command: Iterable[str], view: "StartupView") -> ChildProcess:
         child = ChildProcess(name, list(command), self._environment)
         self._children.append(child)
         view.begin(name, "starting")
         child.start(self._group)
         return child
 
-    def _wait_healthy(self, children: list[ChildProcess], view: StartupView) -> list[Address]:
+    def _wait_healthy(self, children: list[ChildProcess], view: "StartupView") -> list[Address]:
         """Wait until every child is healthy; return the addresses in the order of `children`."""
         deadline = time.monotonic() + self._start_timeout_s
         found: dict[str, Address] = {}
