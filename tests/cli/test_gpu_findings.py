@@ -14,6 +14,7 @@ from kvferry.cli.findings import (
     ProbeFailed,
     Severity,
     bounce_advice_bytes,
+    bounce_finding,
     gpu_speed_findings,
     gpu_speeds,
     ucx_settings_finding,
@@ -116,6 +117,14 @@ def test_what_does_not_work_or_is_slow_is_advice() -> None:
             Severity.ADVICE,
             True,
         )
+
+
+def test_the_bounce_buffer_is_named_with_its_size_and_the_moment_of_its_allocation() -> None:
+    finding = bounce_finding(GPU, 1 << 30, 256 << 10)
+    assert finding.level is Severity.OK
+    assert f"{GPU}: 1024 MiB, allocated when the first NIXL transfer" in finding.text
+    assert "segments below 256 KiB" in finding.text
+    assert "bounce_buffer_bytes sets the size" in finding.text
 
 
 def test_settings_of_ucx_are_told_with_who_made_them() -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvferry.transports.base import Completion, Handle, Segments
 from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
 from kvferry.transports.copy.segments import Descriptors
-from kvferry.transports.nixl.bounce.initiator import BounceTransfers, RemoteBounceBuffer
+from kvferry.transports.nixl.bounce.initiator import BounceTransfers
 from kvferry.transports.nixl.bounce.messages import BounceMessage
 from kvferry.transports.nixl.bounce.owner import SlotServer, ToOwner
 from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
@@ -40,6 +40,11 @@ class DescriptorMover:
     posted: list[_Posted] = field(default_factory=list)
     last: int = 1000
     is_broken: bool = False
+    metadata: list[bytes] = field(default_factory=list)
+    """The peers' metadata that was loaded."""
+
+    def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
+        self.metadata.append(metadata)
 
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
         self.last += 1
@@ -103,18 +108,17 @@ class Party:
         self.transfers = BounceTransfers(
             bounce_buffer, self.own, self.mover, b"metadata", RECLAIM_S
         )
-        self.slot_server = SlotServer(bounce_buffer, self.served_slots, self.regions, RECLAIM_S)
+        self.slot_server = SlotServer(
+            bounce_buffer, self.served_slots, self.regions, b"with the buffer", RECLAIM_S
+        )
         self.ended: dict[Handle, str | None] = {}
         self.fallbacks: list[Handle] = []
         self.last = 0
 
     def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
         self.last += 1
-        bounce_buffer = RemoteBounceBuffer(
-            other.name, other.bounce_buffer.ctypes.data, len(other.bounce_buffer)
-        )
         self.transfers.start(
-            Handle(self.last), other.peer, bounce_buffer, segments, self.regions, is_read=is_read
+            Handle(self.last), other.peer, other.name, segments, self.regions, is_read=is_read
         )
         return Handle(self.last)
 

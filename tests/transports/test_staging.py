@@ -16,6 +16,7 @@ from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.transports.base import Segments
 from kvferry.transports.copy.gather import HostAddressCopier
 from kvferry.transports.nixl.bounce.messages import (
+    BOUNCE_VERSION,
     MAX_ENVELOPE_BYTES,
     MAX_METADATA_BYTES,
     PART_OFFSETS,
@@ -454,7 +455,7 @@ def test_what_a_member_sends_is_a_message_or_refused(content: object) -> None:
 
 def test_messages_of_another_version_are_refused() -> None:
     key = hmac.digest(SECRET, b"kvferry staged nixl notifications", hashlib.sha256)
-    for version, is_ours in ((1, True), (2, False)):
+    for version, is_ours in ((BOUNCE_VERSION, True), (BOUNCE_VERSION - 1, False)):
         payload = msgspec.msgpack.encode(Envelope(version, "theirs", 1, ()))
         note = hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload
         if is_ours:

@@ -160,6 +160,29 @@ def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_
     assert far.is_quiet
 
 
+def test_an_owner_sends_its_metadata_with_the_first_slot_and_again_after_a_new_connection() -> None:
+    world, near, far = pair()
+    for _ in range(2):
+        near.start(far, [scattered(0, 1, 500, 40, 20, seed=3)], is_read=True)
+        world.run()
+    assert near.mover.metadata == [b"with the buffer"]
+    near.transfers.fail_peer(far.peer, "connected again", world.now)
+    near.start(far, [scattered(0, 1, 500, 40, 20, seed=3)], is_read=True)
+    world.run()
+    assert near.mover.metadata == [b"with the buffer"] * 2
+
+
+def test_a_slot_that_is_larger_than_asked_for_fails_the_transfer() -> None:
+    world, near, far = pair()
+    handle = near.start(far, [scattered(0, 1, 500, 40, 20, seed=3)], is_read=True)
+    world.turn("near")
+    world.mail.clear()
+    world.hand_over("far", "near", SlotGranted(handle, 4096, 1 << 40, world.now))
+    world.turn("near")
+    assert "were asked for" in (near.ended[handle] or "")
+    assert near.is_quiet
+
+
 def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
     world, near, far = pair(ring_pages=1, chunk_bytes=1000)
     handles = [
@@ -409,7 +432,15 @@ GROUPS = st.builds(
 COUNTS = NUMBERS.map(lambda number: number + 1)
 TO_OWNER = st.one_of(
     st.builds(
-        SlotRequest, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)
+        SlotRequest,
+        NUMBERS,
+        CLOCKS,
+        st.booleans(),
+        COUNTS,
+        COUNTS,
+        COUNTS,
+        st.binary(max_size=9),
+        st.booleans(),
     ),
     st.builds(
         SegmentPart,
@@ -422,7 +453,7 @@ TO_OWNER = st.one_of(
     st.builds(TransferStopped, NUMBERS, st.booleans()),
 )
 TO_INITIATOR = st.one_of(
-    st.builds(SlotGranted, NUMBERS, NUMBERS, COUNTS, CLOCKS),
+    st.builds(SlotGranted, NUMBERS, NUMBERS, COUNTS, CLOCKS, st.binary(max_size=9)),
     st.builds(OwnerProgress, NUMBERS, NUMBERS, CLOCKS),
     st.builds(TransferEnded, NUMBERS, st.text(max_size=20)),
 )

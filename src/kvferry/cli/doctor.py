@@ -38,6 +38,7 @@ from kvferry.cli.findings import (
     ProbeFailed,
     Severity,
     TorchReport,
+    bounce_finding,
     compiled_finding,
     core_finding,
     descriptor_finding,
@@ -105,8 +106,9 @@ which are start-up.
 
 TORCH_CODE = """
 import json, torch
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}))
+found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+gpus, gpu_bytes = [gpu.name for gpu in found], [gpu.total_memory for gpu in found]
+print(json.dumps({"version": torch.__version__, "gpus": gpus, "gpu_bytes": gpu_bytes, "cuda": torch.version.cuda}))
 """  # noqa: E501
 
 # UCX logs to stdout by default, where a late log line would follow the probe's answer.
@@ -404,24 +406,26 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
 
 def _torch(environ: Mapping[str, str]) -> list[Finding]:
     report = probe_torch()
-    names = report.gpus if isinstance(report, TorchReport) else []
-    return [torch_finding(report), gpu_finding(report, driver_gpus()), *_gpus(names, environ)]
+    gpus = _gpus(report, environ) if isinstance(report, TorchReport) else []
+    return [torch_finding(report), gpu_finding(report, driver_gpus()), *gpus]
 
 
-def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
+def _gpus(report: TorchReport, environ: Mapping[str, str]) -> list[Finding]:
     """Measure the first GPU of each kind."""
     settings = {
         name: value
         for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items()
         if name in REPORTED_SETTINGS
     }
-    findings = [ucx_settings_finding(settings, environ)] if names else []
-    bounce = BounceSettings().resolved(MemoryKind.VRAM)
-    for name in dict.fromkeys(names):
-        index = names.index(name)
-        findings += gpu_speed_findings(
-            f"cuda:{index} ({name})", measure_gpu(index, environ), bounce.segment_bytes
-        )
+    findings = [ucx_settings_finding(settings, environ)] if report.gpus else []
+    for name in dict.fromkeys(report.gpus):
+        index = report.gpus.index(name)
+        gpu = f"cuda:{index} ({name})"
+        bounce = BounceSettings().resolved(MemoryKind.VRAM, report.gpu_bytes[index])
+        findings += [
+            *gpu_speed_findings(gpu, measure_gpu(index, environ), bounce.segment_bytes),
+            bounce_finding(gpu, bounce.buffer_bytes, bounce.segment_bytes),
+        ]
     return findings
 
 

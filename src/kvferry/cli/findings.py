@@ -17,6 +17,7 @@ __all__ = [
     "Severity",
     "TorchReport",
     "bounce_advice_bytes",
+    "bounce_finding",
     "compiled_finding",
     "core_finding",
     "descriptor_finding",
@@ -71,6 +72,8 @@ class TorchReport(msgspec.Struct, frozen=True):
     gpus: list[str] = []
     cuda: str | None = None
     """The CUDA version that torch was built for; None for a CPU build."""
+    gpu_bytes: list[int] = []
+    """The memory of each GPU."""
 
 
 class NixlReport(msgspec.Struct, frozen=True):
@@ -415,6 +418,16 @@ def gpu_speed_findings(
         Finding(Severity.OK, "GPU speed", f"{gpu}: {_measured(speeds)}"),
         _choice(gpu, speeds, default_bounce_bytes),
     ]
+
+
+def bounce_finding(gpu: str, buffer_bytes: int, segment_bytes: int) -> Finding:
+    """Report how much memory of a GPU an engine gives to the bounce buffer, and when."""
+    text = (
+        f"{gpu}: {_size(buffer_bytes)}, allocated when the first NIXL transfer of segments below "
+        f"{_size(segment_bytes)} starts, and never if all peers are reached by cuda_ipc; "
+        "bounce_buffer_bytes sets the size, 0 means no bounce buffer"
+    )
+    return Finding(Severity.OK, "bounce buffer", text)
 
 
 def ucx_settings_finding(settings: Mapping[str, str], environ: Mapping[str, str]) -> Finding:

@@ -126,8 +126,9 @@ class NixlExtraConfig(ExtraConfig):
     0: never; null: 262144 for GPU memory, 0 for host memory.
     """
     bounce_buffer_bytes: Natural | None = None
-    """The size of the bounce buffer, which lies in the same memory as the cache; null: 1 % of a
-    GPU's memory, at most 1073741824, and 67108864 on a host.
+    """The size of the bounce buffer, which lies in the same memory as the cache and is allocated
+    when the first transfer uses it; 0: no bounce buffer; null: 1 % of a GPU's memory, at most
+    1073741824, and 67108864 on a host.
     """
     peers: Texts = ()
     """In push behind a router that does not sign: the side channels (host:port) of engines that are

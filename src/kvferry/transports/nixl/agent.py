@@ -89,7 +89,7 @@ class NixlAgent:
         self._errors = errors
         self._kind = kind
         self._device = device
-        self._registration: Any = None
+        self._registrations: list[Any] = []
         self._last_completed_at: dict[str, float] = {}
         self._disconnected: set[str] = set()
 
@@ -129,22 +129,34 @@ class NixlAgent:
         return self._agent is None and self._agent_ref() is None
 
     def register(self, regions: Sequence[Region]) -> bool:
-        """Register memory with NIXL; False if NIXL cannot register such memory."""
+        """Register memory with NIXL; False if NIXL cannot register such memory.
+
+        A peer that already has our metadata reaches memory registered later only after the peer
+        has added our new metadata.
+        """
         rows = np.array(
             [(address, size, self._device) for address, size in merged_ranges(regions)], np.uint64
         )
         try:
-            self._registration = self._agent.register_memory(rows, self._kind.value)
+            registration = self._agent.register_memory(rows, self._kind.value)
         except self._errors:
             return False
-        return self._registration is not None
+        if registration is not None:
+            self._registrations.append(registration)
+        return registration is not None
+
+    def deregister_last(self) -> None:
+        """Undo the last successful `register`."""
+        with contextlib.suppress(*self._errors):
+            self._agent.deregister_memory(self._registrations.pop())
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
     def add(self, name: str, metadata: bytes, peer: PeerId) -> None:
-        """Connect to a peer's agent. TransportError if the peer cannot be reached or the name is
-        wrong.
+        """Connect to a peer's agent, or load new metadata of a connected agent.
+
+        TransportError if the peer cannot be reached or the name is wrong.
         """
         try:
             added = self._agent.add_remote_agent(metadata).decode(errors="replace")
@@ -256,10 +268,8 @@ class NixlAgent:
             return
         for name in tuple(self.remotes):
             self.remove(name)
-        if self._registration is not None:
-            with contextlib.suppress(*self._errors):
-                self._agent.deregister_memory(self._registration)
-        self._registration = None
+        while self._registrations:
+            self.deregister_last()
         self._agent = None
         # A reference cycle, for example with the traceback of an exception, may keep the object
         # alive.
@@ -369,6 +379,18 @@ class AgentPool:
 
     def is_in_use(self, agent: Agent) -> bool:
         return agent is self._in_use
+
+    def register(self, region: Region) -> bool:
+        """Register more memory with the agent in use, if there is one.
+
+        Retired agents start nothing new, and so do not need the memory.
+        """
+        return self._in_use is None or self._in_use.register([region])
+
+    def update_metadata(self, link: NixlLink) -> None:
+        """Load the metadata of `link`, if the agent in use has loaded older metadata."""
+        if self._in_use is not None and link.agent in self._in_use.remotes:
+            self._in_use.add(link.agent, link.metadata, link.peer)
 
     def connected(self) -> list[NixlAgent]:
         """Agents with connected peers, where a transfer may need progress."""

@@ -59,13 +59,14 @@ class Telemetry:
     descriptors: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NixlLink:
     """One connection to a peer's agent."""
 
     peer: PeerId
     agent: str
     metadata: bytes
+    """The newest metadata of the peer's agent that we have."""
     regions: tuple[Region, ...]
 
 

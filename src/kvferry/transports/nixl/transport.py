@@ -116,6 +116,8 @@ class NixlTransport:
         self._serving: NixlAgent | None = None
         self._posting = AgentPool(cancel_timeout_s)
         self._regions: tuple[Region, ...] = ()
+        self._added: list[Region] = []
+        """Memory registered later, which transfers name by address only (`move`)."""
         self._links: dict[PeerId, NixlLink] = {}
         self._transfers: deque[NixlTransfer] = deque()
         self._last_handle = 0
@@ -235,6 +237,38 @@ class NixlTransport:
 
     # -- for transports that wrap this one --
 
+    def add_memory(self, region: Region) -> bool:
+        """Register more memory after `register`, for `move`.
+
+        False, with nothing changed, if NIXL cannot register the memory. A peer that is already
+        connected needs our new metadata (`identity`, `update_metadata`) to reach the memory.
+        """
+        serving = self._registered()
+        if not serving.register([region]):
+            return False
+        if not self._posting.register(region):
+            serving.deregister_last()
+            return False
+        self._added.append(region)
+        return True
+
+    def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
+        """Use newer metadata of a connected peer. TransportError if NIXL refuses the metadata."""
+        link = self._links.get(peer)
+        if link is None:
+            raise TransportError(f"peer {peer} is not connected over nixl")
+        if metadata == link.metadata:
+            return
+        # Any link to the agent may be the first that connects the next posting agent.
+        for each in self._links.values():
+            if each.agent == link.agent:
+                each.metadata = metadata
+        try:
+            self._posting.update_metadata(link)
+        except TransportError as error:
+            self._fail(link, str(error))
+            raise
+
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of segments given by addresses, already joined and checked."""
         link = self._links.get(peer)
@@ -345,7 +379,8 @@ class NixlTransport:
             # With UCX alone, threads are used for long batches only, which are never posted. Each
             # thread costs 11 files, 17 ms at start-up and a connection to every peer.
             agent = self._open_agent(
-                self._regions, 0 if self._backends == ("UCX",) else self._num_threads
+                [*self._regions, *self._added],
+                0 if self._backends == ("UCX",) else self._num_threads,
             )
         except ConfigError as error:
             raise TransportError(

@@ -62,18 +62,8 @@ __all__ = [
     "BounceTransfers",
     "DescriptorMover",
     "OutgoingMessages",
-    "RemoteBounceBuffer",
     "ToInitiator",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteBounceBuffer:
-    """A peer's bounce buffer: the registering agent, and the address in the peer."""
-
-    agent: str
-    address: int
-    size_bytes: int
 
 
 class BounceState(Enum):
@@ -95,11 +85,13 @@ class BounceTransfer:
     segments: Sequence[Segments]
     total_bytes: int
     stream: SegmentStream
-    bounce_buffer: RemoteBounceBuffer
+    agent: str
+    """Name of the peer's serving agent."""
     began_s: float
     state: BounceState = BounceState.QUEUED
     slot_copier: SlotCopier | None = None
     remote_slot: Slot | None = None
+    """The owner's slot, by its address in the owner's process."""
     parts: Iterator[SegmentPart] = field(default_factory=lambda: iter(()))
     reached: int = 0
     """Bytes gathered (read) or scattered (write) by the owner, as reported by the owner."""
@@ -213,6 +205,9 @@ OutgoingMessages = tuple[str, tuple[BounceMessage, ...]]
 class DescriptorMover(Protocol):
     """Moves chunks between two bounce buffers. Implemented by the plain NIXL transport."""
 
+    def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
+        """Load the metadata that makes the peer's bounce buffer reachable."""
+
     def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of descriptors with local and remote addresses."""
 
@@ -243,6 +238,8 @@ class BounceTransfers:
         self._outgoing: list[tuple[str, BounceMessage]] = []
         self._ended: list[Completion] = []
         self._fallbacks: list[tuple[Handle, PeerId, Sequence[Segments], bool]] = []
+        self._reachable: set[str] = set()
+        """Agents whose metadata with the bounce buffer we have loaded."""
         self._last_message_at: dict[str, float] = {}
         self._backoff_until: dict[str, float] = {}
 
@@ -264,7 +261,7 @@ class BounceTransfers:
         self,
         handle: Handle,
         peer: PeerId,
-        bounce_buffer: RemoteBounceBuffer,
+        agent: str,
         segments: Sequence[Segments],
         regions: Sequence[Region],
         *,
@@ -288,7 +285,7 @@ class BounceTransfers:
             segments,
             stream.total_bytes,
             stream,
-            bounce_buffer,
+            agent,
             time.perf_counter(),
         )
         self._transfers[handle] = transfer
@@ -313,8 +310,8 @@ class BounceTransfers:
 
     def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
         """Stop all transfers with a peer whose connection has failed or is about to be dropped."""
-        for known in (self._last_message_at, self._backoff_until):
-            known.clear()  # a peer that reconnects gets our metadata again
+        for known in (self._last_message_at, self._backoff_until, self._reachable):
+            known.clear()  # the two agents exchange their metadata again after a new connection
         for transfer in self._of(peer):
             # A live peer may still be scattering a write that was reported before: the write then
             # waits for the peer's TransferEnded, or until the peer must have stopped.
@@ -325,7 +322,7 @@ class BounceTransfers:
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
-        if transfer is None or transfer.bounce_buffer.agent != sender:
+        if transfer is None or transfer.agent != sender:
             if isinstance(
                 message, SlotGranted
             ):  # we no longer wait for this slot; the owner must free the slot
@@ -446,9 +443,7 @@ class BounceTransfers:
             self._become(transfer, BounceState.ASKED, now)
             metadata = (
                 b""
-                if now
-                < self._last_message_at.get(transfer.bounce_buffer.agent, -METADATA_TTL_S)
-                + METADATA_TTL_S
+                if now < self._last_message_at.get(transfer.agent, -METADATA_TTL_S) + METADATA_TTL_S
                 else self._metadata
             )
             ask = SlotRequest(
@@ -459,8 +454,9 @@ class BounceTransfers:
                 slot.size_bytes,
                 granularity,
                 metadata,
+                transfer.agent not in self._reachable,
             )
-            self._outgoing.append((transfer.bounce_buffer.agent, ask))
+            self._outgoing.append((transfer.agent, ask))
             self._writing.append(transfer)
 
     def _next_parts(self) -> Iterator[tuple[str, SegmentPart]]:
@@ -474,23 +470,34 @@ class BounceTransfers:
             if part is None:
                 self._writing.popleft()
             else:
-                yield transfer.bounce_buffer.agent, part
+                yield transfer.agent, part
 
     def _take_slot(self, transfer: BounceTransfer, granted: SlotGranted, now: float) -> None:
-        """Use the granted slot, if the slot lies in the owner's bounce buffer."""
+        """Use the granted slot.
+
+        NIXL refuses to post to an address outside of the memory that the owner has registered.
+        """
         slot_copier = transfer.slot_copier
         if transfer.state is not BounceState.ASKED or slot_copier is None:
             return
-        slot = Slot(granted.first, granted.size_bytes)
-        if (
-            slot.end > transfer.bounce_buffer.size_bytes
-            or slot.size_bytes > slot_copier.slot.size_bytes
-        ):
-            self._stop(transfer, f"peer {transfer.peer} lends {slot}, which cannot be", now)
+        if granted.metadata:
+            try:
+                self._mover.update_metadata(transfer.peer, granted.metadata)
+            except TransportError as error:
+                self._stop(transfer, str(error), now)
+                return
+            self._reachable.add(transfer.agent)
+        if granted.size_bytes > slot_copier.slot.size_bytes:
+            self._stop(
+                transfer,
+                f"peer {transfer.peer} granted {granted.size_bytes} bytes, but "
+                f"{slot_copier.slot.size_bytes} were asked for",
+                now,
+            )
             return
-        transfer.remote_slot = slot
+        transfer.remote_slot = Slot(granted.address, granted.size_bytes)
         if (
-            slot.size_bytes % slot_copier.granularity
+            granted.size_bytes % slot_copier.granularity
             or slot_copier.slot.size_bytes % slot_copier.granularity
         ):
             slot_copier.granularity = 1
@@ -541,7 +548,7 @@ class BounceTransfers:
             if end <= transfer.posted:
                 return
             descriptors = _slot_descriptors(slot_copier.slot, there, transfer.posted, end).moved(
-                self._bounce_buffer.address, transfer.bounce_buffer.address
+                self._bounce_buffer.address, 0
             )
             handle = self._mover.move(
                 transfer.peer, "READ" if transfer.is_read else "WRITE", descriptors
@@ -556,10 +563,10 @@ class BounceTransfers:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
         elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
             self._outgoing.append(
-                (transfer.bounce_buffer.agent, TransferStopped(transfer.handle, is_certain=True))
+                (transfer.agent, TransferStopped(transfer.handle, is_certain=True))
             )
-            if self._last_message_at.get(transfer.bounce_buffer.agent, -1.0) < transfer.since:
-                self._backoff_until[transfer.bounce_buffer.agent] = now + BACKOFF_S
+            if self._last_message_at.get(transfer.agent, -1.0) < transfer.since:
+                self._backoff_until[transfer.agent] = now + BACKOFF_S
             self._fall_back(transfer)
         elif transfer.must_notify or now > transfer.sent_at + PING_S:
             self._report_progress(transfer, now)
@@ -567,7 +574,7 @@ class BounceTransfers:
     def _report_progress(self, transfer: BounceTransfer, now: float) -> None:
         transfer.advanced, transfer.sent_at = transfer.landed, now
         self._outgoing.append(
-            (transfer.bounce_buffer.agent, InitiatorProgress(transfer.handle, transfer.landed, now))
+            (transfer.agent, InitiatorProgress(transfer.handle, transfer.landed, now))
         )
 
     def _stop(self, transfer: BounceTransfer, why: str, now: float) -> None:
@@ -600,7 +607,7 @@ class BounceTransfers:
                 return
             self._outgoing.append(
                 (
-                    transfer.bounce_buffer.agent,
+                    transfer.agent,
                     TransferStopped(transfer.handle, transfer.is_certain),
                 )
             )

@@ -5,7 +5,8 @@ The *initiator* has started the transfer, by `read` or `write`, and posts all ch
 
     initiator                              owner
     SlotRequest, SegmentPart ...   ────▶   queued until a slot is free
-                                   ◀────   SlotGranted
+                                   ◀────   SlotGranted           with the owner's new NIXL
+                                           metadata, if the initiator has no key of the buffer
     read:                          ◀────   OwnerProgress n       gathered up to byte n
            READ, then              ────▶   InitiatorProgress n   read up to byte n:
                                            so much of the slot may be filled again
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_ENVELOPE_BYTES",
     "MAX_METADATA_BYTES",
     "MAX_SEGMENTS",
+    "MAX_WHY",
     "BounceMessage",
     "Envelope",
     "InitiatorProgress",
@@ -59,7 +61,14 @@ __all__ = [
     "cut_into_parts",
 ]
 
-BOUNCE_VERSION = 1
+BOUNCE_VERSION = 2
+"""Version of these messages, part of every offer and every envelope.
+
+Peers of different versions move everything directly. History:
+
+- 1: the offer carries the address of the bounce buffer.
+- 2: bounce buffers are allocated on demand, so SlotGranted carries the address of the slot.
+"""
 MAX_ENVELOPE_BYTES = 256 * 1024
 """NIXL takes 75 µs for a notification of 64 KiB, and 2 ms for a notification of 1 MiB."""
 MAX_METADATA_BYTES = 192 * 1024
@@ -80,12 +89,14 @@ TAG_BYTES = 32
 SHORT_BYTES, TABLE_BYTES, GROUP_BYTES = 256, 16, 32
 """Upper bounds, in bytes, on a message, a table and a group without their variable-length fields.
 """
+MAX_WHY = 400
+"""Largest number of characters of the reason in TransferEnded."""
 MAX_INTEGER = (1 << 62) - 1
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 _Count = Annotated[int, msgspec.Meta(gt=0, le=MAX_INTEGER)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-_Why = Annotated[str, msgspec.Meta(max_length=400)]
+_Why = Annotated[str, msgspec.Meta(max_length=MAX_WHY)]
 
 
 class SlotRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -100,6 +111,8 @@ class SlotRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     granularity: _Count
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
     """Metadata of the initiator's agent, for the reply; empty if sent recently."""
+    needs_metadata: bool = True
+    """True if the initiator has no metadata of the owner's agent with the bounce buffer."""
 
 
 _NUMBERS = {2: "<u2", 4: "<u4", 8: "<i8"}
@@ -191,13 +204,15 @@ class TransferStopped(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class SlotGranted(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
-    """Owner to initiator: the slot at offset `first` belongs to the transfer."""
+    """Owner to initiator: the slot at `address` belongs to the transfer."""
 
     transfer: _Natural
-    first: _Natural
-    """Offset of the slot in the owner's bounce buffer."""
+    address: _Natural
+    """Address of the slot in the owner's process."""
     size_bytes: _Count
     echoed_clock_s: float
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)] = b""
+    """Metadata of the owner's agent that includes the bounce buffer; empty unless asked for."""
 
 
 class OwnerProgress(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
@@ -309,7 +324,7 @@ def _weight(message: BounceMessage) -> int:
         )
     return SHORT_BYTES + (
         len(message.metadata)
-        if isinstance(message, SlotRequest)
+        if isinstance(message, SlotRequest | SlotGranted)
         else 4 * len(message.why)
         if isinstance(message, TransferEnded)
         else 0

@@ -27,6 +27,7 @@ from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.transports.copy.segments import are_within
 from kvferry.transports.nixl.bounce.messages import (
     MAX_SEGMENTS,
+    MAX_WHY,
     BounceMessage,
     InitiatorProgress,
     OwnerProgress,
@@ -152,9 +153,12 @@ class SlotServer:
         bounce_buffer: BounceBuffer,
         table: SlotTable,
         regions: Sequence[Region],
+        metadata: bytes,
         reclaim_s: float = RECLAIM_S,
     ) -> None:
         self._bounce_buffer = bounce_buffer
+        self._metadata = metadata
+        """Metadata of our agent that includes the bounce buffer."""
         self._table = table
         self._regions = tuple(regions)
         self._reclaim_s = reclaim_s
@@ -331,7 +335,7 @@ class SlotServer:
                 self._forget(served)
             if served.slot_copier is None or served.slot_copier.is_idle:
                 self._outgoing.append(
-                    (served.sender, TransferEnded(served.ask.transfer, why[:400]))
+                    (served.sender, TransferEnded(served.ask.transfer, why[:MAX_WHY]))
                 )
             else:
                 served.must_notify = True
@@ -392,12 +396,14 @@ class SlotServer:
             slot_copier.is_idle or slot_copier.done
         ):  # delayed until bytes are gathered: one notification then carries both
             served.is_granted, slot = True, slot_copier.slot
-            self._outgoing.append(
-                (
-                    served.sender,
-                    SlotGranted(served.ask.transfer, slot.first, slot.size_bytes, served.clock_s),
-                )
+            granted = SlotGranted(
+                served.ask.transfer,
+                self._bounce_buffer.address + slot.first,
+                slot.size_bytes,
+                served.clock_s,
+                self._metadata if served.ask.needs_metadata else b"",
             )
+            self._outgoing.append((served.sender, granted))
         if (
             served.has_unreported_progress
             or served.must_notify

@@ -48,7 +48,8 @@ class BounceSettings:
     off.
     """
     buffer_bytes: int | None = None
-    """Size of the bounce buffer.
+    """Size of the bounce buffer, allocated when the first transfer needs it; 0 turns bounce buffers
+    off.
 
     A quarter is reserved for our own transfers and a quarter for slots granted to peers; both may
     use the half between.

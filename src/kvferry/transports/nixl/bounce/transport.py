@@ -8,38 +8,42 @@ by one thread. The parts:
 
     initiator   our own transfers                owner      transfers that peers have started
     messages    messages of the two sides        slots      which bytes lie where
-    settings    which transfers, how much memory
+    settings    which transfers, how much memory memory     allocating the bounce buffer
 
-See docs/decisions/037-bounce-buffers.md for the reasons.
+The bounce buffer is allocated when the first transfer needs it: a transfer of our own, or a peer's
+request for a slot. If there is too little memory, transfers go directly, and a later transfer tries
+again. See docs/decisions/037-bounce-buffers.md for the reasons.
 """
 
-import contextlib
-import ctypes
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.sleep import SHORT_SLEEP_S
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
-from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
+from kvferry.transports.copy.gather import AddressCopier
 from kvferry.transports.copy.segments import check_segments
-from kvferry.transports.nixl.bounce.initiator import (
-    BounceTransfers,
-    OutgoingMessages,
-    RemoteBounceBuffer,
+from kvferry.transports.nixl.bounce.initiator import BounceTransfers, OutgoingMessages
+from kvferry.transports.nixl.bounce.memory import (
+    BufferAllocator,
+    BufferMemory,
+    allocate_buffer,
+    copier_for,
+    device_bytes,
+    prepare_device,
 )
 from kvferry.transports.nixl.bounce.messages import (
     BOUNCE_VERSION,
+    MAX_WHY,
     BounceMessage,
     NotificationCodec,
     SlotRequest,
+    TransferEnded,
 )
 from kvferry.transports.nixl.bounce.owner import RECLAIM_S, SlotServer, ToOwner
 from kvferry.transports.nixl.bounce.settings import (
@@ -51,38 +55,7 @@ from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotT
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
-__all__ = ["BounceNixlTransport", "BounceSettings", "HostMemory", "ReplyRoutes"]
-
-
-class HostMemory:
-    """One range of host memory, whose pages are allocated on first use. The allocating code must
-    call `close`.
-    """
-
-    def __init__(self, pages: mmap.mmap) -> None:
-        self._pages: mmap.mmap | None = pages
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        self._size_bytes = len(pages)
-
-    @classmethod
-    def allocate(cls, size_bytes: int) -> "HostMemory":
-        return cls(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-    @property
-    def address(self) -> int:
-        return self._address
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def close(self) -> None:
-        if self._pages is not None:
-            with contextlib.suppress(
-                BufferError
-            ):  # a view still exists: unmapping the memory would crash the process
-                self._pages.close()
-            self._pages = None
+__all__ = ["BounceNixlTransport", "BounceSettings", "ReplyRoutes"]
 
 
 # -- reply routes --
@@ -157,6 +130,8 @@ A chunk takes less time than a sleep.
 WAITING_INTERVAL_S = 0.001
 DRAIN_TIMEOUT_S = 2.0
 CLEANUP_INTERVAL_S = 1.0
+ALLOCATION_RETRY_S = 10.0
+"""How long after a failed allocation transfers go directly, before the next one tries again."""
 DEVICE_TICK_BYTES = 1 << 40
 """Practically no limit: the device copies asynchronously, after the tick."""
 
@@ -168,46 +143,51 @@ class _BounceOffer(msgspec.Struct, frozen=True, array_like=True):
 
     agent: str
     metadata: bytes
-    buffer_address: int = 0
-    buffer_bytes: int = 0
-    version: int = 0
-    """Version of the bounce-buffer messages; both sides must have the same version."""
+    bounce_version: int = 0
+    """`BOUNCE_VERSION` of the sender; 0 if the sender never has a bounce buffer.
 
-
-class _BufferMemory(Protocol):
-    """Memory of a bounce buffer, on the host or on a device."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    def close(self) -> None: ...
+    In offers of version 1 this is the address of the bounce buffer, which is no known version.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A connected peer; `bounce_buffer` is None if transfers with the peer always go directly."""
+    """A connected peer."""
 
     regions: tuple[Region, ...]
-    bounce_buffer: RemoteBounceBuffer | None
+    bounce_agent: str | None
+    """The peer's agent that grants slots; None if transfers with the peer always go directly."""
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """Exists from registration on, unless bounce buffers are off: peers may ask us for slots."""
+
+    settings: ResolvedBounceSettings
+    codec: NotificationCodec
+    routes: ReplyRoutes
+    cleaned_at: float = 0.0
+    num_dropped: int = 0
+    """Number of notifications that could not be verified or decoded."""
+    retry_at: float = 0.0
+    """When the next allocation may be tried, after an allocation has failed with `error`."""
+    error: str = ""
 
 
 @dataclass(slots=True)
 class _ActiveBounce:
-    """The objects that exist once a bounce buffer is registered."""
+    """The objects that exist once the bounce buffer is allocated."""
 
-    memory: _BufferMemory
-    region: Region
+    memory: BufferMemory
     copier: AddressCopier
     transfers: BounceTransfers
     slot_server: SlotServer
-    routes: ReplyRoutes
-    codec: NotificationCodec
     active_at: float = 0.0
     """When a message last arrived or a posted chunk last completed."""
-    cleaned_at: float = 0.0
-    num_dropped: int = 0
-    """Number of notifications that could not be verified or decoded."""
+
+    @property
+    def is_busy(self) -> bool:
+        return len(self.transfers) > 0 or self.slot_server.is_serving
 
 
 class BounceNixlTransport:
@@ -219,13 +199,15 @@ class BounceNixlTransport:
         settings: BounceSettings,
         key: bytes,
         reclaim_s: float = RECLAIM_S,
+        allocate: BufferAllocator = allocate_buffer,
     ) -> None:
         self._plain = plain
         self._wanted = settings
         self._key = key
         self._reclaim_s = reclaim_s
+        self._allocate = allocate
         self._regions: tuple[Region, ...] = ()
-        self._settings: ResolvedBounceSettings | None = None
+        self._endpoint: _Endpoint | None = None
         self._bounce: _ActiveBounce | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._last_handle = 0
@@ -239,50 +221,31 @@ class BounceNixlTransport:
 
     @property
     def num_dropped_notifications(self) -> int:
-        return 0 if self._bounce is None else self._bounce.num_dropped
+        return 0 if self._endpoint is None else self._endpoint.num_dropped
 
     def register(self, regions: Sequence[Region]) -> bool:
-        is_one = len({(each.memory, each.device) for each in regions}) == 1
-        settings = (
-            self._wanted.resolved(regions[0].memory, _device_bytes(regions[0])) if is_one else None
-        )
-        memory = (
-            _allocate(settings, regions[0]) if settings is not None and settings.is_on else None
-        )
-        if memory is None or settings is None:
-            is_carried = self._plain.register(regions)
-        else:
-            bounce_buffer = Region(
-                "staging",
-                memory.address,
-                memory.size_bytes,
-                memory.size_bytes,
-                1,
-                regions[0].memory,
-                regions[0].device,
+        if not regions:
+            return False
+        settings = self._wanted.resolved(regions[0].memory, device_bytes(regions[0]))
+        if settings.is_on:
+            prepare_device(regions[0])
+        if not self._plain.register(regions):
+            return False
+        self._regions = tuple(regions)
+        if settings.is_on:
+            name, _ = self._plain.identity()
+            self._endpoint = _Endpoint(
+                settings, NotificationCodec(self._key, name), ReplyRoutes(self._plain, regions[0])
             )
-            is_carried = self._plain.register([*regions, bounce_buffer])
-            if is_carried:
-                self._bounce = self._enable_bounce(settings, memory, bounce_buffer, regions)
-            else:
-                memory.close()
-        self._regions, self._settings = (tuple(regions), settings) if is_carried else ((), None)
-        return is_carried
+        return True
 
     def offer(self) -> TransportOffer:
         offer = self._plain.offer()
-        if self._bounce is None:
+        if self._endpoint is None:
             return offer
         name, metadata = self._plain.identity()
-        bounce_buffer = self._bounce.region
-        return replace(
-            offer,
-            blob=msgspec.msgpack.encode(
-                _BounceOffer(
-                    name, metadata, bounce_buffer.address, bounce_buffer.size_bytes, BOUNCE_VERSION
-                )
-            ),
-        )
+        blob = msgspec.msgpack.encode(_BounceOffer(name, metadata, BOUNCE_VERSION))
+        return replace(offer, blob=blob)
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         try:
@@ -293,36 +256,25 @@ class BounceNixlTransport:
                 "same kvferry?"
             ) from error
         self._forget(peer, f"peer {peer} was connected anew")
-        theirs, bounce_buffer = list(regions), None
-        if (
-            self._bounce is not None
-            and decoded.version == BOUNCE_VERSION
-            and decoded.buffer_bytes > 0
-            and regions
-        ):
-            size, like = decoded.buffer_bytes, regions[0]
-            theirs.append(
-                Region("staging", decoded.buffer_address, size, size, 1, like.memory, like.device)
-            )
-            bounce_buffer = RemoteBounceBuffer(decoded.agent, decoded.buffer_address, size)
-        self._plain.connect(peer, offer, theirs)
-        self._peers[peer] = _Peer(tuple(regions), bounce_buffer)
+        self._plain.connect(peer, offer, regions)
+        is_known = decoded.bounce_version == BOUNCE_VERSION
+        self._peers[peer] = _Peer(tuple(regions), decoded.agent if is_known else None)
 
     def disconnect(self, peer: PeerId) -> None:
         self._forget(peer, f"peer {peer} was disconnected")
         self._plain.disconnect(peer)
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        bounce_buffer = self._buffer_for(peer, segments)
-        if bounce_buffer is None:
+        bounce = self._bounce_for(peer, segments)
+        if bounce is None:
             return self._named(self._plain.read(peer, segments))
-        return self._start(peer, bounce_buffer, segments, is_read=True)
+        return self._start(bounce, peer, segments, is_read=True)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        bounce_buffer = self._buffer_for(peer, segments)
-        if bounce_buffer is None:
+        bounce = self._bounce_for(peer, segments)
+        if bounce is None:
             return self._named(self._plain.write(peer, segments, grant_id))
-        return self._start(peer, bounce_buffer, segments, is_read=False)
+        return self._start(bounce, peer, segments, is_read=False)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -335,22 +287,25 @@ class BounceNixlTransport:
         return self._plain.revoke_writes(grant_id)
 
     def poll(self) -> list[Completion]:
+        endpoint = self._endpoint
+        if endpoint is None:
+            return self._ours_of(self._plain.poll())
+        self._enter_device()
+        now, plain = time.monotonic(), list[Completion]()
+        if self._bounce is not None and self._bounce.is_busy:
+            self._plain.expect_calls(now + BUSY_S)
+        self._receive(endpoint, now)
         bounce = self._bounce
         if bounce is None:
-            return self._ours_of(self._plain.poll())
-        self._enter_device(bounce.region)
-        now, plain = time.monotonic(), list[Completion]()
-        if len(bounce.transfers) or bounce.slot_server.is_serving:
-            self._plain.expect_calls(now + BUSY_S)
-        self._receive(bounce, now)
-        self._tick(bounce, now)
+            return self._ours_of(self._plain.poll_posted())
+        self._tick(endpoint, bounce, now)
         # A completed chunk may allow the next chunk, so a second tick follows at once.
         if completions := self._plain.poll_posted():
             now = time.monotonic()
             plain = [each for each in completions if not bounce.transfers.settle(each, now)]
             if len(plain) < len(completions):
                 bounce.active_at = now
-                self._tick(bounce, now)
+                self._tick(endpoint, bounce, now)
         ended = self._ours_of(plain)
         if len(bounce.transfers):
             self._drop_lost(bounce, now)
@@ -368,7 +323,7 @@ class BounceNixlTransport:
 
     def poll_interval_s(self) -> float | None:
         bounce, interval = self._bounce, self._plain.poll_interval_s()
-        if bounce is None or (not len(bounce.transfers) and not bounce.slot_server.is_serving):
+        if bounce is None or not bounce.is_busy:
             return interval
         own = self._waiting_interval_s(bounce)
         return own if interval is None else min(own, interval)
@@ -389,42 +344,74 @@ class BounceNixlTransport:
         if bounce is not None:
             bounce.copier.close()
             bounce.memory.close()
-        self._bounce = None
+        self._bounce = self._endpoint = None
         self._peers.clear()
         self._ours.clear()
 
-    # -- setting up --
+    # -- the bounce buffer --
 
-    def _enable_bounce(
-        self,
-        settings: ResolvedBounceSettings,
-        memory: _BufferMemory,
-        region: Region,
-        regions: Sequence[Region],
-    ) -> _ActiveBounce:
-        name, metadata = self._plain.identity()
+    def _activate(self, endpoint: _Endpoint, peer: PeerId | str) -> _ActiveBounce:
+        """Return the bounce buffer, which the first call allocates for `peer`.
+
+        TransportError, with nothing changed, if there is too little memory.
+        """
+        if self._bounce is not None:
+            return self._bounce
+        size_bytes, like, now = endpoint.settings.buffer_bytes, self._regions[0], time.monotonic()
+        where = "the host" if like.memory is MemoryKind.DRAM else f"cuda:{like.device}"
+        if now < endpoint.retry_at:
+            raise TransportError(endpoint.error)
+        try:
+            self._bounce = self._allocated(endpoint.settings, like)
+        except TransportError as error:
+            endpoint.retry_at = now + ALLOCATION_RETRY_S
+            endpoint.error = (
+                f"no bounce buffer of {size_bytes} bytes can be allocated on {where} ({error}): "
+                "small segments are moved one by one, which is slow; leave more memory free, or "
+                "set bounce_buffer_bytes to a smaller size, or to 0"
+            )
+            _log.warning("%s peer=%s", endpoint.error, peer)
+            raise TransportError(endpoint.error) from error
+        _log.info("bounce buffer of %d bytes allocated on %s peer=%s", size_bytes, where, peer)
+        return self._bounce
+
+    def _allocated(self, settings: ResolvedBounceSettings, like: Region) -> _ActiveBounce:
+        """Allocate the bounce buffer and register it with NIXL. TransportError if either fails."""
+        self._enter_device()
+        memory = self._allocate(settings.buffer_bytes, like)
+        size_bytes = memory.size_bytes
+        region = Region(
+            "bounce", memory.address, size_bytes, size_bytes, 1, like.memory, like.device
+        )
+        try:
+            copier = copier_for(region)
+            if not self._plain.add_memory(region):
+                copier.close()
+                raise TransportError("NIXL cannot register the memory")
+        except TransportError:
+            memory.close()
+            raise
         on_device = region.memory is MemoryKind.VRAM
         limits = CopyLimits(
             settings.chunk_bytes, DEVICE_TICK_BYTES if on_device else settings.chunk_bytes
         )
-        bounce_buffer = BounceBuffer(region.address, region.size_bytes, _copier_for(region), limits)
-        own, served_slots = SlotTable.shared_pair(region.size_bytes)
+        bounce_buffer = BounceBuffer(region.address, size_bytes, copier, limits)
+        own, served_slots = SlotTable.shared_pair(size_bytes)
+        _, metadata = self._plain.identity()  # includes the bounce buffer from now on
         return _ActiveBounce(
             memory,
-            region,
-            bounce_buffer.copier,
+            copier,
             BounceTransfers(bounce_buffer, own, self._plain, metadata, self._reclaim_s),
-            SlotServer(bounce_buffer, served_slots, regions, self._reclaim_s),
-            ReplyRoutes(self._plain, region),
-            NotificationCodec(self._key, name),
+            SlotServer(bounce_buffer, served_slots, self._regions, metadata, self._reclaim_s),
         )
 
-    def _enter_device(self, region: Region) -> None:
+    def _enter_device(self) -> None:
         """Make the device's context current in the polling thread.
 
         UCX and torch use the context of the calling thread, and the polling thread may not be the
         thread that registered the memory.
         """
+        region = self._regions[0]
         if region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
             from kvferry.transports.copy.cuda import enter_device
             from kvferry.transports.cuda_ipc import driver as cuda_driver
@@ -435,39 +422,31 @@ class BounceNixlTransport:
 
     # -- transfers --
 
-    def _buffer_for(self, peer: PeerId, segments: Sequence[Segments]) -> RemoteBounceBuffer | None:
-        """Return the peer's bounce buffer if the segments shall use bounce buffers, else None.
+    def _bounce_for(self, peer: PeerId, segments: Sequence[Segments]) -> _ActiveBounce | None:
+        """Return the bounce buffer if the segments shall go through it, else None.
 
-        The segments are checked here, because to the plain transport the bounce buffers are
-        ordinary regions, which a wrong segment could reach.
+        The first such segments allocate the bounce buffer. If that fails, segments go directly.
         """
-        if self._bounce is None or self._settings is None:
-            return None
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransportError(f"peer {peer} is not connected over nixl")
+        endpoint, known = self._endpoint, self._peers.get(peer)
+        if endpoint is None or known is None or known.bounce_agent is None:
+            return None  # the plain transport checks peer and segments
         check_segments(segments, self._regions, known.regions, peer)
-        if known.bounce_buffer is None or not self._plain.is_connected(peer):
+        if not self._plain.is_connected(peer) or not is_fragmented(segments, endpoint.settings):
             return None
-        is_worth_it = is_fragmented(
-            segments, self._settings
-        ) and self._bounce.transfers.can_request(known.bounce_buffer.agent, time.monotonic())
-        return known.bounce_buffer if is_worth_it else None
+        try:
+            bounce = self._activate(endpoint, peer)
+        except TransportError:  # logged by `_activate`
+            return None
+        may_ask = bounce.transfers.can_request(known.bounce_agent, time.monotonic())
+        return bounce if may_ask else None
 
     def _start(
-        self,
-        peer: PeerId,
-        bounce_buffer: RemoteBounceBuffer,
-        segments: Sequence[Segments],
-        *,
-        is_read: bool,
+        self, bounce: _ActiveBounce, peer: PeerId, segments: Sequence[Segments], *, is_read: bool
     ) -> Handle:
-        assert self._bounce is not None
-        handle = self._next_handle()
-        self._bounce.active_at = time.monotonic()  # an answer is on its way
-        self._bounce.transfers.start(
-            handle, peer, bounce_buffer, segments, self._regions, is_read=is_read
-        )
+        handle, agent = self._next_handle(), self._peers[peer].bounce_agent
+        assert agent is not None
+        bounce.active_at = time.monotonic()  # an answer is on its way
+        bounce.transfers.start(handle, peer, agent, segments, self._regions, is_read=is_read)
         return handle
 
     def _start_fallbacks(self, bounce: _ActiveBounce) -> list[Completion]:
@@ -498,9 +477,9 @@ class BounceNixlTransport:
 
     def _forget(self, peer: PeerId, why: str) -> None:
         self._peers.pop(peer, None)
-        if self._bounce is not None:
+        if self._endpoint is not None and self._bounce is not None:
             self._bounce.transfers.fail_peer(peer, why, time.monotonic())
-            self._send(self._bounce, self._bounce.transfers.take_outgoing(), time.monotonic())
+            self._send(self._endpoint, self._bounce.transfers.take_outgoing(), time.monotonic())
 
     def _drop_lost(self, bounce: _ActiveBounce, now: float) -> None:
         for peer in bounce.transfers.peers():
@@ -509,66 +488,71 @@ class BounceNixlTransport:
 
     # -- messages --
 
-    def _receive(self, bounce: _ActiveBounce, now: float) -> None:
+    def _receive(self, endpoint: _Endpoint, now: float) -> None:
         for note in self._plain.take_notes():
             try:
-                envelope = bounce.codec.open(note)
+                envelope = endpoint.codec.open(note)
             except RemoteProtocolError:
-                bounce.num_dropped += 1
+                endpoint.num_dropped += 1
                 continue
-            bounce.active_at = now
             for message in envelope.messages:
-                self._take(bounce, envelope.sender, message, now)
+                self._take(endpoint, envelope.sender, message, now)
+            if self._bounce is not None:
+                self._bounce.active_at = now
+        if now > endpoint.cleaned_at + CLEANUP_INTERVAL_S:
+            endpoint.cleaned_at = now
+            senders = set() if self._bounce is None else self._bounce.slot_server.senders()
+            endpoint.routes.forget_idle(now, senders)
 
-    def _take(self, bounce: _ActiveBounce, sender: str, message: BounceMessage, now: float) -> None:
+    def _take(self, endpoint: _Endpoint, sender: str, message: BounceMessage, now: float) -> None:
         if isinstance(message, SlotRequest):
-            bounce.routes.learn(sender, message.metadata, now)
+            endpoint.routes.learn(sender, message.metadata, now)
+            try:
+                self._activate(endpoint, sender)
+            except TransportError as error:
+                # The peer's transfer then goes directly.
+                refused = TransferEnded(message.transfer, str(error)[:MAX_WHY])
+                self._send(endpoint, [(sender, (refused,))], now)
+        if self._bounce is None:
+            return  # a further message of a transfer that was refused
         if isinstance(message, ToOwner):
-            bounce.slot_server.receive(sender, message, now)
+            self._bounce.slot_server.receive(sender, message, now)
         else:
-            bounce.transfers.receive(sender, message, now)
+            self._bounce.transfers.receive(sender, message, now)
 
-    def _tick(self, bounce: _ActiveBounce, now: float) -> None:
+    def _tick(self, endpoint: _Endpoint, bounce: _ActiveBounce, now: float) -> None:
         if len(bounce.transfers):
             bounce.transfers.advance(now)
         if bounce.transfers.has_outgoing:
-            self._send(bounce, bounce.transfers.take_outgoing(), now)
+            self._send(endpoint, bounce.transfers.take_outgoing(), now)
         if bounce.slot_server.is_serving:
             bounce.slot_server.advance(now)
         if bounce.slot_server.has_outgoing:
-            self._send(bounce, bounce.slot_server.take_outgoing(), now)
-        if now > bounce.cleaned_at + CLEANUP_INTERVAL_S:
-            bounce.cleaned_at = now
-            bounce.routes.forget_idle(now, bounce.slot_server.senders())
+            self._send(endpoint, bounce.slot_server.take_outgoing(), now)
 
-    def _send(self, bounce: _ActiveBounce, mail: Iterable[OutgoingMessages], now: float) -> None:
+    def _send(self, endpoint: _Endpoint, mail: Iterable[OutgoingMessages], now: float) -> None:
         for agent, messages in mail:
             try:
-                for note in bounce.codec.close(agent, messages):
-                    self._notify(bounce, agent, note, now)
+                for note in endpoint.codec.close(agent, messages):
+                    self._notify(endpoint, agent, note, now)
             except TransportError:
-                bounce.slot_server.lost(agent, now)
+                if self._bounce is not None:
+                    self._bounce.slot_server.lost(agent, now)
 
-    def _notify(self, bounce: _ActiveBounce, agent: str, note: bytes, now: float) -> None:
+    def _notify(self, endpoint: _Endpoint, agent: str, note: bytes, now: float) -> None:
         # Prefer the connection that our own transfers use; otherwise reply over a route.
         for peer, known in self._peers.items():
-            if (
-                known.bounce_buffer is not None
-                and known.bounce_buffer.agent == agent
-                and self._plain.is_connected(peer)
-            ):
+            if known.bounce_agent == agent and self._plain.is_connected(peer):
                 self._plain.notify(peer, note)
                 return
-        bounce.routes.send(agent, note, now)
+        endpoint.routes.send(agent, note, now)
 
     @staticmethod
     def _is_expecting(bounce: _ActiveBounce, now: float) -> bool:
         """Whether the next message or completion may arrive at any moment. Then `poll` itself
         pauses.
         """
-        return now < bounce.active_at + BUSY_S and (
-            len(bounce.transfers) > 0 or bounce.slot_server.is_serving
-        )
+        return now < bounce.active_at + BUSY_S and bounce.is_busy
 
     def _waiting_interval_s(self, bounce: _ActiveBounce) -> float:
         if self._is_expecting(bounce, time.monotonic()):
@@ -578,49 +562,3 @@ class BounceNixlTransport:
             if bounce.transfers.can_move or bounce.slot_server.can_move
             else WAITING_INTERVAL_S
         )
-
-
-def _device_bytes(like: Region) -> int | None:
-    """Return the total memory of the region's device; None for host memory or without CUDA."""
-    if like.memory is MemoryKind.DRAM:
-        return None
-    # Imported only if there is a device, because the import needs torch with CUDA.
-    try:
-        from kvferry.transports.copy.cuda import device_bytes
-
-        return device_bytes(like.device)
-    except (ImportError, RuntimeError, AssertionError):
-        return None
-
-
-def _allocate(settings: ResolvedBounceSettings, like: Region) -> _BufferMemory | None:
-    """Allocate a bounce buffer; None if memory is short, so that all transfers go directly."""
-    if like.memory is MemoryKind.DRAM:
-        return HostMemory.allocate(settings.buffer_bytes)
-    # Imported only if there is a device, because the import needs torch with CUDA.
-    try:
-        from kvferry.transports.copy.cuda import DeviceMemory, enter_device
-
-        enter_device(like.device)
-        return DeviceMemory.allocate(settings.buffer_bytes, like.device)
-    except (
-        ImportError,
-        RuntimeError,
-        AssertionError,
-        AttributeError,
-    ) as error:  # without CUDA, torch raises any of the four
-        _log.warning(
-            "no bounce buffer of %d bytes on device %d (%s): small segments go one by one",
-            settings.buffer_bytes,
-            like.device,
-            error,
-        )
-        return None
-
-
-def _copier_for(region: Region) -> AddressCopier:
-    if region.memory is MemoryKind.DRAM:
-        return HostAddressCopier()
-    from kvferry.transports.copy.cuda import CudaAddressCopier
-
-    return CudaAddressCopier(region.device)
