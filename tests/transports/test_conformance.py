@@ -28,7 +28,7 @@ from kvferry.testing.transport_conformance import (
     TransportPairSource,
     TransportSideMaker,
 )
-from kvferry.testing.write_grant_conformance import FENCE_CASES
+from kvferry.testing.write_grant_conformance import WRITE_GRANT_CASES
 
 SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[SpawnedFarSide]]] = {
     "memory": (memory_side, InProcessFarSide),
@@ -69,7 +69,7 @@ def test_the_transport_keeps_its_contract(
 
 
 @pytest.mark.parametrize("name", FENCED)
-@pytest.mark.parametrize("case", FENCE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WRITE_GRANT_CASES, ids=lambda case: case.name)
 def test_the_transport_admits_only_what_was_lent(name: str, case: Case) -> None:
     source = TransportPairSource(*SOURCES[name])
     try:

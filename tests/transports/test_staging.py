@@ -366,7 +366,7 @@ def test_parts_name_every_segment_once_in_order_and_layers_share_their_offsets()
     assert all(
         len(note) <= MAX_ENVELOPE_BYTES
         for named in (parts, wide)
-        for note in NotificationCodec(SECRET, "a").close("b", named)
+        for note in NotificationCodec(SECRET, "a").encode("b", named)
     )
 
 
@@ -387,16 +387,16 @@ def test_a_part_that_names_offsets_it_does_not_have_is_refused() -> None:
 def test_a_message_reaches_whom_it_is_for_once() -> None:
     ours, theirs = NotificationCodec(SECRET, "ours"), NotificationCodec(SECRET, "theirs")
     messages: list[BounceMessage] = [InitiatorProgress(1, 5, 2.0), TransferEnded(2, "why")]
-    (note,) = ours.close("theirs", messages)
-    envelope = theirs.open(note)
+    (note,) = ours.encode("theirs", messages)
+    envelope = theirs.decode(note)
     assert (envelope.sender, list(envelope.messages)) == ("ours", messages)
-    for again in (note, *NotificationCodec(SECRET, "ours").close("theirs", messages)):
+    for again in (note, *NotificationCodec(SECRET, "ours").encode("theirs", messages)):
         with pytest.raises(RemoteProtocolError):
-            theirs.open(again)
+            theirs.decode(again)
     with pytest.raises(RemoteProtocolError):
-        NotificationCodec(SECRET, "others").open(note)
+        NotificationCodec(SECRET, "others").decode(note)
     with pytest.raises(RemoteProtocolError):
-        NotificationCodec(b"another secret", "theirs").open(note)
+        NotificationCodec(b"another secret", "theirs").decode(note)
 
 
 def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
@@ -407,14 +407,14 @@ def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
         ask,
         *(InitiatorProgress(number, 1 << 60, 1e300) for number in range(300)),
     ]
-    notes = list(ours.close("theirs", messages))
+    notes = list(ours.encode("theirs", messages))
     assert len(notes) == 3
     assert max(len(note) for note in notes) <= MAX_ENVELOPE_BYTES
     theirs = NotificationCodec(SECRET, "theirs")
     assert (
         len(
             list(
-                ours.close(
+                ours.encode(
                     "others",
                     [
                         SlotRequest(1, 0.0, True, 1, 1, 1, bytes(9)),
@@ -425,13 +425,13 @@ def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
         )
         == 1
     )
-    assert [message for note in notes for message in theirs.open(note).messages] == messages
+    assert [message for note in notes for message in theirs.decode(note).messages] == messages
 
 
 @given(st.binary(max_size=200))
 def test_whatever_else_is_sent_is_refused(junk: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        NotificationCodec(SECRET, "ours").open(junk)
+        NotificationCodec(SECRET, "ours").decode(junk)
 
 
 @given(
@@ -448,7 +448,7 @@ def test_what_a_member_sends_is_a_message_or_refused(content: object) -> None:
     except OverflowError:
         return
     with pytest.raises(RemoteProtocolError):
-        NotificationCodec(SECRET, "ours").open(
+        NotificationCodec(SECRET, "ours").decode(
             hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload
         )
 
@@ -459,10 +459,10 @@ def test_messages_of_another_version_are_refused() -> None:
         payload = msgspec.msgpack.encode(Envelope(version, "theirs", 1, ()))
         note = hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload
         if is_ours:
-            assert NotificationCodec(SECRET, "ours").open(note).sender == "theirs"
+            assert NotificationCodec(SECRET, "ours").decode(note).sender == "theirs"
         else:
             with pytest.raises(RemoteProtocolError):
-                NotificationCodec(SECRET, "ours").open(note)
+                NotificationCodec(SECRET, "ours").decode(note)
 
 
 def _offsets(part: SegmentPart, group: SegmentGroup) -> list[int]:

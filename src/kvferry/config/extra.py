@@ -182,7 +182,9 @@ class NixlExtraConfig(ExtraConfig):
             else self.kv_lease_duration * 2 / 3
         )
 
-    def lends_by(self, transports: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
+    def write_grant_transports(
+        self, transports: Iterable[str], fenced: Iterable[str]
+    ) -> frozenset[str]:
         """In push: which of these transports P may use to write into this engine's blocks."""
         return frozenset({"always": transports, "fenced": fenced}.get(self.push_write, ()))
 

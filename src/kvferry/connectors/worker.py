@@ -328,7 +328,7 @@ def transfer_worker_settings(
             extra.push_registration_timeout_s,
             extra.kv_lease_duration,
             epoch,
-            extra.lends_by((offer.transport for offer in offers), fenced),
+            extra.write_grant_transports((offer.transport for offer in offers), fenced),
             fenced,
         ),
         config.secret,

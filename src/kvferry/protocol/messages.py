@@ -462,6 +462,7 @@ ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCanc
 
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""Largest encoded message. A control transport drops longer frames."""
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

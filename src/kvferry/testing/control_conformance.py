@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import (
-    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
     ControlEvent,
     ControlTransport,
     Disconnected,
@@ -140,10 +140,10 @@ def replies_to_disconnected_peers_are_ignored(make: TransportMaker) -> None:
 
 def the_longest_frame_arrives_and_a_longer_one_is_dropped(make: TransportMaker) -> None:
     with _two(make) as (near, far):
-        near.send(far.address, b"y" * (MAX_FRAME_BYTES + 1))
-        near.send(far.address, b"z" * MAX_FRAME_BYTES)
+        near.send(far.address, b"y" * (MAX_MESSAGE_BYTES + 1))
+        near.send(far.address, b"z" * MAX_MESSAGE_BYTES)
         arrived = _received(gather(far, 1, near))
-        assert [len(event.frame) for event in arrived] == [MAX_FRAME_BYTES]
+        assert [len(event.frame) for event in arrived] == [MAX_MESSAGE_BYTES]
 
 
 def waking_ends_a_poll(make: TransportMaker) -> None:

@@ -63,7 +63,7 @@ MEMORY_BYTES = (
 
 
 # Grant ids.
-_numbers = itertools.count(1)
+_grant_ids = itertools.count(1)
 
 
 def layout(address: int) -> tuple[Region, ...]:
@@ -121,8 +121,8 @@ class FarSide(Protocol):
     def filled_with(self) -> bool:
         """Whether the large region holds a single value, judged by one byte of every page."""
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
-    def revoke_writes(self, number: int) -> int:
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None: ...
+    def revoke_writes(self, grant_id: int) -> int:
         """Revoke a grant and return the number of polls that the revocation took."""
 
     def tick(self) -> None:
@@ -150,16 +150,16 @@ class InProcessFarSide:
         return _execute(self._side, ("digest", 0))
 
     def fill_with(self, value: int) -> None:
-        _execute(self._side, ("paint", value))
+        _execute(self._side, ("fill with", value))
 
     def filled_with(self) -> bool:
-        return bool(_execute(self._side, ("painted", 0)))
+        return bool(_execute(self._side, ("filled with", 0)))
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        _execute(self._side, ("lend", (number, blocks)))
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        _execute(self._side, ("grant", (grant_id, blocks)))
 
-    def revoke_writes(self, number: int) -> int:
-        return _execute(self._side, ("take back", number))
+    def revoke_writes(self, grant_id: int) -> int:
+        return _execute(self._side, ("revoke", grant_id))
 
     def tick(self) -> None:
         self._side.transport.poll()
@@ -194,16 +194,16 @@ class SpawnedFarSide:
         return self._ask("digest")
 
     def fill_with(self, value: int) -> None:
-        self._ask("paint", value)
+        self._ask("fill with", value)
 
     def filled_with(self) -> bool:
-        return bool(self._ask("painted"))
+        return bool(self._ask("filled with"))
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._ask("lend", (number, blocks))
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._ask("grant", (grant_id, blocks))
 
-    def revoke_writes(self, number: int) -> int:
-        return self._ask("take back", number)
+    def revoke_writes(self, grant_id: int) -> int:
+        return self._ask("revoke", grant_id)
 
     def tick(self) -> None:
         return None
@@ -246,9 +246,9 @@ class TransportPair:
 
     def grant_writes(self, *blocks: Sequence[int]) -> int:
         """Grant writes into some of the far side's blocks and return the new grant id."""
-        number = next(_numbers)
-        self.far.grant_writes(number, blocks)
-        return number
+        grant_id = next(_grant_ids)
+        self.far.grant_writes(grant_id, blocks)
+        return grant_id
 
     def grant_all(self) -> int:
         """Grant writes into all blocks and return the grant id; 0 if the transport does not support
@@ -374,17 +374,17 @@ def _execute(side: TransportSide, order: tuple[str, Any]) -> int:
     match order:
         case "fill", seed:
             side.memory[:] = pattern(seed)
-        case "paint", value:
+        case "fill with", value:
             side.memory[:] = value
-        case "painted", _:
+        case "filled with", _:
             pages = side.memory[
                 -(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES
             ]
             return int(np.all(pages == pages[0]))
-        case "lend", (number, blocks):
-            side.transport.grant_writes(number, blocks)
-        case "take back", number:
-            return _polls_until_ended(side.transport, side.transport.revoke_writes(number))
+        case "grant", (grant_id, blocks):
+            side.transport.grant_writes(grant_id, blocks)
+        case "revoke", grant_id:
+            return _polls_until_ended(side.transport, side.transport.revoke_writes(grant_id))
         case _:
             return digest(side.memory)
     return 0
@@ -399,5 +399,5 @@ def _polls_until_ended(transport: DataTransport, handle: Handle) -> int:
                 f"{ended} came instead of {handle}"
             )
             return polls
-        assert time.monotonic() < deadline, f"a number was not taken back after {DEADLINE_S:g} s"
+        assert time.monotonic() < deadline, f"a write grant was not revoked after {DEADLINE_S:g} s"
     raise AssertionError

@@ -1,5 +1,6 @@
-"""Conformance cases for data transports that support write grants: `FENCE_CASES`, run like the
-cases of `transport_conformance`.
+"""Conformance cases for data transports that support write grants: `WRITE_GRANT_CASES`.
+
+They run like the cases of `transport_conformance`.
 
 The far side grants writes into its blocks, and the near side writes.
 """
@@ -25,7 +26,7 @@ from kvferry.testing.transport_pairs import (
 )
 from kvferry.transports.base import Completion, Segments
 
-__all__ = ["FENCE_CASES"]
+__all__ = ["WRITE_GRANT_CASES"]
 
 CANARY = 77
 REPEATS = 64
@@ -40,10 +41,10 @@ ALL_SMALL, ALL_LARGE = range(SMALL_BLOCKS), range(LARGE_BLOCKS)
 def a_write_without_a_grant_is_refused_and_nothing_lands(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        for number in (0, UNKNOWN, 2 * UNKNOWN - 1):
-            _refused(pair, _blocks(2, 3), number, f"number {number} is not lent")
-        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
-        assert _write(pair, _blocks(2, 3), number).ok, "refusals cost the writer its peer"
+        for grant_id in (0, UNKNOWN, 2 * UNKNOWN - 1):
+            _refused(pair, _blocks(2, 3), grant_id, f"number {grant_id} is not lent")
+        grant_id = pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        assert _write(pair, _blocks(2, 3), grant_id).ok, "refusals cost the writer its peer"
         _far_is(pair, _blocks(2, 3))
 
 
@@ -52,7 +53,7 @@ def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(
 ) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.grant_writes([3, 4, 9], [5])
+        grant_id = pair.grant_writes([3, 4, 9], [5])
         size = SMALL_BLOCK_BYTES
         for part in (
             _blocks(0, 5),
@@ -65,10 +66,10 @@ def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(
             _segment(0, 9 * size - 1, 1),
             _segment(0, 3 * size, 7 * size),
         ):
-            _refused(pair, part, number, "leaves the blocks")
+            _refused(pair, part, grant_id, "leaves the blocks")
         _refused(pair, _blocks(0, 3), pair.grant_writes([], [5]), "leaves the blocks")
         _refused(pair, _blocks(0, 3), pair.grant_writes(), "leaves the blocks")
-        assert _write(pair, _blocks(7, 3, 9), number).ok
+        assert _write(pair, _blocks(7, 3, 9), grant_id).ok
         _far_is(pair, _blocks(7, 3, 9))
 
 
@@ -77,26 +78,26 @@ def a_write_within_the_granted_blocks_brings_exactly_the_named_bytes(
 ) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.grant_writes([9, 3, 4], [5, 639])
+        grant_id = pair.grant_writes([9, 3, 4], [5, 639])
         parts = (
             _blocks(7, 3, 9),
             _blocks(LARGE_REGION, 639, 5),
             _segment(1, 4 * SMALL_BLOCK_BYTES - 100, 200),
         )
         for part in parts:
-            assert _write(pair, part, number).ok
+            assert _write(pair, part, grant_id).ok
         _far_is(pair, *parts)
 
 
 def a_grant_revoked_before_a_write_admits_nothing(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number, other = (
+        grant_id, other = (
             pair.grant_writes(ALL_SMALL, ALL_LARGE),
             pair.grant_writes(ALL_SMALL, ALL_LARGE),
         )
-        assert pair.far.revoke_writes(number) == 1, "nothing was being received"
-        _refused(pair, _blocks(2, 3), number, "not lent")
+        assert pair.far.revoke_writes(grant_id) == 1, "nothing was being received"
+        _refused(pair, _blocks(2, 3), grant_id, "not lent")
         assert _write(pair, _blocks(2, 4), other).ok
         _far_is(pair, _blocks(2, 4))
 
@@ -104,11 +105,11 @@ def a_grant_revoked_before_a_write_admits_nothing(source: TransportPairSource) -
 def a_grant_revoked_after_a_write_admits_no_more(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
-        assert _write(pair, _blocks(2, 3), number).ok
-        assert pair.far.revoke_writes(number) == 1, "nothing was being received"
+        grant_id = pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        assert _write(pair, _blocks(2, 3), grant_id).ok
+        assert pair.far.revoke_writes(grant_id) == 1, "nothing was being received"
         pair.far.fill_with(CANARY)
-        assert not _write(pair, _blocks(2, 3), number).ok
+        assert not _write(pair, _blocks(2, 3), grant_id).ok
         _canary_stays(pair)
 
 
@@ -117,14 +118,14 @@ def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(
 ) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
-        handle = pair.near.transport.write(pair.peer, _endless(), number)
+        grant_id = pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        handle = pair.near.transport.write(pair.peer, _endless(), grant_id)
         for _ in range(
             2
         ):  # the second pass is the control: while the grant is valid, bytes do land
             pair.far.fill_with(CANARY)
             _until_bytes_land(pair)
-        pair.far.revoke_writes(number)
+        pair.far.revoke_writes(grant_id)
         pair.far.fill_with(CANARY)
         error = pair.wait(handle)[handle].error
         assert error is not None
@@ -160,15 +161,15 @@ def revoking_a_grant_leaves_writes_under_other_grants_alone(source: TransportPai
 
 def unknown_grants_can_be_revoked_too(source: TransportPairSource) -> None:
     with source.pair() as pair:
-        for number in (UNKNOWN, UNKNOWN, 0):
-            assert pair.far.revoke_writes(number) == 1
-        handles = [pair.near.transport.revoke_writes(number) for number in (5, 5, 6)]
+        for grant_id in (UNKNOWN, UNKNOWN, 0):
+            assert pair.far.revoke_writes(grant_id) == 1
+        handles = [pair.near.transport.revoke_writes(grant_id) for grant_id in (5, 5, 6)]
         assert pair.near.transport.poll_interval_s() is not None
         assert [each.handle for each in pair.near.transport.poll()] == handles
         assert pair.near.transport.poll_interval_s() is None
 
 
-FENCE_CASES = (
+WRITE_GRANT_CASES = (
     Case(a_write_without_a_grant_is_refused_and_nothing_lands),
     Case(a_write_outside_the_granted_blocks_is_refused_and_nothing_lands),
     Case(a_write_within_the_granted_blocks_brings_exactly_the_named_bytes),
@@ -180,16 +181,16 @@ FENCE_CASES = (
 )
 
 
-def _write(pair: TransportPair, part: Segments | list[Segments], number: int) -> Completion:
+def _write(pair: TransportPair, part: Segments | list[Segments], grant_id: int) -> Completion:
     handle = pair.near.transport.write(
-        pair.peer, [part] if isinstance(part, Segments) else part, number
+        pair.peer, [part] if isinstance(part, Segments) else part, grant_id
     )
     return pair.wait(handle)[handle]
 
 
-def _refused(pair: TransportPair, part: Segments, number: int, why: str) -> None:
+def _refused(pair: TransportPair, part: Segments, grant_id: int, why: str) -> None:
     """Assert that a write is refused for this reason and changes no byte of the far side."""
-    completion = _write(pair, part, number)
+    completion = _write(pair, part, grant_id)
     assert completion.error is not None, "a write was let in that should have been refused"
     assert why in completion.error, completion.error
     _far_is(pair)

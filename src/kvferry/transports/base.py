@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 from kvferry.protocol.planning import BlockPermutation, Segments
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import PeerId, Region, Route
 
 __all__ = [
     "HOLE",
-    "MAX_FRAME_BYTES",
+    "MAX_MESSAGE_BYTES",
     "BlockPermutation",
     "BlockStore",
     "CacheAllocator",
@@ -230,10 +231,6 @@ class DataTransport(Protocol):
 # Carries small messages between transfer workers, and to the scheduler's side channel.
 
 
-MAX_FRAME_BYTES = 4 * 1024 * 1024
-"""Longest frame, in bytes, that a control transport carries."""
-
-
 @dataclass(frozen=True, slots=True)
 class Received:
     """A frame arrived; `route` leads back to the sender."""
@@ -261,7 +258,7 @@ class ControlTransport(Protocol):
     - `send` dials on first use and never waits. Frames queue until the other side is connected;
       when the queue is full, `send` raises TransportError.
     - Frames between two sides arrive whole, in order, and at most once. Frames longer than
-      `MAX_FRAME_BYTES` are dropped and counted.
+      `MAX_MESSAGE_BYTES` are dropped and counted.
     - Frames from a sender without the cluster's keys never arrive.
     - `poll` waits for at most `timeout_s` or until `wake`, and returns the events so far. Nothing
       that a peer sends makes `poll` raise.

@@ -97,20 +97,20 @@ class FaultyTransport:
         self._reads[handle] = tuple(segments)
         return handle
 
-    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
-        return self._inner.write(peer, segments, number)
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        return self._inner.write(peer, segments, grant_id)
 
     @property
     def supports_write_grants(self) -> bool:
         return self._inner.supports_write_grants
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._inner.grant_writes(number, blocks)
-        self._granted[number] = tuple(map(tuple, blocks))
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._inner.grant_writes(grant_id, blocks)
+        self._granted[grant_id] = tuple(map(tuple, blocks))
 
-    def revoke_writes(self, number: int) -> Handle:
-        handle = self._inner.revoke_writes(number)
-        self._revocations[handle] = number
+    def revoke_writes(self, grant_id: int) -> Handle:
+        handle = self._inner.revoke_writes(grant_id)
+        self._revocations[handle] = grant_id
         return handle
 
     def poll(self) -> list[Completion]:

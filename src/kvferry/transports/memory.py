@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.base import (
-    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
     Completion,
     ControlEvent,
     Disconnected,
@@ -126,30 +126,30 @@ class MemoryTransport:
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
         return self._start(peer, segments, CopyDirection.READ)
 
-    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
-        check_grant_id(number)
-        return self._start(peer, segments, CopyDirection.WRITE, number)
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        check_grant_id(grant_id)
+        return self._start(peer, segments, CopyDirection.WRITE, grant_id)
 
     @property
     def supports_write_grants(self) -> bool:
         return self._fences_writes
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         if not self._fences_writes:
             raise write_grants_unsupported(self.name)
         with self._lock:
-            self._granted.grant_writes(number, blocks)
+            self._granted.grant_writes(grant_id, blocks)
 
-    def revoke_writes(self, number: int) -> Handle:
+    def revoke_writes(self, grant_id: int) -> Handle:
         if not self._fences_writes:
             raise write_grants_unsupported(self.name)
         with self._lock:
-            self._granted.remove(number)
+            self._granted.remove(grant_id)
         # A peer copies only under the lock, so no byte lands after the removal: end at once.
         return self._queue.end_at_once()
 
     def admit(
-        self, number: int, addresses: Int64Array, sizes: Int64Array, slices: Slices
+        self, grant_id: int, addresses: Int64Array, sizes: Int64Array, slices: Slices
     ) -> Slices:
         """Yield a peer's slices into our regions while the grant is active. The peer's thread calls
         this method.
@@ -157,12 +157,12 @@ class MemoryTransport:
         checked: GrantedBlocks | None = None
         while len(addresses):
             with self._lock:
-                granted = self._granted.get(number)
+                granted = self._granted.get(grant_id)
                 if granted is None:
-                    raise TransportError(f"a write was refused: {grant_not_active(number)}")
+                    raise TransportError(f"a write was refused: {grant_not_active(grant_id)}")
                 # Compare the write with the granted blocks once, not for every slice.
                 if granted is not checked and not granted.covers(addresses, sizes):
-                    raise TransportError(f"a write was refused: {write_outside_grant(number)}")
+                    raise TransportError(f"a write was refused: {write_outside_grant(grant_id)}")
                 checked = granted
                 moved = next(slices, None)
             if moved is None:
@@ -192,7 +192,11 @@ class MemoryTransport:
         self._regions = ()
 
     def _start(
-        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection, number: int = 0
+        self,
+        peer: PeerId,
+        segments: Sequence[Segments],
+        direction: CopyDirection,
+        grant_id: int = 0,
     ) -> Handle:
         other = self._peers.get(peer)
         if other is None or not self._is_alive(peer):
@@ -223,7 +227,7 @@ class MemoryTransport:
             self._views,
             views,
             direction,
-            partial(other.admit, number, addresses, sizes),
+            partial(other.admit, grant_id, addresses, sizes),
         )
 
     def _is_alive(self, peer: PeerId) -> bool:
@@ -384,8 +388,8 @@ class MemoryControlTransport:
         return connection
 
     def _is_short(self, frame: bytes) -> bool:
-        self._dropped_frames += len(frame) > MAX_FRAME_BYTES
-        return len(frame) <= MAX_FRAME_BYTES
+        self._dropped_frames += len(frame) > MAX_MESSAGE_BYTES
+        return len(frame) <= MAX_MESSAGE_BYTES
 
 
 def _deliver(connection: _MemoryConnection, newcomer: MemoryControlTransport | None = None) -> None:

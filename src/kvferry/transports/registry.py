@@ -164,9 +164,9 @@ class ConfiguredTransportKit:
         if not devices:
             return HostStream()
         # Imported only for device memory, as above.
-        from kvferry.transports.copy.cuda import CudaOrder
+        from kvferry.transports.copy.cuda import CudaEngineStream
 
-        return CudaOrder(devices.pop())
+        return CudaEngineStream(devices.pop())
 
     def control_transport(self) -> ControlTransport:
         return self._listening_on(0)

@@ -25,7 +25,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.transports.base import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
+from kvferry.transports.base import MAX_MESSAGE_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.types import Address
 
 __all__ = ["CurveKeys", "ZmqTransport"]
@@ -42,7 +42,7 @@ established.
 MAX_EVENTS_PER_SOCKET = 256
 """Most messages taken from one socket in one `poll`, so that a busy peer cannot delay others."""
 FRAME_ROOM_BYTES = 64 * 1024
-"""Added to `MAX_FRAME_BYTES` for libzmq's own limit. It leaves room for the bytes that CURVE adds.
+"""Added to `MAX_MESSAGE_BYTES` for libzmq's own limit, as room for the bytes that CURVE adds.
 A frame slightly above our limit is then dropped and counted, instead of closing its connection.
 """
 BIND_TIMEOUT_S = 5.0
@@ -210,8 +210,8 @@ class ZmqTransport:
             self._dropped_frames += 1
 
     def _is_short(self, frame: bytes) -> bool:
-        self._dropped_frames += len(frame) > MAX_FRAME_BYTES
-        return len(frame) <= MAX_FRAME_BYTES
+        self._dropped_frames += len(frame) > MAX_MESSAGE_BYTES
+        return len(frame) <= MAX_MESSAGE_BYTES
 
     def _dial(self, address: str) -> "_DealerConnection":
         if not address.startswith("tcp://"):
@@ -340,7 +340,7 @@ class _Waker:
 
 def _limit(socket: Socket) -> None:
     """Bound what any peer can make this side store or wait for."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + FRAME_ROOM_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + FRAME_ROOM_BYTES)
     socket.sndhwm = socket.rcvhwm = MAX_QUEUED_FRAMES
     socket.linger = CLOSE_LINGER_MS
     socket.ipv6 = True

@@ -28,7 +28,7 @@ __all__ = ["DeviceAllocator"]
 MAX_SHARE = 0.9
 """The share of the free device memory that the benchmark may use."""
 COPY_S = 20.0
-ALWAYS_STAGED = BounceSettings(segment_bytes=1 << 40, min_descriptors=1)
+ALWAYS_BOUNCE = BounceSettings(segment_bytes=1 << 40, min_descriptors=1)
 KEY = b"both sides of a benchmark have the same secret"
 
 
@@ -111,7 +111,7 @@ class DeviceBenchMemory:
         return {
             "cuda_ipc": CudaIpcTransport(),
             "nixl": plain,
-            "nixl bounce": BounceNixlTransport(inner, ALWAYS_STAGED, KEY),
+            "nixl bounce": BounceNixlTransport(inner, ALWAYS_BOUNCE, KEY),
         }
 
     def source(self) -> MemorySource | None:

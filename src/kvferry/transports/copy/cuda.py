@@ -32,7 +32,7 @@ __all__ = [
     "CudaAddressCopier",
     "CudaCopyJob",
     "CudaDevice",
-    "CudaOrder",
+    "CudaEngineStream",
     "CudaTable",
     "DeviceMemory",
     "copy_by_torch",
@@ -438,7 +438,7 @@ class _EventMark:
         return bool(self.event.query())
 
 
-class CudaOrder:
+class CudaEngineStream:
     """Implements `transports.base.EngineStream` for an engine on a CUDA device."""
 
     def __init__(self, device: int) -> None:

@@ -226,17 +226,17 @@ class CudaIpcTransport:
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
         return self._start(peer, segments, CopyDirection.READ)
 
-    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
         return self._start(peer, segments, CopyDirection.WRITE)
 
     @property
     def supports_write_grants(self) -> bool:
         return False
 
-    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         raise write_grants_unsupported(self.name)
 
-    def revoke_writes(self, number: int) -> Handle:
+    def revoke_writes(self, grant_id: int) -> Handle:
         raise write_grants_unsupported(self.name)
 
     def poll(self) -> list[Completion]:

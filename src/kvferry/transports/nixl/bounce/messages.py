@@ -260,7 +260,7 @@ class NotificationCodec:
         self._sent = 0
         self._counts: dict[str, int] = {}
 
-    def close(self, receiver: str, messages: Sequence[BounceMessage]) -> Iterator[bytes]:
+    def encode(self, receiver: str, messages: Sequence[BounceMessage]) -> Iterator[bytes]:
         """Encode messages in order, in as few notifications as possible."""
         waiting, weight = list[BounceMessage](), 0
         for message in messages:
@@ -268,19 +268,19 @@ class NotificationCodec:
                 len(waiting) == FEW_MESSAGES
                 or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES
             ):
-                yield self._close(receiver, tuple(waiting))
+                yield self._encode(receiver, tuple(waiting))
                 waiting, weight = [], 0
             waiting.append(message)
             weight += _weight(message)
         if waiting:
-            yield self._close(receiver, tuple(waiting))
+            yield self._encode(receiver, tuple(waiting))
 
-    def _close(self, receiver: str, messages: tuple[BounceMessage, ...]) -> bytes:
+    def _encode(self, receiver: str, messages: tuple[BounceMessage, ...]) -> bytes:
         self._sent += 1
         payload = msgspec.msgpack.encode(Envelope(BOUNCE_VERSION, self._own, self._sent, messages))
         return b"".join((self._tag(receiver, payload), payload))
 
-    def open(self, notification: bytes) -> Envelope:
+    def decode(self, notification: bytes) -> Envelope:
         """Verify and decode a notification; accepts arbitrary bytes.
 
         RemoteProtocolError unless the notification is new, from the cluster and for us.

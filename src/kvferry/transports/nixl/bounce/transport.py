@@ -491,7 +491,7 @@ class BounceNixlTransport:
     def _receive(self, endpoint: _Endpoint, now: float) -> None:
         for note in self._plain.take_notes():
             try:
-                envelope = endpoint.codec.open(note)
+                envelope = endpoint.codec.decode(note)
             except RemoteProtocolError:
                 endpoint.num_dropped += 1
                 continue
@@ -533,7 +533,7 @@ class BounceNixlTransport:
     def _send(self, endpoint: _Endpoint, mail: Iterable[OutgoingMessages], now: float) -> None:
         for agent, messages in mail:
             try:
-                for note in endpoint.codec.close(agent, messages):
+                for note in endpoint.codec.encode(agent, messages):
                     self._notify(endpoint, agent, note, now)
             except TransportError:
                 if self._bounce is not None:
