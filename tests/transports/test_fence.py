@@ -114,7 +114,7 @@ def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenc
         if not is_fenced:
             until(lambda: np.any(side.memory != CANARY))
             return
-        assert "number 1 is not lent" in str(writer.how_it_ended())
+        assert "write grant 1 is not active" in str(writer.how_it_ended())
         assert np.all(side.memory == CANARY)
         writer.write(2, 1)
         assert writer.how_it_ended() is None, "the writer had lost its peer"
@@ -146,7 +146,7 @@ def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
                     is_closed = is_reached_soon(lambda: open_files() <= files)
             finally:
                 os.kill(writer.pid, signal.SIGCONT)
-            assert f"number {grant_id} is not lent" in str(writer.how_it_ended())
+            assert f"write grant {grant_id} is not active" in str(writer.how_it_ended())
             if is_closed:
                 break
         else:
@@ -238,7 +238,7 @@ def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(
     refused = {near.transport.write(PEER, all_blocks(), grant_id) for grant_id in range(1, 9)}
     reads = {near.transport.read(PEER, all_blocks()) for _ in range(8)}
     errors = {each.handle: each.error for each in collect(near.transport, 16)}
-    assert all("not lent" in str(errors[handle]) for handle in refused)
+    assert all("not active" in str(errors[handle]) for handle in refused)
     assert {errors[handle] for handle in reads} == {None}
     assert wait(near.transport, near.transport.read(PEER, all_blocks())).ok, "the peer was given up"
 
@@ -386,7 +386,7 @@ def test_a_number_is_taken_back_while_another_thread_writes_under_it() -> None:
     far.memory[:] = CANARY
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
-    assert "not lent" in str(errors[0])
+    assert "not active" in str(errors[0])
     assert np.all(far.memory == CANARY)
     near.close()
     far.close()
@@ -427,4 +427,4 @@ def receive_reply(connection: socket.socket) -> tuple[int, str]:
 def assert_not_lent(reply: tuple[int, str]) -> None:
     status, text = reply
     assert status == wire.ReplyStatus.NOT_GRANTED
-    assert f"number {LENT} is not lent" in text
+    assert f"write grant {LENT} is not active" in text

@@ -73,7 +73,7 @@ def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: TransportS
             side.transport.connect(
                 PEER, TransportOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions
             )
-    with pytest.raises(TransportError, match="this very engine"):
+    with pytest.raises(TransportError, match="this engine itself"):
         side.transport.connect(PEER, side.transport.offer(), side.regions)
     with pytest.raises(TransportError):
         side.transport.connect(PEER, far.transport.offer(), [Region("kv", 2**63, 64, 64, 1)])

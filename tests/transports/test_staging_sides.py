@@ -276,7 +276,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
         world.turn("near")
     error = near.ended[late]
     assert error is not None
-    assert "not been heard" in error
+    assert "been silent" in error
     assert far.is_quiet
 
 

@@ -42,7 +42,7 @@ def test_runs_are_allowed_exactly_when_every_byte_of_them_is_registered(
     ranges = wire.Ranges(REGIONS)
     if is_allowed:
         ranges.check(rows_of(*runs), total)
-        with pytest.raises(RemoteProtocolError, match="come to"):
+        with pytest.raises(RemoteProtocolError, match="the request says"):
             ranges.check(rows_of(*runs), total + 1)
     else:
         with pytest.raises(RemoteProtocolError):
@@ -96,5 +96,5 @@ def test_a_proof_is_of_this_nonce_this_token_and_this_role() -> None:
     assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.DIALLER, b"m" * wire.NONCE_BYTES)
     # Nobody can send the other's back.
     assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.PRODUCER, nonce)
-    with pytest.raises(RemoteProtocolError, match="no kvferry"):
+    with pytest.raises(RemoteProtocolError, match="not kvferry"):
         wire.nonce_in(b"HTTP/1.1 400 Bad Request")

@@ -108,7 +108,9 @@ def a_lost_peer_is_reported_once_and_can_be_dialled_again(make: TransportMaker) 
         assert gather(near, 1) == [Disconnected(address)]
         again = make(port)
         try:
-            assert near.poll(0.3) == [], "a frame was sent twice, or a disconnect told twice"
+            assert near.poll(0.3) == [], (
+                "a frame was sent twice, or a disconnect was reported twice"
+            )
             near.send(address, b"two")
             assert [event.frame for event in _received(gather(again, 1, near))] == [b"two"]
         finally:

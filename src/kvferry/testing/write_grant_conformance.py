@@ -42,7 +42,7 @@ def a_write_without_a_grant_is_refused_and_nothing_lands(source: TransportPairSo
     with source.pair() as pair:
         pair.connect()
         for grant_id in (0, UNKNOWN, 2 * UNKNOWN - 1):
-            _refused(pair, _blocks(2, 3), grant_id, f"number {grant_id} is not lent")
+            _refused(pair, _blocks(2, 3), grant_id, f"write grant {grant_id} is not active")
         grant_id = pair.grant_writes(ALL_SMALL, ALL_LARGE)
         assert _write(pair, _blocks(2, 3), grant_id).ok, "refusals cost the writer its peer"
         _far_is(pair, _blocks(2, 3))
@@ -97,7 +97,7 @@ def a_grant_revoked_before_a_write_admits_nothing(source: TransportPairSource) -
             pair.grant_writes(ALL_SMALL, ALL_LARGE),
         )
         assert pair.far.revoke_writes(grant_id) == 1, "nothing was being received"
-        _refused(pair, _blocks(2, 3), grant_id, "not lent")
+        _refused(pair, _blocks(2, 3), grant_id, "not active")
         assert _write(pair, _blocks(2, 4), other).ok
         _far_is(pair, _blocks(2, 4))
 
@@ -129,12 +129,12 @@ def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(
         pair.far.fill_with(CANARY)
         error = pair.wait(handle)[handle].error
         assert error is not None
-        assert "not lent" in error, error
+        assert "not active" in error, error
         for _ in range(20):
             assert pair.tick() == []
         _canary_stays(pair)
         assert _write(pair, _blocks(2, 3), pair.grant_writes([3])).ok, (
-            "a fence cost the writer its peer"
+            "a revocation cost the writer its peer"
         )
 
 
@@ -206,7 +206,7 @@ def _far_is(pair: TransportPair, *written: Segments) -> None:
 
 def _canary_stays(pair: TransportPair) -> None:
     assert pair.far.digest() == digest(np.full(MEMORY_BYTES, CANARY, np.uint8)), (
-        "bytes landed after a number had been taken back"
+        "bytes landed after a write grant had been revoked"
     )
 
 

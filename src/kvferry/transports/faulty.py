@@ -153,7 +153,7 @@ class FaultyTransport:
                 for offset in part.local_offsets[:count].tolist():
                     self._corrupt(part.local_region, offset, part.segment_bytes)
         if self._is_due(self._ended - 1, self._faults.fail_every):
-            return replace(completion, error="a fault was asked for")
+            return replace(completion, error="injected fault")
         return completion
 
     def _corrupt_granted(self, blocks: Sequence[Sequence[int]]) -> None:

@@ -48,10 +48,9 @@ TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 
 
 NIXL_OVER_TCP = (
-    "transports names nixl alone, and UCX has only TCP to reach other hosts from here: a peer "
-    "that dies while it reads can end this "
-    "process "
-    "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
+    "`transports` names nixl without tcp, and UCX has only TCP to reach other hosts from "
+    "here: a peer that dies while it reads can end this process (a fault of UCX, "
+    "docs/faults.md); `tcp` does not have this fault, and is faster"
 )
 """Warning for an operator whose `transports` setting makes NIXL cross hosts over TCP."""
 

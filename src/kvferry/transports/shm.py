@@ -75,7 +75,8 @@ class SharedMemory:
         """Allocate a zeroed cache. ConfigError if this host does not have enough memory."""
         if size_bytes <= 0:
             raise ConfigError(
-                f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block"
+                f"a shared cache of {size_bytes} bytes cannot be allocated; it needs at "
+                "least one block"
             )
         check_fits(size_bytes, available_bytes())
         fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -94,8 +95,8 @@ class SharedMemory:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ConfigError(
-                f"a shared cache of {size_bytes} bytes cannot be had ({error}); make the cache "
-                "smaller"
+                f"a shared cache of {size_bytes} bytes cannot be allocated ({error}); "
+                "make the cache smaller"
             ) from error
 
     @property
@@ -136,9 +137,8 @@ def check_fits(size_bytes: int, available: int) -> None:
     """
     if size_bytes > available * MAX_SHARE:
         raise ConfigError(
-            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes that "
-            "this host or container has to give; "
-            "make the cache smaller"
+            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes "
+            "that are free in this host or container; make the cache smaller"
         )
 
 
@@ -375,8 +375,8 @@ class _Mapping:
             )
         except OSError as error:
             raise TransportError(
-                f"the shared cache of {self._peer} cannot be opened ({error}); is it the same "
-                "user's?"
+                f"the shared cache of {self._peer} cannot be opened ({error}); does the "
+                "peer run as the same user?"
             ) from error
         try:
             self._prove(fd)
@@ -405,8 +405,8 @@ class _Mapping:
             or self._incarnation.has_ended()
         ):
             raise TransportError(
-                f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} "
-                "offered; it was restarted"
+                f"file {offer.fd} of process {offer.pid} is not the cache that "
+                f"{self._peer} offered; the peer was restarted"
             )
 
 

@@ -32,22 +32,22 @@ Int64Array = npt.NDArray[np.int64]
 
 def write_grants_unsupported(transport: str) -> LocalProtocolError:
     return LocalProtocolError(
-        f"blocks were to be lent on {transport}, which does not fence writes; this is a bug in "
-        "whoever asked for it"
+        f"{transport} does not support write grants, but was asked for one; this is a bug "
+        "of the caller"
     )
 
 
 def grant_not_active(grant_id: int) -> str:
-    return f"number {grant_id} is not lent, or no longer"
+    return f"write grant {grant_id} is not active"
 
 
 def write_outside_grant(grant_id: int) -> str:
-    return f"a write leaves the blocks that were lent under number {grant_id}"
+    return f"a write leaves the blocks of write grant {grant_id}"
 
 
 def check_grant_id(grant_id: int) -> None:
     if not 0 <= grant_id <= MAX_GRANT_ID:
-        raise LocalProtocolError(f"{grant_id} is not a number to write under: 0 to {MAX_GRANT_ID}")
+        raise LocalProtocolError(f"{grant_id} is not a grant id: 0 to {MAX_GRANT_ID}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +115,16 @@ class WriteGrantTable:
         check_grant_id(grant_id)
         if not grant_id or grant_id in self._granted:
             raise LocalProtocolError(
-                f"number {grant_id} cannot be lent: "
-                f"{'it means none' if not grant_id else 'it is lent already'}"
+                f"write grant {grant_id} cannot be activated: "
+                f"{'0 means no grant' if not grant_id else 'it is active already'}"
             )
         ids = tuple(tuple(group) for group in blocks)
         for group, num_blocks in self._num_blocks.items():
             asked = ids[group] if group < len(ids) else ()
             if asked and not 0 <= min(asked) <= max(asked) < num_blocks:
                 raise LocalProtocolError(
-                    f"blocks {min(asked)} to {max(asked)} of group {group} were to be lent; it "
-                    f"has {num_blocks}"
+                    f"blocks {min(asked)} to {max(asked)} of group {group} cannot be "
+                    f"granted; the group has {num_blocks} blocks"
                 )
         self._granted[grant_id] = GrantedBlocks(self.regions, ids)
 

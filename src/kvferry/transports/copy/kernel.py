@@ -216,7 +216,7 @@ class SegmentKernel:
         expected.view(TRIAL_SLOTS, -1)[:TRIAL_SEGMENTS, :size_bytes] = 7
         self(table, layout, size_bytes, is_aligned, torch.cuda.current_stream())
         if not torch.equal(scratch[half:], expected):
-            raise ValueError("it does not copy what it was told to")
+            raise ValueError("the kernel copied wrong bytes")
 
 
 def _trial(first: int, size_bytes: int) -> list[AddressCopies]:

@@ -247,8 +247,8 @@ def check_segment_fields(
         if part.segment_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
             raise LocalProtocolError(
                 f"a transfer with {peer} has {part.segment_bytes} bytes a segment, "
-                f"{len(part.local_offsets)} local and "
-                f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
+                f"{len(part.local_offsets)} local and {len(part.remote_offsets)} remote "
+                "offsets; this is a bug of the plan"
             )
         if not 0 <= part.local_region < num_local:
             raise LocalProtocolError(

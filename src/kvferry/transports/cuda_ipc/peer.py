@@ -96,7 +96,8 @@ class PeerMemory:
             found = cuda_driver.allocation_of(address)
             if found.address + found.size_bytes - address < allocation.size_bytes:
                 raise TransportError(
-                    f"the device memory that {peer} offers is shorter than it says; drop this peer"
+                    f"the device memory that {peer} offers is shorter than the offer "
+                    "says; drop this peer"
                 )
             here.append((allocation, address))
         return [_place(peer, region, here) for region in self.regions]
@@ -123,7 +124,7 @@ def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
         len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations
     ):
         raise TransportError(
-            f"the cuda_ipc offer of {peer} is not one of device memory; drop this peer"
+            f"the cuda_ipc offer of {peer} does not describe device memory; drop this peer"
         )
     if offer.reach != host_identity():
         raise TransportError(

@@ -81,7 +81,7 @@ class CudaTransfer:
 
     def launch(self, copier: "CudaAddressCopier") -> None:
         """Launch the next kernel of the transfer."""
-        assert self._next is not None, "all of it has been launched"
+        assert self._next is not None, "every copy has been launched"
         began = time.perf_counter()
         try:
             self._jobs.append(copier.start(self._next))
@@ -191,7 +191,9 @@ class CudaIpcTransport:
             TransportError,
             RuntimeError,
         ) as error:  # torch raises RuntimeError, for example if out of memory
-            _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
+            _log.warning(
+                "this cache cannot be shared with other processes over cuda_ipc: %s", error
+            )
             return False
         self._device, self._regions = device, tuple(regions)
         self._addresses, self._sizes = (
@@ -213,7 +215,8 @@ class CudaIpcTransport:
         decoded = decode_offer(peer, offer)
         if decoded.pid == os.getpid():
             raise TransportError(
-                f"{peer} is this very process, whose memory cannot be opened again; drop this peer"
+                f"{peer} is this process itself, whose memory cannot be opened again; "
+                "drop this peer"
             )
         self.disconnect(peer)
         self._peers[peer] = PeerMemory(

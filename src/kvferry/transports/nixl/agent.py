@@ -109,15 +109,15 @@ class NixlAgent:
             agent = nixl.nixl_agent(f"kvferry-{uuid4().hex}", config)
         except errors as error:
             raise ConfigError(
-                f"NIXL cannot start {', '.join(backends)} ({error}), named in `backends`: it is "
-                "missing, or wants a device that is "
-                "not here; use UCX, or see `kvferry doctor`"
+                f"NIXL cannot start {', '.join(backends)}, named in `backends` ({error}): "
+                "the plugin is missing, or needs a device that this host does not have; "
+                "use UCX, or see `kvferry doctor`"
             ) from error
         missing = set(backends) - set(agent.backends)
         if missing:
             raise ConfigError(
-                f"`backends` names {', '.join(sorted(missing))}, which NIXL has not; it has "
-                f"{', '.join(agent.get_plugin_list())}"
+                f"NIXL has no backend {', '.join(sorted(missing))}, named in `backends`; "
+                f"available: {', '.join(agent.get_plugin_list())}"
             )
         return cls(agent, errors, kind, device)
 
@@ -166,7 +166,8 @@ class NixlAgent:
             if added not in self.remotes:  # `added` may be the agent of an honest peer
                 self.remove(added)
             raise TransportError(
-                f"the nixl offer of {peer} is for another agent than it says; drop this peer"
+                f"the nixl offer of {peer} names one agent and has the metadata of "
+                "another; drop this peer"
             )
         self.remotes.add(added)
         self._disconnected.discard(added)
@@ -189,7 +190,8 @@ class NixlAgent:
             ]
             if None in sides:
                 raise TransportError(
-                    f"NIXL refused the descriptors of a transfer with {link.peer}; its log says why"
+                    f"NIXL refused the descriptors of a transfer with {link.peer}; NIXL's "
+                    "log has the reason"
                 )
             posted = Posted(self._agent.initialize_xfer(operation, *sides, link.agent), len(batch))
         except self._errors as error:
@@ -228,7 +230,9 @@ class NixlAgent:
         try:
             report = self._agent.get_xfer_telemetry(posted.handle)
         except self._errors as error:
-            raise TransportError(f"NIXL does not tell what a transfer moved ({error})") from error
+            raise TransportError(
+                f"NIXL does not report how much a transfer moved ({error})"
+            ) from error
         return Telemetry(
             report.startTime,
             report.startTime + report.xferDuration,
@@ -256,7 +260,9 @@ class NixlAgent:
         try:
             self._agent.send_notif(link.agent, note)
         except self._errors as error:
-            raise TransportError(f"NIXL cannot send anything to {link.peer} ({error})") from error
+            raise TransportError(
+                f"NIXL cannot send a notification to {link.peer} ({error})"
+            ) from error
 
     def close(self) -> None:
         """Close the agent. Idempotent.

@@ -161,8 +161,8 @@ class NixlTransport:
             or len({(region.memory, region.device) for region in regions}) != 1
         ):
             raise TransportError(
-                f"the nixl offer of {peer} names this very engine, or memory of several kinds; "
-                "drop this peer"
+                f"the nixl offer of {peer} names this engine itself, or memory of several "
+                "kinds; drop this peer"
             )
         self.disconnect(peer)
         link = NixlLink(peer, decoded.agent, decoded.metadata, tuple(regions))
@@ -384,12 +384,12 @@ class NixlTransport:
             )
         except ConfigError as error:
             raise TransportError(
-                f"NIXL has served so far, but does not start again ({error})"
+                f"NIXL has started before, but cannot start another agent ({error})"
             ) from error
         if agent is None:
             raise TransportError(
-                "NIXL does not register our memory for one agent more; is there a limit on locked "
-                "memory (ulimit -l)?"
+                "NIXL cannot register our memory with another agent; is there a limit on "
+                "locked memory (ulimit -l)?"
             )
         return agent
 

@@ -192,7 +192,10 @@ class Dialler:
         if link.drop_reason:
             return
         if not addresses:
-            self.drop(link, f"{link.offer.host} is not known here ({error or 'no address'})")
+            self.drop(
+                link,
+                f"the name {link.offer.host} has no address here ({error or 'none was found'})",
+            )
             return
         link.addresses.extend(addresses)
         self._dial(link)
@@ -262,7 +265,7 @@ class _ClientConnection(TcpConnection):
         yield IoVector([memoryview(proof)])
         if not wire.is_proof(bytes(proof), token, wire.HandshakeRole.PRODUCER, nonces):
             raise RemoteProtocolError(
-                f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not "
+                f"the process at {self.link.offer.host}:{self.link.offer.port} is not "
                 f"{self.link.peer}"
             )
         self.is_ready = True
@@ -277,7 +280,7 @@ class _ClientConnection(TcpConnection):
                 if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
                     self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
                 raise TransportError(
-                    f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}"
+                    f"{self.link.peer} refused a transfer: {text.decode(errors='replace')}"
                 )
             yield from self._take_reply()
 
@@ -314,7 +317,7 @@ class _ClientConnection(TcpConnection):
 
     def _take_reply(self) -> ConnectionHandler:
         if not self._posted or self.transfer is None:
-            raise RemoteProtocolError(f"{self.link.peer} answers what nobody has asked")
+            raise RemoteProtocolError(f"{self.link.peer} sent a reply without a request")
         batch = self._posted[0]
         if self.transfer.operation is wire.Operation.READ:
             yield IoVector(batch.views)

@@ -317,7 +317,7 @@ class SocketLoop:
         except (
             Exception
         ) as error:  # top of the thread: owners of transfers must learn of the failure
-            _log.exception("the thread of the tcp transport was stopped by an error of its own")
+            _log.exception("the thread of the tcp transport was stopped by an internal error")
             failure = f"{type(error).__name__}: {error}"
         self.is_closing = True
         self._release()
@@ -345,7 +345,7 @@ class SocketLoop:
         try:
             call()
         except Exception:  # top of a call: all other transfers go on
-            _log.exception("a call of the tcp transport failed by an error of our own")
+            _log.exception("a call of the tcp transport failed with an internal error")
 
     def _drive(self, connection: TcpConnection) -> None:
         if connection not in self._connections:
@@ -358,11 +358,11 @@ class SocketLoop:
         except (
             Exception
         ) as error:  # top of a connection: whatever a peer has sent, other connections go on
-            _log.exception("a connection of the tcp transport was closed by an error of our own")
+            _log.exception("a connection of the tcp transport was closed by an internal error")
             self.drop(connection, f"{type(error).__name__}: {error}")
             return
         if connection.is_finished:
-            self.drop(connection, "all was said")
+            self.drop(connection, "the last reply has been sent")
         else:
             self._watch(connection)
 

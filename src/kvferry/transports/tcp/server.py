@@ -158,7 +158,10 @@ class TcpServer:
             return
         # Drop the oldest: strangers that never send a proof must not keep peers out.
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            self._loop.drop(next(iter(self._unauthenticated)), "newer strangers came")
+            self._loop.drop(
+                next(iter(self._unauthenticated)),
+                "newer clients connected before this one authenticated",
+            )
         try:
             tune(connection)
         except OSError:  # the other side has closed the connection already
@@ -206,7 +209,7 @@ class _ServerConnection(WriterConnection):
         if not wire.is_proof(
             bytes(answer[wire.NONCE_BYTES :]), self._token, wire.HandshakeRole.DIALLER, nonces
         ):
-            raise RemoteProtocolError("the dialler does not know this transport's token")
+            raise RemoteProtocolError("the client does not know this transport's token")
         self.stream.send(wire.prove(self._token, wire.HandshakeRole.PRODUCER, nonces))
         self.is_known = True
         self._server.known(self)
@@ -226,10 +229,14 @@ class _ServerConnection(WriterConnection):
 
     def is_overdue(self, now: float) -> str | None:
         if not self.is_known:
-            return "it proved nothing" if now > self._accepted_at + PROOF_TIMEOUT_S else None
+            return (
+                "the client did not authenticate in time"
+                if now > self._accepted_at + PROOF_TIMEOUT_S
+                else None
+            )
         is_stalled = self._is_amid_request or self.stream.is_sending
         timeout_s = STALL_TIMEOUT_S if is_stalled else IDLE_TIMEOUT_S
-        return "it has been silent" if now > self.last_moved + timeout_s else None
+        return "the client was silent for too long" if now > self.last_moved + timeout_s else None
 
     def ended(self, why: str) -> None:
         self._server.forget(self)

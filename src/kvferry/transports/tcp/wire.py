@@ -143,13 +143,13 @@ class Ranges:
             np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))
         ):
             raise RemoteProtocolError(
-                "a run is outside the memory that was offered, or of no possible size"
+                "a segment is outside the memory that was offered, or has an impossible size"
             )
         if not bool(np.all(addresses + sizes <= self._ends[at])):
-            raise RemoteProtocolError("a run leaves the memory that was offered")
+            raise RemoteProtocolError("a segment leaves the memory that was offered")
         if int(sizes.sum()) != total_bytes:
             raise RemoteProtocolError(
-                f"the runs come to {int(sizes.sum())} bytes, the request says {total_bytes}"
+                f"the segments have {int(sizes.sum())} bytes, but the request says {total_bytes}"
             )
 
 
@@ -159,7 +159,7 @@ def greeting(nonce: bytes) -> bytes:
 
 def nonce_in(received: bytes) -> bytes:
     if not received.startswith(MAGIC):
-        raise RemoteProtocolError("whoever answers there is no kvferry, or one of another version")
+        raise RemoteProtocolError("the other side is not kvferry, or is another version of kvferry")
     return received[len(MAGIC) :]
 
 
@@ -184,12 +184,12 @@ def unpack_header(received: bytes) -> Header:
         or not 0 < total_bytes <= MAX_BATCH_BYTES
     ):
         raise RemoteProtocolError(
-            f"a request of kind {operation} for {num_descriptors} runs and {total_bytes} bytes is "
-            "not possible"
+            f"a request of kind {operation} for {num_descriptors} segments and "
+            f"{total_bytes} bytes is not possible"
         )
     if grant_id and operation == Operation.READ:
         raise RemoteProtocolError(
-            f"a read under number {grant_id} is not possible: only writes have one"
+            f"a read with grant id {grant_id} is not possible: only writes have a grant id"
         )
     return Header(Operation(operation), num_descriptors, total_bytes, grant_id)
 

@@ -67,11 +67,11 @@ __all__ = [
 
 
 class BounceState(Enum):
-    QUEUED = "waits for a window here"
-    ASKED = "waits for a window there"
+    QUEUED = "waits for a slot of our bounce buffer"
+    ASKED = "waits for a slot of the owner's bounce buffer"
     MOVING = "moving"
-    STOPPING = "what is under way is waited for"
-    CLOSING = "its owner is waited for"
+    STOPPING = "waits for posted chunks and running copies"
+    CLOSING = "waits for the owner"
     ENDED = "ended"
 
 
@@ -339,7 +339,7 @@ class BounceTransfers:
             if transfer.state is BounceState.ASKED:
                 self._fall_back(transfer)
             else:
-                self._stop(transfer, f"peer {peer} ended it: {message.why}", now)
+                self._stop(transfer, f"peer {peer} ended the transfer: {message.why}", now)
             return
         if transfer.echoed_clock_s < message.echoed_clock_s <= now:
             transfer.echoed_clock_s = message.echoed_clock_s
@@ -348,7 +348,7 @@ class BounceTransfers:
         elif message.upto > (transfer.total_bytes if transfer.is_read else transfer.landed):
             self._stop(
                 transfer,
-                f"peer {peer} says that byte {message.upto} has been moved, which cannot be",
+                f"peer {peer} reports progress up to byte {message.upto}, which is impossible",
                 now,
             )
         else:
@@ -367,7 +367,7 @@ class BounceTransfers:
             self._stop(transfer, completion.error, now)
         elif transfer.is_read and now > transfer.echoed_clock_s + self._reclaim_s / 2:
             # The owner may have given the slot to another transfer during our read.
-            self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
+            self._stop(transfer, f"peer {transfer.peer} has been silent for too long", now)
         # Chunks may complete in any order; `landed` advances over a gapless prefix only.
         while transfer.in_flight and transfer.in_flight[0][1] in transfer.arrived:
             end, posted_handle = transfer.in_flight.popleft()
@@ -560,7 +560,7 @@ class BounceTransfers:
     def _keep_alive(self, transfer: BounceTransfer, now: float) -> None:
         """Stop the transfer if the owner is silent; otherwise send due progress messages."""
         if now > transfer.echoed_clock_s + self._reclaim_s / 2:
-            self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
+            self._stop(transfer, f"peer {transfer.peer} has been silent for too long", now)
         elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
             self._outgoing.append(
                 (transfer.agent, TransferStopped(transfer.handle, is_certain=True))

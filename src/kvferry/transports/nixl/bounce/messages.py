@@ -149,8 +149,8 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
             or (self.width == 8 and self.shift)
         ):
             raise RemoteProtocolError(
-                f"{len(self.numbers)} bytes are no offsets of {self.width} bytes, shifted by "
-                f"{self.shift}"
+                f"{len(self.numbers)} bytes are not a table of offsets of {self.width} "
+                f"bytes, shifted by {self.shift}"
             )
         found: Offsets = np.left_shift(
             np.frombuffer(self.numbers, _NUMBERS[self.width]), self.shift, dtype=np.int64
@@ -182,7 +182,8 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
         """Count the segments. RemoteProtocolError if a group refers to a missing table."""
         if any(group.table >= len(self.tables) for group in self.groups):
             raise RemoteProtocolError(
-                "a part of a bounce-buffer transfer names offsets that it does not have"
+                "a part of a bounce-buffer transfer names a table of offsets that it "
+                "does not contain"
             )
         return sum(len(self.tables[group.table]) for group in self.groups)
 
@@ -289,16 +290,18 @@ class NotificationCodec:
         if len(notification) > MAX_ENVELOPE_BYTES or not hmac.compare_digest(
             tag, self._tag(self._own, payload)
         ):
-            raise RemoteProtocolError("a notification is too long, or not of this cluster")
+            raise RemoteProtocolError(
+                "a notification is too long, or not signed with this cluster's secret"
+            )
         try:
             envelope = _DECODER.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RemoteProtocolError(f"a notification cannot be understood ({error})") from error
+            raise RemoteProtocolError(f"a notification cannot be decoded ({error})") from error
         if envelope.version != BOUNCE_VERSION or envelope.count <= self._counts.get(
             envelope.sender, 0
         ):
             raise RemoteProtocolError(
-                f"a notification of {envelope.sender} is of another version, or came before"
+                f"a notification of {envelope.sender} has another version, or was received before"
             )
         self._note(envelope)
         return envelope

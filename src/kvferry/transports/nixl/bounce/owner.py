@@ -200,7 +200,12 @@ class SlotServer:
             # A completed read gets no further messages, so this transfer was given up or never
             # known.
             self._outgoing.append(
-                (sender, TransferEnded(message.transfer, "it is not known here (any more)"))
+                (
+                    sender,
+                    TransferEnded(
+                        message.transfer, "the owner does not know this transfer, or no longer"
+                    ),
+                )
             )
             return
         served.last_message_at, served.lost_at = now, None
@@ -225,7 +230,7 @@ class SlotServer:
         if self._ticked_at is not None and now - self._ticked_at > STALL_S:
             for served in self._moving:
                 if not served.ask.is_read:
-                    self._end(served, "its owner stalled, and may have given the blocks away")
+                    self._end(served, "the owner stalled, and may have freed the blocks since")
         self._ticked_at = now
         for served in [
             each for each in self._served.values() if each.is_reclaimable(now, self._reclaim_s)
@@ -249,7 +254,7 @@ class SlotServer:
     def _admit(self, sender: str, ask: SlotRequest, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
             self._outgoing.append(
-                (sender, TransferEnded(ask.transfer, "too many transfers wait here"))
+                (sender, TransferEnded(ask.transfer, "too many transfers are queued at the owner"))
             )
             return
         served = _PeerTransfer(sender, ask, now, ask.clock_s)
@@ -262,21 +267,21 @@ class SlotServer:
         num_segments = served.num_segments + part.num_segments
         if part.number != served.num_parts or num_segments > MAX_SEGMENTS:
             raise RemoteProtocolError(
-                f"part {part.number} with {part.num_segments} segments is not the next of this "
-                "transfer, or too many"
+                f"part {part.number} with {part.num_segments} segments is out of order, "
+                "or has too many segments"
             )
         if (
             sum(each.num_segments for each in self._served.values()) + part.num_segments
             > MAX_QUEUED_SEGMENTS
         ):
-            raise RemoteProtocolError("too many segments wait here")
+            raise RemoteProtocolError("too many segments are queued at the owner")
         for region_segments in self._region_segments(part):
             served.stream.append(region_segments)
         served.num_parts, served.num_segments = served.num_parts + 1, num_segments
         if served.stream.total_bytes > served.ask.total_bytes:
             raise RemoteProtocolError(
-                f"segments of {served.stream.total_bytes} bytes were named for a transfer of "
-                f"{served.ask.total_bytes}"
+                f"the segments have {served.stream.total_bytes} bytes, but the transfer "
+                f"has {served.ask.total_bytes}"
             )
 
     def _region_segments(self, part: SegmentPart) -> Iterator[RegionSegments]:
@@ -291,8 +296,8 @@ class SlotServer:
             )
             if room < 0 or not are_within(offsets, room):
                 raise RemoteProtocolError(
-                    f"segments of {group.segment_bytes} bytes leave region {group.region}, or "
-                    "there is none"
+                    f"segments of {group.segment_bytes} bytes leave region "
+                    f"{group.region}, or the region does not exist"
                 )
             yield RegionSegments(self._regions[group.region].address, group.segment_bytes, offsets)
 
@@ -310,7 +315,7 @@ class SlotServer:
             else min(slot_copier.done + slot_copier.slot.size_bytes, served.ask.total_bytes)
         )
         if message.upto > max(reach, served.advanced):
-            raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
+            raise RemoteProtocolError(f"progress up to byte {message.upto} is not possible yet")
         served.clock_s = message.clock_s
         if slot_copier is None:
             self._outgoing.append(
@@ -367,7 +372,7 @@ class SlotServer:
         """
         if all(now > served.last_message_at + SILENCE_TIMEOUT_S for served in self._moving):
             for served in list(self._queue):
-                self._end(served, "its ring is held by peers that are silent")
+                self._end(served, "silent peers hold all slots of the owner")
 
     def _move(self, served: _PeerTransfer, now: float, *, may_begin: bool) -> int:
         """Copy up to the limits and report progress; return how many bytes were started."""

@@ -127,7 +127,7 @@ class SlotTable:
     def release(self, slot: Slot) -> None:
         if slot not in self._taken:
             raise LocalProtocolError(
-                f"{slot} of a bounce buffer is given back, but nobody has it; this is a bug"
+                f"{slot} of a bounce buffer is released, but is not allocated; this is a bug"
             )
         self._taken.remove(slot)
 

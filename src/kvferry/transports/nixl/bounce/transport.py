@@ -93,7 +93,7 @@ class ReplyRoutes:
         route = self._routes.get(agent)
         if route is None and metadata and len(self._routes) < MAX_ROUTES:
             self._routes[agent] = _Route(
-                PeerId(EngineId(f"the asking agent {agent}"), Epoch(agent), 0), metadata, now
+                PeerId(EngineId(f"agent {agent}"), Epoch(agent), 0), metadata, now
             )
         elif route is not None:
             route.metadata, route.used_at = metadata or route.metadata, now
@@ -102,7 +102,7 @@ class ReplyRoutes:
         """Send a notification to an agent. TransportError if the agent cannot be reached."""
         route = self._routes.get(agent)
         if route is None or now < route.retry_at:
-            raise TransportError(f"there is no way to answer {agent}")
+            raise TransportError(f"there is no route to agent {agent}")
         route.used_at = now
         try:
             if not self._plain.is_connected(route.peer):
@@ -255,7 +255,7 @@ class BounceNixlTransport:
                 f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the "
                 "same kvferry?"
             ) from error
-        self._forget(peer, f"peer {peer} was connected anew")
+        self._forget(peer, f"peer {peer} was connected again")
         self._plain.connect(peer, offer, regions)
         is_known = decoded.bounce_version == BOUNCE_VERSION
         self._peers[peer] = _Peer(tuple(regions), decoded.agent if is_known else None)
