@@ -17,11 +17,11 @@ from kvferry.types import MemoryKind, Region
 
 __all__ = [
     "DeviceBytes",
+    "bounce_nixl_side",
     "cuda_ipc_side",
     "nixl_side",
     "over_device",
-    "roomy_staged_nixl_side",
-    "staged_nixl_side",
+    "roomy_bounce_nixl_side",
     "vram_regions",
 ]
 
@@ -84,25 +84,25 @@ def nixl_side() -> TransportSide:
     return over_device(NixlTransport())
 
 
-def staged_nixl_side() -> TransportSide:
-    """Everything is staged that is more than one run, through a ring that is much smaller than the
+def bounce_nixl_side() -> TransportSide:
+    """Everything that is not contiguous goes through a bounce buffer that is much smaller than the
     large region.
     """
-    return _staged(
+    return _bounce(
         BounceSettings(
             segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
         )
     )
 
 
-def roomy_staged_nixl_side() -> TransportSide:
-    """Through a ring that holds half of the large region."""
-    return _staged(
+def roomy_bounce_nixl_side() -> TransportSide:
+    """Through a bounce buffer that holds half of the large region."""
+    return _bounce(
         BounceSettings(
             segment_bytes=1 << 40, buffer_bytes=64 << 20, chunk_bytes=4 << 20, min_descriptors=2
         )
     )
 
 
-def _staged(settings: BounceSettings) -> TransportSide:
+def _bounce(settings: BounceSettings) -> TransportSide:
     return over_device(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"))

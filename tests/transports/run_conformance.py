@@ -6,11 +6,11 @@ import os
 import sys
 import traceback
 
-from tests.transports.sides import nixl_side, shm_side, staged_nixl_side
+from tests.transports.sides import bounce_nixl_side, nixl_side, shm_side
 
 from kvferry.testing.transport_conformance import CASES, SpawnedFarSide, TransportPairSource
 
-MAKERS = {"nixl": nixl_side, "shm": shm_side, "staged-nixl": staged_nixl_side}
+MAKERS = {"nixl": nixl_side, "shm": shm_side, "bounce-nixl": bounce_nixl_side}
 
 
 def main(transport: str) -> int:

@@ -15,17 +15,17 @@ from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 
 __all__ = [
+    "bounce_nixl_side",
     "corrupting_side",
     "delaying_side",
     "failing_side",
-    "fenced_memory_side",
     "memory_side",
     "nixl_side",
     "shm_side",
     "shm_side_without_compiler",
-    "slow_staged_side",
-    "staged_nixl_side",
+    "slow_bounce_side",
     "tcp_side",
+    "write_grant_memory_side",
 ]
 
 NETWORK = MemoryNetwork()
@@ -35,7 +35,7 @@ def memory_side() -> TransportSide:
     return _over_numpy(MemoryTransport(NETWORK))
 
 
-def fenced_memory_side() -> TransportSide:
+def write_grant_memory_side() -> TransportSide:
     return _over_numpy(MemoryTransport(NETWORK, supports_write_grants=True))
 
 
@@ -66,8 +66,8 @@ def nixl_side() -> TransportSide:
     return _registered(NixlTransport(), memory)
 
 
-def staged_nixl_side() -> TransportSide:
-    """Everything is staged that is more than one run, through a ring that is much smaller than the
+def bounce_nixl_side() -> TransportSide:
+    """Everything that is not contiguous goes through a bounce buffer that is much smaller than the
     large region.
     """
     memory = SharedMemory.allocate(MEMORY_BYTES)
@@ -79,7 +79,7 @@ def staged_nixl_side() -> TransportSide:
     )
 
 
-def slow_staged_side() -> TransportSide:
+def slow_bounce_side() -> TransportSide:
     """As above, in chunks so small that a long transfer can be met on its way; and who is silent is
     not waited for long.
     """

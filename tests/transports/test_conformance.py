@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from tests.transports.sides import (
+    bounce_nixl_side,
     corrupting_side,
     delaying_side,
     failing_side,
-    fenced_memory_side,
     memory_side,
     nixl_side,
     shm_side,
     shm_side_without_compiler,
-    staged_nixl_side,
     tcp_side,
+    write_grant_memory_side,
 )
 
 from kvferry.testing.transport_conformance import (
@@ -32,7 +32,7 @@ from kvferry.testing.write_grant_conformance import WRITE_GRANT_CASES
 
 SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[SpawnedFarSide]]] = {
     "memory": (memory_side, InProcessFarSide),
-    "fenced-memory": (fenced_memory_side, InProcessFarSide),
+    "memory-with-write-grants": (write_grant_memory_side, InProcessFarSide),
     "faulty": (delaying_side, InProcessFarSide),
     "shm-one-process": (shm_side, InProcessFarSide),
     "shm": (shm_side, SpawnedFarSide),
@@ -40,9 +40,9 @@ SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[Spawn
     "tcp-one-process": (tcp_side, InProcessFarSide),
     "tcp": (tcp_side, SpawnedFarSide),
     "nixl": (nixl_side, SpawnedFarSide),
-    "staged-nixl": (staged_nixl_side, SpawnedFarSide),
+    "bounce-nixl": (bounce_nixl_side, SpawnedFarSide),
 }
-FENCED = ("fenced-memory", "tcp-one-process", "tcp")
+WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp")
 IMMORTAL = ("shm-one-process",)
 """There the far side cannot be killed without us."""
 
@@ -68,9 +68,9 @@ def test_the_transport_keeps_its_contract(
     case.run(source)
 
 
-@pytest.mark.parametrize("name", FENCED)
+@pytest.mark.parametrize("name", WITH_WRITE_GRANTS)
 @pytest.mark.parametrize("case", WRITE_GRANT_CASES, ids=lambda case: case.name)
-def test_the_transport_admits_only_what_was_lent(name: str, case: Case) -> None:
+def test_the_transport_admits_only_what_was_granted(name: str, case: Case) -> None:
     source = TransportPairSource(*SOURCES[name])
     try:
         case.run(source)
@@ -78,7 +78,7 @@ def test_the_transport_admits_only_what_was_lent(name: str, case: Case) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("transport", ["nixl", "staged-nixl"])
+@pytest.mark.parametrize("transport", ["nixl", "bounce-nixl"])
 def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> None:
     # UCX reads its settings once per process, so the whole suite runs in another one.
     root = Path(__file__).parents[2]

@@ -72,7 +72,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, supports_write_grants: bool = False) -> None:
         self._network = network
         self._number = network.next_id()
-        self._fences_writes = supports_write_grants
+        self._supports_write_grants = supports_write_grants
         self._granted = WriteGrantTable(())
         self._lock = threading.Lock()
         """Guards `_granted` and every slice that a peer copies into our regions."""
@@ -132,16 +132,16 @@ class MemoryTransport:
 
     @property
     def supports_write_grants(self) -> bool:
-        return self._fences_writes
+        return self._supports_write_grants
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
-        if not self._fences_writes:
+        if not self._supports_write_grants:
             raise write_grants_unsupported(self.name)
         with self._lock:
             self._granted.grant_writes(grant_id, blocks)
 
     def revoke_writes(self, grant_id: int) -> Handle:
-        if not self._fences_writes:
+        if not self._supports_write_grants:
             raise write_grants_unsupported(self.name)
         with self._lock:
             self._granted.remove(grant_id)

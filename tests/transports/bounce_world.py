@@ -83,7 +83,7 @@ class Party:
     """One transport's state, without the transport."""
 
     def __init__(
-        self, name: str, sizes: Sequence[int], ring_pages: int, chunk_bytes: int, seed: int
+        self, name: str, sizes: Sequence[int], buffer_pages: int, chunk_bytes: int, seed: int
     ) -> None:
         self.name = name
         self.peer = PeerId(EngineId(name), Epoch("1"), 0)
@@ -95,7 +95,7 @@ class Party:
             Region(f"r{n}", each.ctypes.data, len(each), len(each), 1)
             for n, each in enumerate(self.memories)
         ]
-        self.bounce_buffer = np.zeros(2 * ring_pages * PAGE, np.uint8)
+        self.bounce_buffer = np.zeros(2 * buffer_pages * PAGE, np.uint8)
         copier: AddressCopier = HostAddressCopier()
         bounce_buffer = BounceBuffer(
             self.bounce_buffer.ctypes.data,

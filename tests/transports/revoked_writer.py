@@ -1,5 +1,5 @@
-"""A process that writes over tcp into memory that was lent to it, as often as it is told, and says
-how each write ended.
+"""A process that writes over tcp into memory that was granted to it, as often as it is told, and
+says how each write ended.
 """
 
 import multiprocessing
@@ -29,9 +29,9 @@ class WriterProcess:
         assert self.process.pid is not None
         return self.process.pid
 
-    def write(self, number: int, repeats: int) -> None:
+    def write(self, grant_id: int, repeats: int) -> None:
         """All of the large region, so many times over."""
-        self.pipe.send((number, repeats))
+        self.pipe.send((grant_id, repeats))
 
     def how_it_ended(self) -> str | None:
         assert self.pipe.poll(DEADLINE_S), "the write has not ended"
@@ -60,11 +60,11 @@ def _write(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...])
     side.transport.connect(PEER, offer, regions)
     offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
     while True:
-        number, repeats = pipe.recv()
+        grant_id, repeats = pipe.recv()
         side.transport.write(
             PEER,
             [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * repeats,
-            number,
+            grant_id,
         )
         while not (ended := side.transport.poll()):
             time.sleep(0.001)

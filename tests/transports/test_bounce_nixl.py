@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
-from tests.transports.sides import nixl_side, slow_staged_side, staged_nixl_side
-from tests.transports.staged_plans import check_read, check_write, mixed, read_as_planned, shuffled
-from tests.transports.staged_reader import read_for_ever
+from tests.transports.bounce_plans import check_read, check_write, mixed, read_as_planned, shuffled
+from tests.transports.bounce_reader import read_for_ever
+from tests.transports.sides import bounce_nixl_side, nixl_side, slow_bounce_side
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.testing.transport_pairs import (
@@ -29,7 +29,7 @@ from kvferry.testing.transport_pairs import (
     TransportSide,
 )
 from kvferry.transports.base import Segments, TransportOffer
-from kvferry.transports.nixl.bounce import transport as staged_nixl
+from kvferry.transports.nixl.bounce import transport as bounce_transport
 from kvferry.transports.nixl.bounce.transport import (
     WAITING_INTERVAL_S,
     BounceNixlTransport,
@@ -44,7 +44,7 @@ DEADLINE_S = 40.0
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[TransportPairSource]:
-    made = TransportPairSource(staged_nixl_side, SpawnedFarSide)
+    made = TransportPairSource(bounce_nixl_side, SpawnedFarSide)
     yield made
     made.close()
 
@@ -82,7 +82,7 @@ def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
     assert not np.array_equal(pair.near.memory, other)
 
 
-def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: TransportPair) -> None:
+def test_many_transfers_at_once_pass_a_bounce_buffer_that_holds_two(pair: TransportPair) -> None:
     blocks = shuffled(LARGE_BLOCK_BYTES, seed=4)[0]
     plans = [
         Segments(
@@ -133,7 +133,7 @@ def test_segments_without_bytes_are_refused(pair: TransportPair) -> None:
             start(pair.peer, [Segments(0, 0, 0, offsets, offsets)])
 
 
-def test_a_ring_is_no_region_that_a_plan_may_name(pair: TransportPair) -> None:
+def test_a_bounce_buffer_is_no_region_that_a_plan_may_name(pair: TransportPair) -> None:
     offsets = np.arange(20, dtype=np.int64) * 64
     bounce_buffer = len(pair.near.regions)
     with pytest.raises(LocalProtocolError):
@@ -142,8 +142,8 @@ def test_a_ring_is_no_region_that_a_plan_may_name(pair: TransportPair) -> None:
         pair.near.transport.read(pair.peer, [Segments(0, bounce_buffer, 64, offsets, offsets)])
 
 
-def test_peers_without_a_ring_are_read_plainly_either_way() -> None:
-    for ours, theirs in ((nixl_side, staged_nixl_side), (staged_nixl_side, nixl_side)):
+def test_peers_without_a_bounce_buffer_are_read_plainly_either_way() -> None:
+    for ours, theirs in ((nixl_side, bounce_nixl_side), (bounce_nixl_side, nixl_side)):
         near, far = ours(), SpawnedFarSide(theirs)
         try:
             far.fill(0)
@@ -177,13 +177,13 @@ def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(
         assert stranger.poll_interval_s() not in (0.0, WAITING_INTERVAL_S), (
             "nothing is expected yet"
         )
-        monkeypatch.setattr(staged_nixl, "BUSY_S", DEADLINE_S)
+        monkeypatch.setattr(bounce_transport, "BUSY_S", DEADLINE_S)
         handle = stranger.read(pair.peer, [plan])
         assert stranger.poll() == []
         assert stranger.poll_interval_s() == 0.0, (
             "an answer may come at any moment, and each poll pauses by itself"
         )
-        monkeypatch.setattr(staged_nixl, "BUSY_S", 0.0)
+        monkeypatch.setattr(bounce_transport, "BUSY_S", 0.0)
         assert stranger.poll_interval_s() == WAITING_INTERVAL_S, (
             "nobody answers: there is no hurry any more"
         )
@@ -211,7 +211,7 @@ def test_what_anybody_sends_is_dropped_and_others_are_served(pair: TransportPair
 
 
 def test_notifications_that_mean_nothing_are_counted() -> None:
-    near, far = staged_nixl_side(), nixl_side()
+    near, far = bounce_nixl_side(), nixl_side()
     assert isinstance(near.transport, BounceNixlTransport)
     assert isinstance(far.transport, NixlTransport)
     peer = PeerId(EngineId("near"), Epoch("1"), 0)
@@ -229,7 +229,7 @@ def test_notifications_that_mean_nothing_are_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_killed_reader_leaves_room_for_others_and_its_window_comes_back() -> None:
+def test_a_killed_reader_leaves_room_for_others_and_its_slot_comes_back() -> None:
     with _owner() as far, _reader(far) as (process, pipe):
         assert pipe.recv() == "begun"
         time.sleep(0.05)
@@ -240,7 +240,7 @@ def test_a_killed_reader_leaves_room_for_others_and_its_window_comes_back() -> N
             time.sleep(7.0)
             for seed in range(
                 4
-            ):  # with windows that were never given back, these would have to go plainly
+            ):  # with slots that were never given back, these would have to go plainly
                 check_read(pair, shuffled(4096, seed=seed, count=2000))
 
 
@@ -312,7 +312,7 @@ class PairSourceOf:
 
     @contextmanager
     def pair(self) -> Iterator[TransportPair]:
-        near = slow_staged_side()
+        near = slow_bounce_side()
         self._far.fill(1)
         near.memory[:] = 0
         made = TransportPair(near, self._far, PeerId(EngineId("far"), Epoch("2"), 0), 1)
@@ -325,7 +325,7 @@ class PairSourceOf:
 
 @contextmanager
 def _owner() -> Iterator[SpawnedFarSide]:
-    far = SpawnedFarSide(slow_staged_side)
+    far = SpawnedFarSide(slow_bounce_side)
     far.fill(1)
     try:
         yield far

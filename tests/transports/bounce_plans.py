@@ -1,5 +1,5 @@
-"""Random plans over the memory of the conformance suite, read and written by a staged transport,
-and every byte looked at. For any memory.
+"""Random plans over the memory of the conformance suite, read and written by a transport with
+bounce buffers, and every byte looked at. For any memory.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _check_told(completion: Completion, plan: Sequence[Segments]) -> None:
     assert completion.total_bytes == sum(part.total_bytes for part in plan)
     num_segments = sum(len(part.local_offsets) for part in plan)
     assert completion.segments != num_segments, (
-        f"{completion.segments} descriptors for as many segments: it was not staged"
+        f"{completion.segments} descriptors for as many segments: it used no bounce buffer"
     )
 
 

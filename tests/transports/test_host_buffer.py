@@ -99,7 +99,7 @@ def test_a_group_that_is_not_named_is_left_alone() -> None:
     assert (cache.host_buffer[2] == before).all()
 
 
-def test_a_cache_without_a_mirror_has_nothing_to_copy() -> None:
+def test_a_cache_without_a_host_buffer_has_nothing_to_copy() -> None:
     memory = np.zeros(BLOCK_BYTES, np.uint8)
     store = HostBlockStore([Region("l0", int(memory.ctypes.data), BLOCK_BYTES, BLOCK_BYTES, 1)])
     with pytest.raises(LocalProtocolError, match="nothing to copy"):
@@ -108,7 +108,7 @@ def test_a_cache_without_a_mirror_has_nothing_to_copy() -> None:
         store.place((), [[0]])
 
 
-def test_a_cache_on_a_device_needs_another_mirror() -> None:
+def test_a_cache_on_a_device_needs_another_host_buffer() -> None:
     memory = np.zeros(BLOCK_BYTES, np.uint8)
     region = Region("l0", int(memory.ctypes.data), BLOCK_BYTES, BLOCK_BYTES, 1, MemoryKind.VRAM)
     with pytest.raises(LocalProtocolError, match="host memory"):

@@ -1,5 +1,5 @@
-"""The pure parts of staging: windows never overlap, streams move exactly their bytes, and messages
-survive nobody's tampering.
+"""The pure parts of bounce buffers: slots never overlap, streams move exactly their bytes, and
+messages that were tampered with are refused.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from kvferry.types import MemoryKind
 SECRET = b"a secret of these tests"
 
 
-# -- windows --
+# -- slots --
 
 
 @given(
@@ -55,7 +55,7 @@ SECRET = b"a secret of these tests"
     st.integers(1, 64),
     st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60),
 )
-def test_windows_never_overlap_and_all_is_free_at_the_end(
+def test_slots_never_overlap_and_all_is_free_at_the_end(
     first: int, pages: int, steps: Sequence[tuple[bool, int]]
 ) -> None:
     table = SlotTable(first * 4096, pages * 4096)
@@ -81,7 +81,7 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(
     st.sampled_from([1, 4096, 1000]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 400_000)), max_size=60),
 )
-def test_two_who_share_a_ring_never_overlap_and_neither_keeps_the_other_out(
+def test_two_who_share_a_bounce_buffer_never_overlap_and_neither_keeps_the_other_out(
     buffer_bytes: int, granularity: int, steps: Sequence[tuple[int, int]]
 ) -> None:
     tables, taken = SlotTable.shared_pair(buffer_bytes), (list[Slot](), list[Slot]())
@@ -143,20 +143,20 @@ def test_without_a_gap_that_is_large_enough_the_largest_is_taken_if_it_is_not_a_
     assert second == Slot(4 * 4096, 3 * 4096)
 
 
-def test_a_window_that_nobody_has_is_not_given_back() -> None:
+def test_a_slot_that_nobody_has_is_not_given_back() -> None:
     with pytest.raises(LocalProtocolError):
         SlotTable(0, 4096).release(Slot(0, 10))
 
 
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 50))
-def test_a_window_holds_its_bytes_in_turn(size: int, start: int, length: int) -> None:
+def test_a_slot_holds_its_bytes_in_turn(size: int, start: int, length: int) -> None:
     places = [
         at + i for at, count in Slot(1000, size).places(start, start + length) for i in range(count)
     ]
     assert places == [1000 + byte % size for byte in range(start, start + length)]
 
 
-def test_windows_hold_whole_segments_where_they_can() -> None:
+def test_slots_hold_whole_segments_where_they_can() -> None:
     assert round_to_granularity(1000, 300) == 900
     assert round_to_granularity(200, 300) == 200
     assert common_granularity([300, 300], 1200) == 300
@@ -228,7 +228,7 @@ def test_equal_segments_that_are_not_cut_are_one_kind_of_copies() -> None:
     assert {part.size_bytes for part in stream.gathered(128, 1024, 0, Slot(0, 1024))} == {64}
 
 
-def test_more_than_a_window_holds_is_not_cut() -> None:
+def test_more_than_a_slot_holds_is_not_cut() -> None:
     stream = SegmentStream()
     stream.append(RegionSegments(0, 64, np.arange(8, dtype=np.int64)))
     for start, end in ((0, 513), (-1, 5), (5, 4), (0, 101)):
@@ -243,10 +243,10 @@ def _stream(plan: list[tuple[int, list[int]]], memories: list[np.ndarray]) -> Se
     return stream
 
 
-# -- which transfers are staged --
+# -- which transfers use bounce buffers --
 
 
-def test_many_small_segments_are_staged_and_few_or_large_or_adjacent_ones_are_not() -> None:
+def test_many_small_segments_are_fragmented_and_few_or_large_or_adjacent_ones_are_not() -> None:
     settings = BounceSettings(segment_bytes=65536).resolved(MemoryKind.DRAM)
     blocks = np.arange(1000, dtype=np.int64) * 16384
     shuffled = np.random.default_rng(1).permutation(blocks)
@@ -292,14 +292,14 @@ def test_what_most_bytes_are_in_decides_whether_it_is_fragmented() -> None:
         assert not is_fragmented(plan, settings)
 
 
-def test_without_a_word_of_the_operator_device_memory_is_staged_and_host_memory_is_not() -> None:
+def test_by_default_device_memory_uses_bounce_buffers_and_host_memory_does_not() -> None:
     assert BounceSettings().resolved(MemoryKind.VRAM).is_on
     assert not BounceSettings().resolved(MemoryKind.DRAM).is_on
     assert not BounceSettings(segment_bytes=0).resolved(MemoryKind.VRAM).is_on
     assert BounceSettings(segment_bytes=4096).resolved(MemoryKind.DRAM).is_on
 
 
-def test_a_ring_that_nobody_has_set_takes_little_of_its_device() -> None:
+def test_a_bounce_buffer_that_nobody_has_set_takes_little_of_its_device() -> None:
     gib = 1 << 30
     assert BounceSettings().resolved(MemoryKind.VRAM, 140 * gib).buffer_bytes == gib
     assert BounceSettings().resolved(MemoryKind.VRAM, 16 * gib).buffer_bytes == 163 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.gpu.sides import cuda_ipc_side, nixl_side, staged_nixl_side
+from tests.gpu.sides import bounce_nixl_side, cuda_ipc_side, nixl_side
 
 from kvferry.errors import KVFerryError
 from kvferry.testing.transport_conformance import CASES, Case, SpawnedFarSide, TransportPairSource
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
-MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_nixl_side}
+MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "bounce-nixl": bounce_nixl_side}
 
 
 @pytest.fixture(scope="module", params=MAKERS)

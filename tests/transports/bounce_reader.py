@@ -1,11 +1,11 @@
-"""A process that begins a long staged read and says so, again and again; to be killed or stopped in
-the middle of one.
+"""A process that begins a long read through bounce buffers and says so, again and again; to be
+killed or stopped in the middle of one.
 """
 
 from multiprocessing.connection import Connection
 
-from tests.transports.sides import slow_staged_side
-from tests.transports.staged_plans import shuffled
+from tests.transports.bounce_plans import shuffled
+from tests.transports.sides import slow_bounce_side
 
 from kvferry.transports.base import TransportOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
@@ -17,7 +17,7 @@ PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 
 def read_for_ever(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...]) -> None:
     """After each read: its error, or None, and whether the bytes came."""
-    side = slow_staged_side()
+    side = slow_bounce_side()
     side.transport.connect(PEER, offer, regions)
     plan = shuffled(4096, seed=5, count=4000)
     while True:

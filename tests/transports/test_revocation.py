@@ -1,4 +1,4 @@
-"""What was lent can be taken back for certain: from stopped writers, from liars, and again and
+"""A write grant can be revoked for certain: from stopped writers, from liars, and again and
 again.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.transports.fence_writer import start_writer
-from tests.transports.sides import fenced_memory_side, tcp_side
+from tests.transports.revoked_writer import start_writer
+from tests.transports.sides import tcp_side, write_grant_memory_side
 from tests.transports.tcp_peers import (
     BLOCK,
     BLOCKS,
@@ -50,7 +50,7 @@ from kvferry.types import Region
 CANARY = 77
 ENDLESS = 256
 ALL = (range(SMALL_BLOCKS), range(LARGE_BLOCKS))
-LENT, LENT_BLOCKS = 41, (3, 4, 9)
+GRANT_ID, GRANTED_BLOCKS = 41, (3, 4, 9)
 
 
 def until(is_reached: Callable[[], object]) -> None:
@@ -91,10 +91,10 @@ def owner() -> Iterator[TransportSide]:
         side.close()
 
 
-@pytest.mark.parametrize("is_fenced", [True, False])
-def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenced: bool) -> None:
-    """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the fence
-    they are overwritten.
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_revoked: bool) -> None:
+    """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the
+    revocation they are overwritten.
     """
     with (
         owner() as side,
@@ -106,12 +106,12 @@ def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenc
         until(side.memory.any)
         os.kill(writer.pid, signal.SIGSTOP)
         try:
-            if is_fenced:
+            if is_revoked:
                 assert wait(side.transport, side.transport.revoke_writes(1)).ok
             side.memory[:] = CANARY
         finally:
             os.kill(writer.pid, signal.SIGCONT)
-        if not is_fenced:
+        if not is_revoked:
             until(lambda: np.any(side.memory != CANARY))
             return
         assert "write grant 1 is not active" in str(writer.how_it_ended())
@@ -129,7 +129,7 @@ def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
         contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer,
     ):
         files = open_files()
-        side.transport.grant_writes(LENT, ALL)
+        side.transport.grant_writes(GRANT_ID, ALL)
         # The signal may stop the writer between two of its requests. The owner then does not wait
         # for bytes and keeps the connection, so the test tries again.
         for grant_id in range(1, 9):
@@ -151,7 +151,7 @@ def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
                 break
         else:
             pytest.fail("the owner never closed the connection of a stopped writer")
-        writer.write(LENT, 1)
+        writer.write(GRANT_ID, 1)
         assert writer.how_it_ended() is None, "the writer had lost its peer"
 
 
@@ -171,27 +171,28 @@ def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_take
 
 
 @pytest.mark.parametrize("sent_before", [0, 1, BLOCK, 3 * BLOCK - 1])
-def test_bytes_that_come_after_the_fence_land_nowhere(far: Memory, sent_before: int) -> None:
+def test_bytes_that_come_after_the_revocation_land_nowhere(far: Memory, sent_before: int) -> None:
     """The header has been read, and so much of the body."""
-    far.transport.grant_writes(LENT, [range(BLOCKS)])
+    far.transport.grant_writes(GRANT_ID, [range(BLOCKS)])
     body = b"\x05" * (3 * BLOCK)
     with introduce(far.offer) as connection:
         connection.sendall(
-            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT)
+            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID)
             + body[:sent_before]
         )
         until(lambda: np.count_nonzero(far.bytes == 5) == sent_before)
-        assert wait(far.transport, far.transport.revoke_writes(LENT)).ok
+        assert wait(far.transport, far.transport.revoke_writes(GRANT_ID)).ok
         far.bytes[:] = CANARY
         connection.sendall(body[sent_before:])
         connection.sendall(
-            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body
+            request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=GRANT_ID) + body
         )
         assert_not_lent(receive_reply(connection))
-        far.transport.grant_writes(LENT + 1, [range(BLOCKS)])
+        far.transport.grant_writes(GRANT_ID + 1, [range(BLOCKS)])
         with contextlib.suppress(OSError):
             connection.sendall(
-                request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT + 1) + body[:BLOCK]
+                request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID + 1)
+                + body[:BLOCK]
             )
             connection.shutdown(socket.SHUT_WR)
         assert rest_of(connection) == b"", "a connection that was turned away was served again"
@@ -201,15 +202,15 @@ def test_bytes_that_come_after_the_fence_land_nowhere(far: Memory, sent_before: 
 def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_told_twice(
     far: Memory,
 ) -> None:
-    far.transport.grant_writes(LENT, [range(BLOCKS)])
+    far.transport.grant_writes(GRANT_ID, [range(BLOCKS)])
     with introduce(far.offer) as first, introduce(far.offer) as second:
         for nth, connection in enumerate((first, second)):
             connection.sendall(
-                request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=LENT)
+                request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=GRANT_ID)
                 + b"\x05" * 100
             )
         until(lambda: np.count_nonzero(far.bytes == 5) == 200)
-        handles = [far.transport.revoke_writes(LENT) for _ in range(2)]
+        handles = [far.transport.revoke_writes(GRANT_ID) for _ in range(2)]
         assert [each.handle for each in collect(far.transport, 2)] == handles
         for connection in (first, second):
             assert_not_lent(receive_reply(connection))
@@ -221,7 +222,7 @@ def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_SINKS", 3)
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT))
+        connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=GRANT_ID))
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 1000:
@@ -243,7 +244,7 @@ def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(
     assert wait(near.transport, near.transport.read(PEER, all_blocks())).ok, "the peer was given up"
 
 
-numbers = st.sampled_from([LENT, LENT, 0, LENT + 1, LENT << 8, MAX_GRANT_ID])
+grant_ids = st.sampled_from([GRANT_ID, GRANT_ID, 0, GRANT_ID + 1, GRANT_ID << 8, MAX_GRANT_ID])
 places = st.tuples(st.integers(-BLOCK, (BLOCKS + 1) * BLOCK), st.integers(0, 3 * BLOCK))
 
 
@@ -251,21 +252,21 @@ places = st.tuples(st.integers(-BLOCK, (BLOCKS + 1) * BLOCK), st.integers(0, 3 *
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    grant_id=numbers,
+    grant_id=grant_ids,
     runs=st.lists(st.one_of(places, st.just((3 * BLOCK + 5, BLOCK))), min_size=1, max_size=3),
 )
 def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_blocks(
     far: Memory, grant_id: int, runs: list[tuple[int, int]]
 ) -> None:
-    far.transport.revoke_writes(LENT)
+    far.transport.revoke_writes(GRANT_ID)
     far.transport.poll()
-    far.transport.grant_writes(LENT, [LENT_BLOCKS])
+    far.transport.grant_writes(GRANT_ID, [GRANTED_BLOCKS])
     far.bytes[:] = 7
     touched = {place for offset, size in runs for place in range(offset, offset + size)}
     is_allowed = (
-        grant_id == LENT
+        grant_id == GRANT_ID
         and all(size for _, size in runs)
-        and {place // BLOCK for place in touched} <= {*LENT_BLOCKS}
+        and {place // BLOCK for place in touched} <= {*GRANTED_BLOCKS}
     )
     with introduce(far.offer) as connection:
         with contextlib.suppress(ConnectionError):
@@ -286,28 +287,30 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
 
 
 def test_a_read_that_names_a_number_is_refused(far: Memory) -> None:
-    far.transport.grant_writes(LENT, [LENT_BLOCKS])
+    far.transport.grant_writes(GRANT_ID, [GRANTED_BLOCKS])
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.READ, (far.first + 3 * BLOCK, 64), grant_id=LENT))
+        connection.sendall(
+            request(wire.Operation.READ, (far.first + 3 * BLOCK, 64), grant_id=GRANT_ID)
+        )
         assert "only writes" in receive_reply(connection)[1]
 
 
-@pytest.mark.parametrize("make", [fenced_memory_side, tcp_side])
+@pytest.mark.parametrize("make", [write_grant_memory_side, tcp_side])
 def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(
     make: Callable[[], TransportSide],
 ) -> None:
     side = make()
 
-    def lend_and_take_back(count: int) -> None:
+    def grant_and_revoke(count: int) -> None:
         for grant_id in range(1, count + 1):
             side.transport.grant_writes(grant_id, [[grant_id % SMALL_BLOCKS]])
             handle = side.transport.revoke_writes(grant_id)
             assert [each.handle for each in side.transport.poll()] == [handle]
 
     try:
-        lend_and_take_back(1000)
+        grant_and_revoke(1000)
         before = sys.getallocatedblocks()
-        lend_and_take_back(100_000)
+        grant_and_revoke(100_000)
         assert sys.getallocatedblocks() < before + 5000
         assert side.transport.poll_interval_s() is None
     finally:
@@ -339,14 +342,14 @@ def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
     st.lists(st.integers(0, 4), max_size=5),
     st.lists(st.tuples(st.integers(0, 130), st.integers(1, 30)), min_size=1, max_size=3),
 )
-def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
+def test_segments_are_covered_exactly_when_every_byte_is_in_a_granted_block(
     shapes: list[tuple[int, int, int]], ids: list[int], runs: list[tuple[int, int]]
 ) -> None:
     regions = tuple(
         Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group)
         for nth, (size, gap, group) in enumerate(shapes)
     )  # they overlap and interleave
-    lent = GrantedBlocks(regions, (tuple(ids),))
+    granted = GrantedBlocks(regions, (tuple(ids),))
     allowed = {
         place
         for region in regions
@@ -358,11 +361,11 @@ def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
         )
     }
     is_covered = all({*range(address, address + size)} <= allowed for address, size in runs)
-    assert lent.covers(*np.array(runs, np.int64).T) == is_covered
+    assert granted.covers(*np.array(runs, np.int64).T) == is_covered
 
 
 def test_a_number_is_taken_back_while_another_thread_writes_under_it() -> None:
-    near, far = fenced_memory_side(), fenced_memory_side()
+    near, far = write_grant_memory_side(), write_grant_memory_side()
     offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
     errors: list[str | None] = []
     near.memory[:] = 5
@@ -392,7 +395,7 @@ def test_a_number_is_taken_back_while_another_thread_writes_under_it() -> None:
     far.close()
 
 
-def test_faults_pass_a_fence_on_and_may_only_delay_it() -> None:
+def test_faults_pass_a_revocation_on_and_may_only_delay_it() -> None:
     network = MemoryNetwork()
     content = np.zeros(4096, np.uint8)
     regions = [Region("kv", content.ctypes.data, 64, 64, 64)]
@@ -427,4 +430,4 @@ def receive_reply(connection: socket.socket) -> tuple[int, str]:
 def assert_not_lent(reply: tuple[int, str]) -> None:
     status, text = reply
     assert status == wire.ReplyStatus.NOT_GRANTED
-    assert f"write grant {LENT} is not active" in text
+    assert f"write grant {GRANT_ID} is not active" in text

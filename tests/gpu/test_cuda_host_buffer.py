@@ -24,8 +24,8 @@ LAYERS, NUM_BLOCKS = 4, 64
 DEADLINE_S = 30.0
 
 
-class Staged:
-    """A cache whose layers are interleaved on the device, block by block, and its dense mirror."""
+class BufferedCache:
+    """A cache with layers interleaved on the device, block by block, and a dense host buffer."""
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of a block."""
@@ -72,8 +72,8 @@ class Staged:
 
 
 @pytest.fixture(params=[32 * 1024, 2 * 1024 * 1024, 1001], ids=["gathered", "copied", "odd"])
-def staged(request: pytest.FixtureRequest) -> Iterator[Staged]:
-    made = Staged(request.param)
+def cache(request: pytest.FixtureRequest) -> Iterator[BufferedCache]:
+    made = BufferedCache(request.param)
     yield made
     made.close()
 
@@ -81,40 +81,40 @@ def staged(request: pytest.FixtureRequest) -> Iterator[Staged]:
 BLOCKS = ([1, 2, 3, 9, 40, 41], [0, 63, 7])
 
 
-def test_named_blocks_are_saved_and_nothing_else_is_touched(staged: Staged) -> None:
-    expected, engine = staged.host_buffer.clone(), staged.engine.cpu()
+def test_named_blocks_are_saved_and_nothing_else_is_touched(cache: BufferedCache) -> None:
+    expected, engine = cache.host_buffer.clone(), cache.engine.cpu()
     for layer in range(LAYERS):
         expected[layer, BLOCKS[layer % 2]] = engine[BLOCKS[layer % 2], layer]
-    staged.run(staged.store.copy_to_host_buffer(BLOCKS))
-    assert torch.equal(staged.host_buffer, expected)
-    assert torch.equal(staged.engine.cpu(), engine)
+    cache.run(cache.store.copy_to_host_buffer(BLOCKS))
+    assert torch.equal(cache.host_buffer, expected)
+    assert torch.equal(cache.engine.cpu(), engine)
 
 
-def test_named_blocks_are_loaded_and_nothing_else_is_touched(staged: Staged) -> None:
-    expected, host_buffer = staged.engine.cpu(), staged.host_buffer.clone()
+def test_named_blocks_are_loaded_and_nothing_else_is_touched(cache: BufferedCache) -> None:
+    expected, host_buffer = cache.engine.cpu(), cache.host_buffer.clone()
     for layer in range(LAYERS):
         expected[BLOCKS[layer % 2], layer] = host_buffer[layer, BLOCKS[layer % 2]]
-    staged.run(staged.store.place((), BLOCKS))
-    assert torch.equal(staged.engine.cpu(), expected)
-    assert torch.equal(staged.host_buffer, host_buffer)
+    cache.run(cache.store.place((), BLOCKS))
+    assert torch.equal(cache.engine.cpu(), expected)
+    assert torch.equal(cache.host_buffer, host_buffer)
 
 
 def test_a_handle_comes_back_when_the_device_is_through_and_polls_do_not_wait_for_it(
-    staged: Staged,
+    cache: BufferedCache,
 ) -> None:
     blocks = (list(range(NUM_BLOCKS)),) * 2
-    saving = staged.store.copy_to_host_buffer(blocks)
-    loading = staged.store.place((), ([],) * 2)
-    assert staged.run(saving, loading) > 1
-    assert torch.equal(staged.host_buffer, staged.engine.cpu().transpose(0, 1))
+    saving = cache.store.copy_to_host_buffer(blocks)
+    loading = cache.store.place((), ([],) * 2)
+    assert cache.run(saving, loading) > 1
+    assert torch.equal(cache.host_buffer, cache.engine.cpu().transpose(0, 1))
 
 
-def test_a_block_that_is_not_there_is_refused(staged: Staged) -> None:
+def test_a_block_that_is_not_there_is_refused(cache: BufferedCache) -> None:
     with pytest.raises(LocalProtocolError):
-        staged.store.copy_to_host_buffer([[NUM_BLOCKS], []])
+        cache.store.copy_to_host_buffer([[NUM_BLOCKS], []])
 
 
-def test_a_mirror_of_host_memory_is_not_for_this_class(staged: Staged) -> None:
-    _, seen = staged.regions
+def test_a_host_buffer_of_host_memory_is_not_for_this_class(cache: BufferedCache) -> None:
+    _, seen = cache.regions
     with pytest.raises(LocalProtocolError):
-        CudaHostBuffer(seen, seen, (staged.memory.address, staged.memory.size_bytes))
+        CudaHostBuffer(seen, seen, (cache.memory.address, cache.memory.size_bytes))

@@ -1,5 +1,5 @@
-"""Both sides of bounce-buffer transfers: every byte arrives, windows come back, and no byte of
-somebody else's window is ever taken for ours.
+"""Both sides of bounce-buffer transfers: every byte arrives, slots come back, and no byte of
+somebody else's slot is ever taken for ours.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.transports.staging_world import RECLAIM_S, Bytes, Party, World, scattered
+from tests.transports.bounce_world import RECLAIM_S, Bytes, Party, World, scattered
 
 from kvferry.transports.base import Segments
 from kvferry.transports.nixl.bounce.messages import (
@@ -28,10 +28,10 @@ from kvferry.transports.nixl.bounce.owner import ToOwner
 SIZES = (40_000, 60_000)
 
 
-def pair(ring_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, Party]:
+def pair(buffer_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, Party]:
     near, far = (
-        Party("near", SIZES, ring_pages, chunk_bytes, seed=1),
-        Party("far", SIZES, ring_pages, chunk_bytes, seed=2),
+        Party("near", SIZES, buffer_pages, chunk_bytes, seed=1),
+        Party("far", SIZES, buffer_pages, chunk_bytes, seed=2),
     )
     return World.of(near, far), near, far
 
@@ -72,9 +72,9 @@ def same(party: Party, memories: Sequence[Bytes]) -> bool:
 )
 @settings(deadline=None)
 def test_exactly_the_named_bytes_move(
-    is_read: bool, sizes: list[tuple[int, int]], ring_pages: int, chunk_bytes: int
+    is_read: bool, sizes: list[tuple[int, int]], buffer_pages: int, chunk_bytes: int
 ) -> None:
-    world, near, far = pair(ring_pages, chunk_bytes)
+    world, near, far = pair(buffer_pages, chunk_bytes)
     # Each part has a place of its own in the target: what is written twice has no order.
     plan = []
     for number, (segment_bytes, count) in enumerate(sizes):
@@ -119,8 +119,8 @@ def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -> None:
-    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+def test_many_transfers_pass_a_bounce_buffer_that_holds_one_each_in_turn(is_read: bool) -> None:
+    world, near, far = pair(buffer_pages=2, chunk_bytes=1000)
     plans = [scattered(0, 1, 500, 4, 4, seed=number) for number in range(12)]
     shifted = [
         Segments(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n)
@@ -138,7 +138,7 @@ def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_read: bool) -> None:
+def test_of_a_transfer_that_fits_its_slots_is_said_only_what_is_waited_for(is_read: bool) -> None:
     world, near, far = pair()
     near.start(far, [scattered(0, 1, 500, 40, 20, seed=3)], is_read=is_read)
     said: list[type] = []
@@ -184,7 +184,7 @@ def test_a_slot_that_is_larger_than_asked_for_fails_the_transfer() -> None:
 
 
 def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
-    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    world, near, far = pair(buffer_pages=1, chunk_bytes=1000)
     handles = [
         (side, side.start(other, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True))
         for side, other in ((near, far), (far, near))
@@ -197,9 +197,10 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
     """Somebody reads from us for long, we read for long from somebody who has stopped: a third is
     healthy.
     """
-    ring_pages, slots = 32, 512
+    buffer_pages, slots = 32, 512
     reader, we, stopped, healthy = (
-        Party(name, [slots * 4096] * 2, ring_pages, 16384, seed) for seed, name in enumerate("abcd")
+        Party(name, [slots * 4096] * 2, buffer_pages, 16384, seed)
+        for seed, name in enumerate("abcd")
     )
     world = World.of(reader, we, stopped, healthy)
     long, short = (
@@ -232,7 +233,7 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
 def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterwards(
     is_read: bool, turns: int
 ) -> None:
-    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    world, near, far = pair(buffer_pages=1, chunk_bytes=1000)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=is_read)
     for _ in range(turns):
         world.turn()
@@ -250,8 +251,8 @@ def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterw
     assert far.is_quiet
 
 
-def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> None:
-    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_slot() -> None:
+    world, near, far = pair(buffer_pages=1, chunk_bytes=1000)
     third = Party("third", SIZES, 1, 1000, seed=3)
     world.parties["third"] = third
     late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
@@ -280,7 +281,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
     assert far.is_quiet
 
 
-def test_a_read_that_lands_when_its_window_may_be_anothers_has_failed() -> None:
+def test_a_read_that_lands_when_its_slot_may_be_anothers_has_failed() -> None:
     world, near, far = pair()
     late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
     near.mover.is_broken = True
@@ -294,7 +295,7 @@ def test_a_read_that_lands_when_its_window_may_be_anothers_has_failed() -> None:
     assert near.ended[late] is not None
 
 
-def test_a_silent_reader_costs_its_window_for_a_while_and_a_silent_writer_for_ever() -> None:
+def test_a_silent_reader_costs_its_slot_for_a_while_and_a_silent_writer_for_ever() -> None:
     for is_read in (True, False):
         world, near, far = pair()
         near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=is_read)
@@ -309,7 +310,7 @@ def test_a_silent_reader_costs_its_window_for_a_while_and_a_silent_writer_for_ev
         assert far.served_slots.is_free == is_read
 
 
-def test_the_window_of_a_writer_whose_link_has_failed_comes_back_after_a_while() -> None:
+def test_the_slot_of_a_writer_whose_link_has_failed_comes_back_after_a_while() -> None:
     world, near, far = pair()
     near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
     for _ in range(3):
@@ -343,8 +344,8 @@ def test_an_owner_that_stood_still_writes_nothing_that_came_meanwhile() -> None:
     assert far.is_quiet
 
 
-def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
-    world, near, far = pair(ring_pages=1)
+def test_without_a_slot_for_a_while_a_transfer_goes_without() -> None:
+    world, near, far = pair(buffer_pages=1)
     slow = Party("slow", SIZES, 1, 1000, seed=3)
     world.parties["slow"] = slow
     slow.mover.is_broken = True
@@ -373,8 +374,8 @@ def test_a_peer_that_does_not_answer_at_all_is_not_asked_again_for_a_while() -> 
     assert near.transfers.can_request("far", world.now + 100)
 
 
-def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
-    world, near, far = pair(ring_pages=1)
+def test_a_bounce_buffer_that_is_held_by_the_silent_is_not_waited_for() -> None:
+    world, near, far = pair(buffer_pages=1)
     silent = Party("silent", SIZES, 1, 1000, seed=3)
     world.parties["silent"] = silent
     silent.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
@@ -395,7 +396,7 @@ def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
 
 
 def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
-    world, near, far = pair(ring_pages=8)
+    world, near, far = pair(buffer_pages=8)
     for region in (0, 1):
         near.start(far, [scattered(region, region, 500, 80, 80, seed=3)], is_read=True)
     for _ in range(2):
@@ -407,7 +408,7 @@ def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
 
 
 def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
-    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    world, near, far = pair(buffer_pages=1, chunk_bytes=1000)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
     for _ in range(4):
         world.turn()
@@ -464,7 +465,7 @@ TO_INITIATOR = st.one_of(
 def test_whatever_a_member_says_nothing_breaks_and_others_are_served(
     said: list[tuple[BounceMessage, bool]],
 ) -> None:
-    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    world, near, far = pair(buffer_pages=2, chunk_bytes=1000)
     liar = Party("liar", SIZES, 1, 1000, seed=3)
     world.parties["liar"] = liar
     plan = scattered(0, 1, 500, 60, 60, seed=3)
@@ -489,7 +490,7 @@ def test_whatever_a_member_says_nothing_breaks_and_others_are_served(
 def test_an_owner_that_lies_fails_its_own_transfers_only(
     said: list[BounceMessage], is_read: bool
 ) -> None:
-    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    world, near, far = pair(buffer_pages=2, chunk_bytes=1000)
     plan = scattered(0, 1, 500, 60, 60, seed=3)
     outside = near.memories[1].copy()
     near.start(far, [plan], is_read=is_read)
@@ -508,8 +509,8 @@ def test_an_owner_that_lies_fails_its_own_transfers_only(
 def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(
     is_read: bool, turns: int
 ) -> None:
-    """Those that still wait for a window here too."""
-    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    """Those that still wait for a slot here too."""
+    world, near, far = pair(buffer_pages=2, chunk_bytes=1000)
     handles = [
         near.start(far, [scattered(0, 1, 500, 60, 60, seed=number)], is_read=is_read)
         for number in range(3)

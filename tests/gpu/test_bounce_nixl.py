@@ -1,5 +1,5 @@
-"""Staged NIXL moves exactly the named bytes of device memory between two processes, in segments of
-every size.
+"""NIXL with bounce buffers moves exactly the named bytes of device memory between two processes,
+in segments of every size.
 """
 
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.gpu.sides import roomy_staged_nixl_side
-from tests.transports.staged_plans import (
+from tests.gpu.sides import roomy_bounce_nixl_side
+from tests.transports.bounce_plans import (
     LARGE_BYTES,
     check_read,
     check_write,
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[TransportPair]:
-    source = TransportPairSource(roomy_staged_nixl_side, SpawnedFarSide)
+    source = TransportPairSource(roomy_bounce_nixl_side, SpawnedFarSide)
     with source.pair() as made:
         made.connect()
         yield made

@@ -1,12 +1,12 @@
-"""What staging costs and gains over NIXL, for docs/decisions/037-bounce-buffers.md: scattered
-segments read plainly, staged through rings of several sizes, and one contiguous segment of the same
-bytes, in turn, between two processes.
+"""What bounce buffers cost and gain over NIXL, for docs/decisions/037-bounce-buffers.md: scattered
+segments read directly and through bounce buffers of several sizes, and one contiguous segment of
+the same bytes, in turn, between two processes.
 
-    python scripts/measure_staging.py [--device cuda] [--mib 256] [--segments 4 16 64]
-                                      [--rings 64/4 256/32] [--rounds 9] [--json]
+    python scripts/measure_bounce.py [--device cuda] [--mib 256] [--segments 4 16 64]
+                                     [--buffers 64/4 256/32] [--rounds 9] [--json]
 
-A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread,
-and its rate beside the contiguous one's.
+A bounce buffer is given as its MiB / the MiB of a chunk. The script prints the median of each way,
+its spread, and its rate beside the rate of the contiguous segment.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PATTERN = 8191
 class Plan:
     device: str
     total_bytes: int
-    rings: tuple[tuple[int, int], ...]
+    buffers: tuple[tuple[int, int], ...]
 
     @property
     def kind(self) -> MemoryKind:
@@ -46,9 +46,9 @@ class Plan:
 
     def transports(self) -> dict[str, DataTransport]:
         made: dict[str, DataTransport] = {"plain": NixlTransport(reach=NetworkReach.THIS_HOST)}
-        for ring, chunk in self.rings:
-            settings = BounceSettings(1 << 30, ring * MIB, chunk * MIB)
-            made[f"staged {ring}/{chunk}"] = BounceNixlTransport(
+        for buffer, chunk in self.buffers:
+            settings = BounceSettings(1 << 30, buffer * MIB, chunk * MIB)
+            made[f"bounce {buffer}/{chunk}"] = BounceNixlTransport(
                 NixlTransport(reach=NetworkReach.THIS_HOST), settings, b"a measurement"
             )
         return made
@@ -140,7 +140,7 @@ def measure(
     }
     for name, (transport, wanted) in ways.items():
         read(pipe, transport, transports[transport], wanted)
-        if name.startswith("staged"):
+        if name.startswith("bounce"):
             memory.bytes.zero_()
             read(pipe, transport, transports[transport], wanted)
             check(memory, wanted)
@@ -174,15 +174,16 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--segments", type=int, nargs="+", default=[4, 16, 64], help="KiB")
     parser.add_argument(
-        "--rings", nargs="+", default=["64/4"], help="MiB of the ring / MiB of a chunk"
+        "--buffers", nargs="+", default=["64/4"], help="MiB of the bounce buffer / MiB of a chunk"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    rings = tuple(
-        (int(ring), int(chunk)) for ring, _, chunk in (each.partition("/") for each in given.rings)
+    buffers = tuple(
+        (int(buffer), int(chunk))
+        for buffer, _, chunk in (each.partition("/") for each in given.buffers)
     )
-    plan = Plan(given.device, given.mib * MIB, rings)
+    plan = Plan(given.device, given.mib * MIB, buffers)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     producer = context.Process(target=serve, args=(theirs, plan), daemon=True)
