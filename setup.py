@@ -15,5 +15,7 @@ setup(
             py_limited_api=True,
             optional=True,
         )
-    ]
+    ],
+    # The module keeps to the stable ABI, so one wheel serves Python 3.11 and newer.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )
