@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from kvferry.cli.main import make_parser
 from kvferry.config import KVTransferConfig, NixlExtraConfig
 from kvferry.config.fields import described
-from kvferry.protocol.transfer import TRANSITIONS
+from kvferry.protocol.transfer import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.options import (
     ConversationOptions,
@@ -112,12 +112,13 @@ def message_table() -> str:
 
 def transition_table() -> str:
     rows = ["| state | event | next state |", "|---|---|---|"]
+    followed = {**TRANSITIONS, **dict.fromkeys(IGNORED, "(ignored)")}
     return "\n".join(
         [
             *rows,
             *(
                 f"| {state} | {event} | {after} |"
-                for (state, event), after in sorted(TRANSITIONS.items())
+                for (state, event), after in sorted(followed.items())
             ),
         ]
     )

@@ -23,7 +23,7 @@ from tests.protocol.test_consumer import (
 
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
-from kvferry.protocol import transfer as read_plans
+from kvferry.protocol import receiving
 from kvferry.protocol.actions import PlaceBlocks
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
@@ -36,7 +36,7 @@ PLACEMENT = BlockPermutation(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 3
 @pytest.fixture
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer arranges its blocks in another way than we do."""
-    monkeypatch.setattr(read_plans, "plan_permutations", lambda *_: [PLACEMENT])
+    monkeypatch.setattr(receiving, "plan_permutations", lambda *_: [PLACEMENT])
 
 
 def placing(consumer: Consumer) -> Consumer:
@@ -125,7 +125,7 @@ def test_ranks_that_disagree_about_their_order_fail_the_request_before_anything_
     def disagree(*_: object) -> list[BlockPermutation]:
         raise RemoteProtocolError("the ranks disagree")
 
-    monkeypatch.setattr(read_plans, "plan_permutations", disagree)
+    monkeypatch.setattr(receiving, "plan_permutations", disagree)
     assert failures(reading(make_consumer())) == ["the ranks disagree"]
 
 
@@ -142,7 +142,7 @@ class PlacingMachine(ConsumerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(read_plans, "plan_permutations", lambda *_: [PLACEMENT])
+        self.patch.setattr(receiving, "plan_permutations", lambda *_: [PLACEMENT])
 
     @rule()
     def deliver(self) -> None:

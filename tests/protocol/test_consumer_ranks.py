@@ -36,7 +36,12 @@ def axes(heads: int) -> tuple[Axis, ...]:
     return dense_axes([(AxisKind.HEAD, heads), (AxisKind.TOKEN, 4)], 16)
 
 
-def make_consumer(tp_rank: int = 0, tp_size: int = 1, idle_ttl_s: float = 3600) -> Consumer:
+def make_consumer(
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    idle_ttl_s: float = 3600,
+    writable_transports: frozenset[str] = frozenset(),
+) -> Consumer:
     """64 bytes per head and block."""
     heads = max(1, HEADS // tp_size)
     region = Region("l0", 4096, 64 * heads, 64 * heads, 8, axes=axes(heads))
@@ -51,7 +56,12 @@ def make_consumer(tp_rank: int = 0, tp_size: int = 1, idle_ttl_s: float = 3600) 
     )
     return Consumer(
         ConsumerSettings(
-            EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100
+            EngineId("d"),
+            peers,
+            read_timeout_s=30,
+            confirm_timeout_s=5,
+            receive_timeout_s=100,
+            writable_transports=writable_transports,
         )
     )
 

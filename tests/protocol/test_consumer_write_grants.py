@@ -4,6 +4,7 @@ when it certainly cannot any more.
 
 import msgspec
 import pytest
+from tests.protocol import test_consumer_ranks as ranks
 from tests.protocol.test_consumer import (
     CONTROL,
     PEER,
@@ -18,8 +19,9 @@ from tests.protocol.test_consumer import (
     sent,
     ticket,
 )
-from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
+from tests.protocol.test_consumer_push import CANCEL, OWN, READER, REGISTRATION, expect, offer
 
+from kvferry.errors import RemoteProtocolError
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import GrantWrites, RevokeWrites, StartRead
@@ -38,7 +40,10 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
     Written,
 )
+from kvferry.protocol.planning import BlockPermutation
 from kvferry.protocol.receiving import MAX_GRANTED_BLOCKS
+from kvferry.protocol.transfer import PushInfo
+from kvferry.types import Address, EngineIncarnation
 
 LEASE_S = 30
 TAKE_BACK = RevokeWrites(R1, "memory", 1)
@@ -133,6 +138,14 @@ def test_without_a_fence_a_producer_that_lives_anew_has_surely_stopped() -> None
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=5)
     assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
+
+
+def test_a_report_that_arrives_while_the_handshake_runs_again_is_ignored() -> None:
+    consumer = lender(is_fenced=False)
+    consumer.disconnected(CONTROL, now=2)
+    consumer.take_actions()
+    consumer.receive(CONTROL, Revoked(READER, 1), now=3)
+    assert (consumer.take_actions(), failures(consumer)) == ([], [])
 
 
 def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too() -> None:
@@ -305,3 +318,62 @@ def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for
     consumer = lender()
     assert consumer.may_be_written("memory")
     assert not consumer.may_be_written("nixl")
+
+
+def test_without_a_fence_a_producer_that_can_be_reached_again_is_asked_again() -> None:
+    consumer = lender(is_fenced=False)
+    consumer.take_actions()
+    consumer.disconnected(CONTROL, now=2)
+    actions = connect(consumer, now=2)
+    assert (sent(actions, Revoke), sent(actions, PushRegistration)) == ([REVOKE], [])
+    consumer.receive(CONTROL, Revoked(READER, 1), now=3)
+    assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
+
+
+def test_blocks_whose_order_cannot_be_planned_are_not_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def disagree(*_: object) -> list[BlockPermutation]:
+        raise RemoteProtocolError("the ranks disagree")
+
+    monkeypatch.setattr("kvferry.protocol.receiving.plan_permutations", disagree)
+    consumer = lender()
+    assert failures(consumer) == ["the ranks disagree"]
+    assert of(consumer.take_actions(), GrantWrites) == []
+    assert consumer.num_transfers == 0
+
+
+def test_a_prefill_that_stands_still_between_two_writes_is_given_up() -> None:
+    consumer = lender(is_fenced=False)
+    consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=10)
+    consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=100)
+    consumer.take_events()
+    for now in range(101, 491):
+        consumer.advance(now)
+        for beat in sent(consumer.take_actions(), Heartbeat):
+            assert isinstance(beat, Heartbeat)
+            consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
+    reason = "the prefill did not go on within 480 s"
+    assert consumer.take_events() == [TransferAbandoned(R1, reason)], "no progress, no more time"
+    consumer.receive(CONTROL, WriteFailed(READER, 1, "too late to matter"), now=491)
+    consumer.receive(CONTROL, Written(READER, 1, 8, is_last=False), now=491)
+    assert failures(consumer) == []
+    consumer.receive(CONTROL, Revoked(READER, 1), now=491)
+    assert failures(consumer) == [reason]
+    consumer.take_actions()
+    written(consumer, now=492)
+    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+
+
+def test_blocks_that_two_ranks_write_into_are_used_when_both_have_written() -> None:
+    consumer = ranks.make_consumer(writable_transports=frozenset({"memory"}))
+    push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
+    consumer.expect(
+        R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0
+    )
+    ranks.connect(consumer, 2)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=1)
+    for rank in (0, 1):
+        assert consumer.take_events() == []
+        consumer.receive(ranks.control(rank), Written(READER, 1, 8, is_last=True), now=2)
+    assert consumer.take_events() == [PrefillCompleted(R1, 8, 0, 0), TransferFinished(R1)]

@@ -1,6 +1,7 @@
 from kvferry.events import TransferTimes
+from kvferry.protocol.consumer_context import TransferTimings
 from kvferry.protocol.transfer import TransferEvent as E
-from kvferry.protocol.transfer import TransferState, TransferTimings, next_state
+from kvferry.protocol.transfer import TransferState, next_state
 from kvferry.types import RequestId
 
 R = RequestId("r")
@@ -44,7 +45,7 @@ def test_blocks_that_a_producer_writes_into() -> None:
         (E.BLOCKS_ALLOCATED, 2.0),
         (E.WRITES_GRANTED, 3.0),
         (E.BYTES_MOVED, 4.0),
-        (E.CONFIRMED, 5.0),
+        (E.WRITES_REVOKED, 5.0),
         (E.PLACED, 6.0),
     )
     assert timed(*story) == TransferTimes(1.0, None, 2.0, 3.0, 4.0, 5.0)
@@ -56,6 +57,7 @@ def test_what_was_withdrawn_and_came_again_has_the_last_times_but_began_when_it_
         (E.BLOCKS_ALLOCATED, 3.0),
         (E.WITHDRAWN, 4.0),
         (E.BYTES_MOVED, 5.0),
+        (E.BLOCKS_ALLOCATED, 5.0),
         (E.PEER_READY, 6.0),
         (E.BYTES_MOVED, 7.0),
     )

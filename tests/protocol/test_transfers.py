@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.transfer import FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
+from kvferry.protocol.receiving import ON_ENTER
+from kvferry.protocol.transfer import (
+    FINAL,
+    IGNORED,
+    TRANSITIONS,
+    TransferEvent,
+    TransferState,
+    next_state,
+)
 
 FAILURE_EVENTS = (
     TransferEvent.REFUSED,
@@ -34,7 +42,15 @@ def test_every_state_meets_every_event(state: TransferState, event: TransferEven
 def test_trouble_can_come_in_any_state_that_is_not_final(
     state: TransferState, event: TransferEvent
 ) -> None:
-    assert (state, event) in TRANSITIONS
+    assert ((state, event) in TRANSITIONS) != ((state, event) in IGNORED)
+
+
+def test_no_event_is_both_ignored_and_acted_on() -> None:
+    assert not IGNORED & set(TRANSITIONS)
+
+
+def test_entering_any_state_does_something() -> None:
+    assert set(ON_ENTER) == set(TransferState)
 
 
 @given(st.lists(st.sampled_from(TransferEvent)))
@@ -46,32 +62,49 @@ def test_only_a_confirmed_transfer_is_done(events: list[TransferEvent]) -> None:
             state = next_state(state, event)
             seen.append(event)
     if state is TransferState.DONE:
-        confirmed = seen.index(TransferEvent.CONFIRMED)
-        assert seen[confirmed - 1] is TransferEvent.BYTES_MOVED
-        assert not set(seen[:confirmed]) & set(FAILURE_EVENTS)
-        assert seen[-1] is TransferEvent.PLACED
-        assert TransferEvent.ABORTED not in seen
+        last = max(
+            index
+            for index, event in enumerate(seen)
+            if event in (TransferEvent.CONFIRMED, TransferEvent.WRITES_REVOKED)
+        )
+        assert seen[last - 1] is TransferEvent.BYTES_MOVED
+        assert not set(seen) & set(FAILURE_EVENTS)
+        assert seen[last + 1 :] == [TransferEvent.PLACED]
 
 
 def test_what_is_confirmed_is_not_lost_with_the_producer() -> None:
-    for event in set(FAILURE_EVENTS) - {TransferEvent.ABORTED}:
-        assert next_state(TransferState.PLACING, event) is TransferState.PLACING
+    for state in (TransferState.PLACING, TransferState.RECLAIMING):
+        for event in set(FAILURE_EVENTS) - {TransferEvent.ABORTED}:
+            assert (state, event) in IGNORED
 
 
-def test_a_moving_transfer_stops_before_it_fails() -> None:
-    for event in FAILURE_EVENTS:
+STILL_WRITING = {
+    TransferState.STOPPING: (
+        TransferState.MOVING,
+        {TransferEvent.BYTES_MOVED, TransferEvent.MOVE_FAILED},
+    ),
+    TransferState.REVOKING: (TransferState.FILLING, {TransferEvent.WRITES_REVOKED}),
+    TransferState.DISCARDING: (
+        TransferState.PLACING,
+        {TransferEvent.PLACED, TransferEvent.PLACING_FAILED},
+    ),
+}
+"""By state: where it is entered from, and the ends of the writing, the only ways out."""
+
+
+@pytest.mark.parametrize("state", STILL_WRITING)
+def test_a_transfer_fails_only_when_nothing_writes_into_its_blocks_any_more(
+    state: TransferState,
+) -> None:
+    before, ends = STILL_WRITING[state]
+    assert next_state(before, TransferEvent.ABORTED) is state
+    ways_out = {event: to for (at, event), to in TRANSITIONS.items() if at is state}
+    assert ways_out == dict.fromkeys(ends, TransferState.FAILED)
+
+
+def test_reads_in_flight_are_stopped_first() -> None:
+    for event in (*FAILURE_EVENTS, TransferEvent.READ_FAILED):
         assert next_state(TransferState.MOVING, event) is TransferState.STOPPING
-    assert next_state(TransferState.PLACING, TransferEvent.ABORTED) is TransferState.STOPPING
-    assert {
-        event
-        for state, event in TRANSITIONS
-        if state is TransferState.STOPPING and TRANSITIONS[state, event] in FINAL
-    } == {
-        TransferEvent.BYTES_MOVED,
-        TransferEvent.MOVE_FAILED,
-        TransferEvent.PLACED,
-        TransferEvent.PLACING_FAILED,
-    }
 
 
 def test_final_states_lead_nowhere() -> None:

@@ -3,6 +3,7 @@ to fail a request.
 """
 
 import pytest
+from tests.protocol import test_consumer as pull
 from tests.protocol import test_consumer_ranks as ranks
 from tests.protocol.test_consumer import (
     CONTROL,
@@ -18,10 +19,12 @@ from tests.protocol.test_consumer import (
 from tests.protocol.test_consumer_push import OWN, READER, expect
 from tests.protocol.test_consumer_streaming import WHOLE, ended, offer, waiting
 
+from kvferry.events import HandshakeFailed
 from kvferry.protocol.actions import StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
+    Confirm,
     HandshakeRequest,
     HeartbeatReply,
     PushRegistration,
@@ -70,6 +73,17 @@ def test_a_read_from_one_of_two_ranks_that_fails_by_itself_fails_the_request() -
     assert failures(consumer) == ["reading from the producer failed: broken"]
 
 
+def test_a_read_that_fails_after_its_producer_was_lost_reports_the_loss_once() -> None:
+    consumer = reading_from_two_ranks()
+    consumer.read_ended(R1, ranks.peer(0), "broken", now=1)
+    consumer.disconnected(ranks.control(0), now=1)
+    consumer.read_ended(R1, ranks.peer(1), "cancelled", now=1)
+    losses = [event for event in consumer.take_events() if isinstance(event, HandshakeFailed)]
+    assert losses == [
+        HandshakeFailed(PEER.engine, f"the connection to {ranks.control(0)} was lost")
+    ]
+
+
 @pytest.mark.parametrize("is_withdrawn", [True, False])
 def test_a_heartbeat_that_crossed_the_withdrawal_is_answered_by_what_we_know(
     is_withdrawn: bool,
@@ -102,3 +116,12 @@ def test_a_staged_producer_that_says_ready_of_what_it_has_withdrawn_is_not_belie
     offer(consumer, 16, serial=2)
     consumer.receive(CONTROL, Ready("a", READER), now=2)
     assert len(of(consumer.take_actions(), StartRead)) == 1
+
+
+def test_a_ticket_that_was_not_offered_by_push_cannot_be_withdrawn() -> None:
+    consumer = pull.reading(make_consumer())
+    consumer.take_actions()
+    consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=2)
+    assert consumer.take_actions() == []
+    ended(consumer)
+    assert len(sent(consumer.take_actions(), Confirm)) == 1

@@ -9,7 +9,7 @@ import pytest
 from tests.worker.world import BLOCK_BYTES, LAYERS, World
 
 from kvferry.events import TransferAbandoned, TransferFailed
-from kvferry.protocol import transfer as read_plans
+from kvferry.protocol import receiving
 from kvferry.protocol.planning import BlockPermutation
 from kvferry.transports.host_buffer import store as block_store
 from kvferry.types import RequestId
@@ -31,7 +31,7 @@ def permutations(offsets: list[int], regions: int = LAYERS) -> list[BlockPermuta
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(
-        read_plans,
+        receiving,
         "plan_permutations",
         lambda local, remotes, blocks, *_: permutations(list(blocks[0])),
     )
@@ -98,7 +98,7 @@ def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_th
 def test_a_placement_that_leaves_our_memory_fails_the_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_plans, "plan_permutations", lambda *_: permutations([3], LAYERS + 1))
+    monkeypatch.setattr(receiving, "plan_permutations", lambda *_: permutations([3], LAYERS + 1))
     pull(world)
     world.run()
     [reason] = world.d.failed()

@@ -12,6 +12,10 @@ either the producer offers a ticket when KV is ready to read, or the consumer gr
 write access to the blocks and the producer writes (`protocol/receiving.py`,
 docs/decisions/030-push.md).
 
+Every input (a command, a message, a completion, a passed deadline) posts events of transfers to one
+queue. One loop, `_process_events`, takes the events from the queue, looks up the next state in
+`TRANSITIONS` and calls the `ON_ENTER` function of that state, which may post further events.
+
 Pure: the caller feeds commands, messages and completions, passes `now` (local monotonic seconds),
 and takes actions and events.
 """
@@ -19,8 +23,8 @@ and takes actions and events.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.events import Event, HandshakeFailed, TransferFailed, TransferFinished
-from kvferry.protocol.actions import Action, PlaceBlocks
+from kvferry.events import Event, TransferFailed
+from kvferry.protocol.actions import Action
 from kvferry.protocol.consumer_context import ConsumerContext, ConsumerSettings, ProducerClient
 from kvferry.protocol.messages import (
     Confirmed,
@@ -35,21 +39,31 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerTable, PeerUser
-from kvferry.protocol.receiving import REVOKING, Reading, Reservations, WriteGrants
+from kvferry.protocol.peers import LostPeer, PeerTable, PeerUser
+from kvferry.protocol.receiving import (
+    ON_ENTER,
+    attach,
+    contact_producer,
+    extend_deadline,
+    lose_peer,
+    receive_write_report,
+    revoke,
+)
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfer import (
+    BEFORE_READING,
     FAILURE_EVENTS,
-    FINAL,
+    GRANTED,
+    IGNORED,
+    REVOKING_STATES,
     TRANSITIONS,
     Destination,
     Origin,
     PushInfo,
+    ReaderStatus,
     Transfer,
     TransferEvent,
     TransferState,
-    TransferTable,
-    TransferTimings,
     next_state,
     reader_name,
 )
@@ -58,40 +72,26 @@ from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 __all__ = ["Consumer"]
 
 _E = TransferEvent
-_BEFORE_READING = (TransferState.TRACKED, TransferState.WAITING)
+# In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer. In the other
+# two the producer has withdrawn the lease or dropped the registration, as expected.
+_LEASE_MAY_END = (TransferState.CONFIRMING, TransferState.RETURNING, TransferState.RETRACTING)
 
 
 class Consumer:
     """State machine of every transfer into this rank, and of the peers the transfers come from."""
 
     def __init__(self, settings: ConsumerSettings) -> None:
-        self._settings = settings
-        self._actions: list[Action] = []
-        self._peers = PeerTable(settings.peers, self._actions)
-        self._transfers = TransferTable()
+        actions: list[Action] = []
+        self._peers = PeerTable(settings.peers, actions)
         self._client = ProducerClient(
             EngineIncarnation(settings.engine, settings.epoch or Epoch("")),
             self._peers,
             settings.registration_s,
-            self._actions,
+            actions,
         )
-        self._peer_users: list[PeerUser] = []
-        self._events: list[Event] = []
-        self._timings = TransferTimings()
-        context = ConsumerContext(
-            settings,
-            self._peers,
-            self._transfers,
-            self._client,
-            self._actions,
-            self._events,
-            self._handle_event,
-        )
-        self._reading, self._write_grants, self._reservations = (
-            Reading(context),
-            WriteGrants(context),
-            Reservations(context),
-        )
+        self._context = ConsumerContext(settings, self._peers, self._client, actions)
+        self._settings = settings
+        self._transfers = self._context.transfers
 
     @property
     def num_transfers(self) -> int:
@@ -111,7 +111,7 @@ class Consumer:
 
     def add_peer_user(self, user: PeerUser) -> None:
         """Notify `user` of ready and lost peers, and never evict a peer that `user` still uses."""
-        self._peer_users.append(user)
+        self._context.peer_users.append(user)
 
     # -- commands from the engine --
 
@@ -156,12 +156,13 @@ class Consumer:
             origin,
         )
         self._transfers.add(transfer)
-        self._timings.start(request, now)
+        self._context.timings.start(request, now)
         peer = self._peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
-            self._handle_event(transfer, _E.PEER_LOST, now, peer.reason)
-        elif peer.is_ready:
-            self._attach_or_register(transfer, peer, now)
+            self._context.post(transfer, _E.PEER_LOST, peer.reason)
+        else:
+            contact_producer(self._context, transfer, now)
+        self._process_events(now)
 
     def start(
         self,
@@ -179,22 +180,15 @@ class Consumer:
         """
         transfer = self._transfers.get(request)
         if transfer is None:
-            self._events.append(
+            self._context.events.append(
                 TransferFailed(request, "the transfer was not announced before its blocks")
             )
             return
         transfer.to = Destination(blocks, tokens, needed_from)
         transfer.arrival.progressed_at = now
-        self._reading.extend_deadline(transfer, now)
-        self._handle_event(transfer, _E.BLOCKS_ALLOCATED, now, transfer.reason)
-        peer = self._peers.get(transfer.incarnation)
-        if (
-            transfer.state is TransferState.WAITING
-            and peer is not None
-            and peer.is_ready
-            and self._write_grants.can_grant(transfer, peer)
-        ):
-            self._write_grants.grant_writes(transfer, peer, now)
+        extend_deadline(self._context, transfer, now)
+        self._context.post(transfer, _E.BLOCKS_ALLOCATED)
+        self._process_events(now)
 
     def settle(self, request: RequestId, now: float) -> None:
         """Tell the producer to free its blocks, because the engine needs no KV from the producer.
@@ -213,7 +207,8 @@ class Consumer:
     def _leave(self, request: RequestId, event: TransferEvent, now: float) -> None:
         transfer = self._transfers.get(request)
         if transfer is not None and (event is _E.ABORTED or not transfer.has_blocks):
-            self._handle_event(transfer, event, now, "the request was aborted")
+            self._context.post(transfer, event, "the request was aborted")
+            self._process_events(now)
 
     # -- messages and completions --
 
@@ -222,19 +217,20 @@ class Consumer:
             case HandshakeReply() | HandshakeRefused():
                 lost = self._peers.receive(message, now)
                 self._apply_renames(now)
-                self._lost(lost, now)
+                self._lose(lost)
             case Ready():
-                self._receive_ready(address, message, now)
+                self._receive_ready(address, message)
             case HeartbeatReply():
-                self._receive_heartbeat_reply(address, message, now)
+                self._receive_heartbeat_reply(address, message)
             case Confirmed():
-                self._reading.receive_confirmed(address, message, now)
+                self._receive_confirmed(address, message)
             case Refused():
-                self._receive_refused(message, now)
+                self._receive_refused(message)
             case PushWithdrawal():
-                self._receive_withdrawal(message, now)
+                self._receive_withdrawal(message)
             case Written() | WriteFailed() | Revoked():
-                self._write_grants.receive(address, message, now)
+                receive_write_report(self._context, address, message, now)
+        self._process_events(now)
 
     def offered(
         self,
@@ -262,37 +258,42 @@ class Consumer:
         assert peer is not None
         if not transfer.arrival.note(peer_id.tp_rank, ready_tokens, now):
             return
-        is_first = not transfer.is_offered
+        is_first = transfer.reader_status is ReaderStatus.REGISTERED
         if is_first:
             self._client.stop_heartbeats(transfer)
         transfer.origin.ticket, transfer.origin.ticket_text = ticket, ticket_text
-        self._reading.extend_deadline(transfer, now)
+        extend_deadline(self._context, transfer, now)
         if is_first:
-            self._attach(transfer, peer, now)
-        elif transfer.state is TransferState.MOVING and not transfer.outstanding.reads:
-            self._reading.start(transfer, now)
+            attach(self._context, transfer, peer, now)
+        elif transfer.state is TransferState.CAUGHT_UP:
+            self._context.post(transfer, _E.TOKENS_READY)
+        self._process_events(now)
 
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
-            self._lost(lost, now)
+            self._lose(lost)
+        self._process_events(now)
 
     def peer_opened(self, peer_id: PeerId, transport: str, now: float) -> None:
         peer = self._peers.opened(peer_id, transport)
         if peer is None:
             return
         for transfer in self._transfers.of_incarnation(peer.incarnation):
-            if transfer.state in _BEFORE_READING:
-                self._attach_or_register(transfer, peer, now)
-            elif transfer.to.write_grant is not None and not transfer.to.write_grant.is_fenced:
-                self._write_grants.revoke(transfer, now)
+            grant = transfer.to.write_grant
+            if transfer.state in BEFORE_READING:
+                contact_producer(self._context, transfer, now)
+            elif transfer.state in REVOKING_STATES and grant is not None and not grant.is_fenced:
+                revoke(self._context, transfer, now)
+        self._process_events(now)
         # Detach only after the waiting transfers have attached: a detach message settles the lease,
         # and the waiting transfers may share that lease.
         self._client.send_deferred_detaches(peer)
-        for user in self._peer_users:
+        for user in self._context.peer_users:
             user.peer_ready(peer, now)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
-        self._lost(self._peers.lose(peer_id.incarnation, reason, now), now)
+        self._lose(self._peers.lose(peer_id.incarnation, reason, now))
+        self._process_events(now)
 
     def read_ended(
         self, request: RequestId, peer_id: PeerId, error: str | None, now: float
@@ -308,68 +309,63 @@ class Consumer:
         if error is None and not transfer.outstanding.reads:
             transfer.arrival.land()
         reason = f"reading from the producer failed: {error}"
-        if error is not None and transfer.state is TransferState.MOVING:
+        is_moving = transfer.state is TransferState.MOVING
+        if error is not None and is_moving:
             transfer.read_error = reason
-        if transfer.outstanding.reads:
-            if error is not None and transfer.state is TransferState.MOVING:
-                self._handle_event(transfer, _E.REFUSED, now, reason)
-        elif (
-            error is None
-            and transfer.state is TransferState.MOVING
-            and transfer.arrival.read_until < transfer.to.tokens.stop
-        ):
-            self._reading.start(transfer, now)
-        else:
-            self._handle_event(
-                transfer, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason
-            )
-        if transfer.read_error and not transfer.outstanding.reads:
-            # The transport may have closed the connection for good. Drop the peer, so that the next
-            # request starts a new handshake.
-            self._lost(self._peers.lose(transfer.incarnation, transfer.read_error, now), now)
+        event = None
+        if not transfer.outstanding.reads:
+            is_part = is_moving and transfer.arrival.read_until < transfer.to.tokens.stop
+            moved = _E.PART_MOVED if is_part else _E.BYTES_MOVED
+            event = moved if error is None else _E.MOVE_FAILED
+        elif error is not None and is_moving:
+            event = _E.READ_FAILED
+        if event is not None:
+            self._context.post(transfer, event, reason)
+            self._process_events(now)
 
     def writes_revoked(self, request: RequestId, grant_id: int, now: float) -> None:
         """Handle the end of a `RevokeWrites` action: no write under this grant id can land now."""
         transfer = self._transfers.get(request)
         if (
             transfer is not None
+            and transfer.state in REVOKING_STATES
             and transfer.to.write_grant is not None
             and transfer.to.write_grant.grant_id == grant_id
         ):
-            self._write_grants.finish_revoke(transfer, now)
+            self._context.post(transfer, _E.WRITES_REVOKED)
+            self._process_events(now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
         """Handle the end of a `PlaceBlocks` action; nothing writes into the blocks any more."""
         transfer = self._transfers.get(request)
         if transfer is not None:
             event = _E.PLACED if error is None else _E.PLACING_FAILED
-            self._handle_event(
-                transfer, event, now, f"putting the blocks into our order failed: {error}"
+            self._context.post(
+                transfer, event, f"putting the blocks into our order failed: {error}"
             )
+            self._process_events(now)
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
-            self._lost(lost, now)
+            self._lose(lost)
         for peer_id in self._client.silent_peers(now):
-            self._lost(
-                self._peers.lose(
-                    peer_id.incarnation, "the producer no longer answers heartbeats", now
-                ),
-                now,
-            )
+            reason = "the producer no longer answers heartbeats"
+            self._lose(self._peers.lose(peer_id.incarnation, reason, now))
+        # The deadline of a transfer whose producer is lost may no longer apply.
+        self._process_events(now)
         for transfer in self._transfers.take_overdue(now):
-            if transfer.to.write_grant is not None and transfer.state in REVOKING:
-                self._write_grants.revoke(transfer, now)
-                continue
-            self._handle_event(
-                transfer, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(transfer, now)
-            )
+            if transfer.state in REVOKING_STATES:
+                revoke(self._context, transfer, now)
+            else:
+                reason = self._settings.overdue_reason(transfer, now)
+                self._context.post(transfer, _E.DEADLINE_PASSED, reason)
+        self._process_events(now)
         self._client.send_heartbeats(now)
         self._peers.evict_idle(
             now,
             self._transfers.incarnations().union(
-                *(user.incarnations() for user in self._peer_users)
+                *(user.incarnations() for user in self._context.peer_users)
             ),
         )
 
@@ -383,56 +379,37 @@ class Consumer:
 
     def take_actions(self) -> list[Action]:
         """Return the pending actions, including the peer table's, in the order to perform them."""
-        actions = list(self._actions)
-        self._actions.clear()
+        actions = list(self._context.actions)
+        self._context.actions.clear()
         return actions
 
     def take_events(self) -> list[Event]:
-        events = list(self._events)
-        self._events.clear()
+        events = list(self._context.events)
+        self._context.events.clear()
         return events
 
     # -- internals --
 
-    def _handle_event(
-        self, transfer: Transfer, event: TransferEvent, now: float, reason: str
-    ) -> None:
-        """Advance the state machine of a transfer and perform the entry action of the new state."""
-        before, transfer.state = transfer.state, next_state(transfer.state, event)
-        self._timings.note(transfer.request, event, transfer.state, now)
-        # In PLACING and RECLAIMING every byte has arrived, so a lost peer or a refusal is harmless
-        # there and must not become the reason of a later failure.
-        if event in FAILURE_EVENTS and transfer.state not in (
-            TransferState.PLACING,
-            TransferState.RECLAIMING,
-        ):
-            transfer.reason = transfer.reason or reason
-        self._reservations.note(transfer, before, now)
-        match transfer.state:
-            case TransferState.MOVING:
-                self._reading.start(transfer, now)
-            case state if state in REVOKING and transfer.to.write_grant is not None:
-                self._write_grants.begin_revoke(transfer, before, now)
-            case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._reading.give_up(transfer, now)
-            case TransferState.CONFIRMING:
-                self._reading.ask_confirmation(transfer, now)
-            case TransferState.PLACING if before is not TransferState.PLACING:
-                self._place(transfer, now)
-            case TransferState.DOOMED if before is not TransferState.DOOMED:
-                # A doomed transfer may wait a long time for its blocks, only to fail then. Detach
-                # now, so that no producer rank holds blocks for the transfer meanwhile.
-                self._client.send_detach(transfer)
-            case TransferState.RETURNING if not transfer.outstanding.reads:
-                self._handle_event(transfer, _E.BYTES_MOVED, now, "")
-            case TransferState.RETURNING:
-                self._reading.stop(transfer)
-            case state if state in _BEFORE_READING and (
-                event is _E.WITHDRAWN or before is TransferState.RETURNING
-            ):
-                self._restart(transfer, now)
-            case state if state in FINAL:
-                self._end(transfer)
+    def _process_events(self, now: float) -> None:
+        """Apply every queued event to its transfer, in order, including events posted meanwhile.
+
+        An input posts at most one event per transfer, and an `ON_ENTER` function at most one for
+        the transfer that has entered the state. So no event waits while its transfer advances.
+        """
+        context = self._context
+        while context.queue:
+            transfer, event, reason = context.queue.popleft()
+            if (transfer.state, event) in IGNORED:
+                continue
+            transfer.state = next_state(transfer.state, event)
+            context.timings.note(transfer.request, event, transfer.state, now)
+            if event in FAILURE_EVENTS:
+                transfer.reason = transfer.reason or reason
+            ON_ENTER[transfer.state](context, transfer, now)
+
+    def _lose(self, lost: LostPeer | None) -> None:
+        if lost is not None:
+            lose_peer(self._context, lost)
 
     def _apply_renames(self, now: float) -> None:
         """Move transfers from a peer known only by address to the incarnation the handshake named.
@@ -444,97 +421,13 @@ class Consumer:
             peer = self._peers.get(new)
             for transfer in self._transfers.of_incarnation(old):
                 self._transfers.move(transfer, new)
-                if peer is not None and peer.is_ready and transfer.state in _BEFORE_READING:
-                    self._attach_or_register(transfer, peer, now)
+                if peer is not None and transfer.state in BEFORE_READING:
+                    contact_producer(self._context, transfer, now)
+            self._process_events(now)
             if peer is not None and peer.is_ready:
                 self._client.send_deferred_detaches(peer)
 
-    def _attach_or_register(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        if transfer.is_offered:
-            self._attach(transfer, peer, now)
-        elif transfer.state is TransferState.WAITING and self._write_grants.can_grant(
-            transfer, peer
-        ):
-            self._write_grants.grant_writes(transfer, peer, now)
-        else:
-            self._client.register(transfer, peer, self._settings.peers.geometry.tp_size, now)
-
-    def _attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        self._client.attach(transfer, peer, now)
-        transfer.outstanding.ready_replies = {
-            rank for rank in peer.rank_mappings if peer.layouts[rank].uses_host_buffer
-        }
-        self._reservations.await_answers(transfer, peer, now)
-        if not transfer.outstanding.ready_replies:
-            self._handle_event(transfer, _E.PEER_READY, now, "")
-
-    def _restart(self, transfer: Transfer, now: float) -> None:
-        """Reset a transfer whose offer was withdrawn and register it again for the next offer."""
-        peer = self._peers.get(transfer.incarnation)
-        assert peer is not None
-        self._client.stop_heartbeats(transfer)
-        transfer.arrival = transfer.arrival.restarted(
-            transfer.ticket.serial if transfer.is_offered else transfer.arrival.last_serial
-        )
-        transfer.outstanding.ready_replies.clear()
-        transfer.origin.ticket, transfer.origin.ticket_text = None, ""
-        # The reads were cancelled because of the withdrawal; a later failure has another reason.
-        transfer.reason = ""
-        self._reading.extend_deadline(transfer, now)
-        self._attach_or_register(transfer, peer, now)
-
-    def _place(self, transfer: Transfer, now: float) -> None:
-        # The bytes are confirmed and the producer is no longer involved. The rest is local work
-        # without a deadline: the blocks go back to the engine when nothing writes into them.
-        transfer.is_confirmed = True
-        self._transfers.set_deadline(transfer, None)
-        self._client.stop_heartbeats(transfer)
-        if transfer.to.permutations or self._settings.uses_host_buffer:
-            blocks = (
-                transfer.to.filled_blocks(self._settings.peers.geometry.block_size)
-                if self._settings.uses_host_buffer
-                else ()
-            )
-            self._actions.append(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
-        else:
-            self._handle_event(transfer, _E.PLACED, now, "")
-
-    def _end(self, transfer: Transfer) -> None:
-        self._transfers.remove(transfer)
-        times = self._timings.stop(transfer.request)
-        if transfer.state is TransferState.DONE:
-            self._events.append(TransferFinished(transfer.request, times))
-            return
-        if not transfer.is_confirmed:
-            self._client.send_detach(transfer)
-        if transfer.has_blocks:
-            self._events.append(
-                TransferFailed(
-                    transfer.request, transfer.reason or "the request was aborted", times
-                )
-            )
-
-    def _lost(self, lost: LostPeer | None, now: float) -> None:
-        if lost is None:
-            return
-        self._events.append(HandshakeFailed(lost.incarnation.engine, lost.reason))
-        self._client.forget(lost)
-        for transfer in self._transfers.of_incarnation(lost.incarnation):
-            transfer.is_attached = False
-            self._handle_event(transfer, _E.PEER_LOST, now, lost.reason)
-            if (
-                lost.is_over
-                and transfer.to.write_grant is not None
-                and not transfer.to.write_grant.is_fenced
-                and transfer.state in REVOKING
-            ):
-                # The process that could have written has ended. A fenced grant still waits for its
-                # transport, because bytes that the process had sent may be in flight.
-                self._write_grants.finish_revoke(transfer, now)
-        for user in self._peer_users:
-            user.peer_lost(lost)
-
-    def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
+    def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply) -> None:
         peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
@@ -548,29 +441,24 @@ class Consumer:
             )
             # A rank that has sent its last `Written` has dropped the registration by design.
             is_through = (
-                transfer.to.write_grant is not None
+                transfer.state in GRANTED
+                and transfer.to.write_grant is not None
                 and peer_id.tp_rank not in transfer.to.write_grant.writers
             )
-            # In CONFIRMING, `Confirmed` or `Refused` is in flight and is the more precise answer.
-            # In RETURNING, the lease was withdrawn, so a missing lease is expected.
-            if (
-                transfer.state not in (TransferState.CONFIRMING, TransferState.RETURNING)
-                and not is_ahead
-                and not is_through
-            ):
+            if transfer.state not in _LEASE_MAY_END and not is_ahead and not is_through:
                 lost = (
                     "the producer's lease ran out"
                     if transfer.is_offered
                     else "the producer has forgotten the registration"
                 )
-                self._handle_event(transfer, _E.REFUSED, now, lost)
+                self._context.post(transfer, _E.REFUSED, lost)
 
-    def _receive_ready(self, address: str, message: Ready, now: float) -> None:
+    def _receive_ready(self, address: str, message: Ready) -> None:
         transfer = self._transfers.of_reader(message.reader)
         if (
             transfer is None
             or not transfer.is_offered
-            or transfer.state not in _BEFORE_READING
+            or transfer.state not in BEFORE_READING
             or transfer.lease != message.lease
         ):
             return
@@ -581,21 +469,37 @@ class Consumer:
             return
         transfer.outstanding.ready_replies.discard(rank)
         if not transfer.outstanding.ready_replies:
-            self._handle_event(transfer, _E.PEER_READY, now, "")
+            self._context.post(transfer, _E.PEER_READY)
 
-    def _receive_refused(self, message: Refused, now: float) -> None:
+    def _receive_confirmed(self, address: str, message: Confirmed) -> None:
+        transfer = self._transfers.of_reader(message.reader)
+        if (
+            transfer is None
+            or transfer.state is not TransferState.CONFIRMING
+            or transfer.lease != message.lease
+        ):
+            return
+        waited_for = transfer.outstanding.confirmations
+        rank = self._peers.rank_at(transfer.incarnation, address, waited_for)
+        if rank is None:
+            return
+        waited_for.discard(rank)
+        if not waited_for:
+            self._context.post(transfer, _E.CONFIRMED)
+
+    def _receive_refused(self, message: Refused) -> None:
         transfer = self._transfers.of_reader(message.reader)
         if transfer is None or (message.serial and transfer.is_withdrawn(message.serial)):
             return
-        self._handle_event(transfer, _E.REFUSED, now, f"the producer refused: {message.reason}")
+        self._context.post(transfer, _E.REFUSED, f"the producer refused: {message.reason}")
 
-    def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
+    def _receive_withdrawal(self, message: PushWithdrawal) -> None:
         transfer = self._transfers.of_reader(message.reader)
-        can_return = transfer is not None and (transfer.state, _E.WITHDRAWN) in TRANSITIONS
         if (
             transfer is not None
-            and can_return
+            and (transfer.state, _E.WITHDRAWN) in TRANSITIONS
+            and transfer.origin.push_info is not None
             and transfer.is_offered
             and transfer.ticket.serial == message.serial
         ):
-            self._handle_event(transfer, _E.WITHDRAWN, now, "")
+            self._context.post(transfer, _E.WITHDRAWN)

@@ -1,14 +1,17 @@
-"""Shared objects of a consumer's parts: the settings, the client for producers, and the context.
+"""Objects that a consumer's modules share: settings, client for producers, timings, event queue.
 
-`Consumer` (`protocol/consumer.py`) builds the objects; `Reading`, `Reservations` and `WriteGrants`
-(`protocol/receiving.py`) use them. Pure: messages to producers are appended to the consumer's list
-of actions, and the caller passes `now`.
+`Consumer` (`protocol/consumer.py`) builds the objects; the functions of `protocol/receiving.py` use
+them. Pure: messages to producers are appended to the consumer's list of actions, and the caller
+passes `now`.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple
 
-from kvferry.events import Event
+from kvferry.events import Event, TransferTimes
 from kvferry.protocol.actions import Action, Send
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.layout import Geometry
@@ -23,8 +26,9 @@ from kvferry.protocol.messages import (
     PushRegistration,
     WriteGrantInfo,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable
+from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable, PeerUser
 from kvferry.protocol.transfer import (
+    ReaderStatus,
     Transfer,
     TransferEvent,
     TransferState,
@@ -33,7 +37,13 @@ from kvferry.protocol.transfer import (
 )
 from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
 
-__all__ = ["ConsumerContext", "ConsumerSettings", "ProducerClient"]
+__all__ = [
+    "ConsumerContext",
+    "ConsumerSettings",
+    "ProducerClient",
+    "QueuedEvent",
+    "TransferTimings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +76,8 @@ class ConsumerSettings:
 
     def overdue_reason(self, transfer: Transfer, now: float) -> str:
         """Return the failure reason for a transfer whose deadline has passed."""
-        is_coming = (
-            bool(transfer.arrival.ready) and transfer.arrival.read_until < transfer.to.tokens.stop
-        )
         match transfer.state:
-            case TransferState.MOVING if is_coming and not transfer.outstanding.reads:
+            case TransferState.CAUGHT_UP:
                 return f"the prefill did not go on within {self.offer_timeout_s:g} s"
             case TransferState.MOVING if now < transfer.to.give_up_at:
                 return f"the read did not end within {self.read_timeout_s:g} s"
@@ -158,12 +165,14 @@ class ProducerClient:
             write=write,
         )
         self._to_all_ranks(peer, message)
-        if not transfer.is_attached:
+        if transfer.reader_status is ReaderStatus.UNKNOWN:
+            transfer.reader_status = ReaderStatus.REGISTERED
             self._start_heartbeats(transfer, peer, self._registration_s, now)
 
     def attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
         transfer.announced_at = now
         self._send_attach(transfer, peer)
+        transfer.reader_status = ReaderStatus.ATTACHED
         self._start_heartbeats(transfer, peer, transfer.ticket.lease_s, now)
 
     def announce_read(self, transfer: Transfer, peer: Peer, ranks: list[int], now: float) -> None:
@@ -191,11 +200,12 @@ class ProducerClient:
         peer = self._peers.get(transfer.incarnation)
         if peer is None:
             return
-        if transfer.is_attached:
+        if transfer.is_known_to_producer:
             self.stop_heartbeats(transfer)
             self._to_all_ranks(peer, self._detach_message(transfer))
         elif (
-            not peer.is_ready
+            transfer.reader_status is ReaderStatus.UNKNOWN
+            and not peer.is_ready
             and sum(map(len, self._deferred_detaches.values())) < MAX_DEFERRED_DETACHES
         ):
             self._deferred_detaches.setdefault(transfer.incarnation, []).append(transfer)
@@ -214,8 +224,13 @@ class ProducerClient:
             transfer.origin.incarnation = new
             self._deferred_detaches.setdefault(new, []).append(transfer)
 
+    def release(self, transfer: Transfer) -> None:
+        """Note that the producer has detached the reader, because every byte has arrived."""
+        self.stop_heartbeats(transfer)
+        transfer.reader_status = ReaderStatus.RELEASED
+
     def stop_heartbeats(self, transfer: Transfer) -> None:
-        transfer.is_attached = False
+        transfer.reader_status = ReaderStatus.UNKNOWN
         peer = self._peers.get(transfer.incarnation)
         for rank in peer.rank_mappings if peer is not None else ():
             self._heartbeats.untrack(
@@ -281,7 +296,6 @@ class ProducerClient:
         )
 
     def _start_heartbeats(self, transfer: Transfer, peer: Peer, lease_s: float, now: float) -> None:
-        transfer.is_attached = True
         for rank in peer.rank_mappings:
             self._heartbeats.track(
                 peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now
@@ -301,30 +315,89 @@ def _sent_name(transfer: Transfer) -> str:
     return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""
 
 
+# -- timings --
+# Records when each transfer reached each stage, for metrics and logs. Affects no decision.
+
+
+_BEGAN = (TransferState.MOVING, TransferState.FILLING)
+_MOVED = (TransferState.CONFIRMING, TransferState.RECLAIMING)
+
+
+@dataclass(slots=True)
+class TransferTimings:
+    """The stage times of every transfer that has not ended."""
+
+    _times: dict[RequestId, TransferTimes] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def start(self, request: RequestId, now: float) -> None:
+        self._times[request] = TransferTimes(now)
+
+    def note(
+        self, request: RequestId, event: TransferEvent, state: TransferState, now: float
+    ) -> None:
+        """Record the time of `event`, which put the transfer into `state`.
+
+        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`
+        and `allocated_at`, which keep the first.
+        """
+        times = self._times.get(request)
+        if times is None:
+            return
+        if event is TransferEvent.PEER_READY:
+            times = replace(times, attached_at=now)
+        elif event is TransferEvent.BLOCKS_ALLOCATED and times.allocated_at is None:
+            times = replace(times, allocated_at=now)
+        if state in _BEGAN and times.began_at is None:
+            times = replace(times, began_at=now)
+        elif state in _MOVED and event is TransferEvent.BYTES_MOVED:
+            times = replace(times, moved_at=now)
+        elif state is TransferState.PLACING:
+            times = replace(times, confirmed_at=now)
+        self._times[request] = times
+
+    def stop(self, request: RequestId) -> TransferTimes | None:
+        return self._times.pop(request, None)
+
+
 # -- context --
-# What `Reading`, `Reservations` and `WriteGrants` share with the consumer.
+# What the functions of `protocol/receiving.py` share with the consumer.
 
 
-class EventHandler(Protocol):
-    """The consumer's function that applies an event to a transfer."""
+class QueuedEvent(NamedTuple):
+    """An event that a transfer has yet to meet; `reason` matters if the event is a failure."""
 
-    def __call__(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
-        """Advance the state machine of a transfer and perform the entry action of the new state."""
+    transfer: Transfer
+    event: TransferEvent
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerContext:
-    """Tables, client and output lists of one consumer; `actions` and `events` are appended to."""
+    """Tables, client, event queue and output lists of one consumer."""
 
     settings: ConsumerSettings
     peers: PeerTable
-    transfers: TransferTable
     client: ProducerClient
     actions: list[Action]
-    events: list[Event]
-    handle_event: EventHandler
+    """Actions for the worker, in the order to perform them; shared with `peers` and `client`."""
+    events: list[Event] = field(default_factory=list)
+    """Events for the engine."""
+    transfers: TransferTable = field(default_factory=TransferTable)
+    timings: TransferTimings = field(default_factory=TransferTimings)
+    queue: deque[QueuedEvent] = field(default_factory=deque)
+    """Events of transfers that `Consumer` has not handled yet, in order."""
+    peer_users: list[PeerUser] = field(default_factory=list)
+    grant_ids: Iterator[int] = field(default_factory=lambda: count(1))
+    """A grant id is never used twice, so a late write cannot pass as a write of a newer grant."""
 
     @property
     def geometry(self) -> Geometry:
         """Geometry of our own rank."""
         return self.settings.peers.geometry
+
+    def post(self, transfer: Transfer, event: TransferEvent, reason: str = "") -> None:
+        """Queue an event of a transfer."""
+        self.queue.append(QueuedEvent(transfer, event, reason))

@@ -200,13 +200,17 @@ class PeerTable:
     def rank_at(
         self, incarnation: EngineIncarnation, control_address: str, ranks: Iterable[int]
     ) -> int | None:
-        """Return the rank among `ranks` whose control address this is; None if there is none."""
+        """Return the rank among `ranks` whose control address this is; None if there is none.
+
+        A rank whose handshake is running again, after the connection was lost, has no address yet.
+        """
         peer = self._peers.get(incarnation)
+        layouts = {} if peer is None else peer.layouts
         return next(
             (
                 rank
                 for rank in ranks
-                if peer is not None and peer.control_address(rank) == control_address
+                if rank in layouts and layouts[rank].control_address == control_address
             ),
             None,
         )

@@ -1,200 +1,263 @@
-"""How a consumer fills its blocks: by reading, after a reservation, or by granting writes.
+"""What a consumer does when a transfer enters a state: the table `ON_ENTER` and its functions.
 
-`Reading` reads from the producer and asks for confirmation. `Reservations` handles transfers that
-the engine can do without. `WriteGrants` lets the producer write and revokes the permission.
-Pure: all three are parts of `Consumer` and share its `ConsumerContext`.
+A transfer fills its blocks by reading from the producer, or by granting the producer writes. An
+optional transfer first asks for a reservation. `Consumer` (`protocol/consumer.py`) applies the
+events of transfers one after the other, and calls the function of each state that a transfer
+enters. Such a function may post further events; it never applies an event itself.
+
+Pure: the functions append actions and events to the lists of the `ConsumerContext`.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import (
+    HandshakeFailed,
     PrefillCompleted,
     ReservationGranted,
     ReservationRefused,
     RetainedBlocksFetched,
     TransferAbandoned,
+    TransferFailed,
+    TransferFinished,
 )
-from kvferry.protocol.actions import GrantWrites, RevokeWrites, Send, StartRead, StopRead
+from kvferry.protocol.actions import (
+    GrantWrites,
+    PlaceBlocks,
+    RevokeWrites,
+    Send,
+    StartRead,
+    StopRead,
+)
 from kvferry.protocol.consumer_context import ConsumerContext
+from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     MAX_NAME_CHARS,
-    Confirmed,
     Revoke,
     Revoked,
     WriteFailed,
     WriteGrantInfo,
     Written,
 )
-from kvferry.protocol.peers import Peer
-from kvferry.protocol.planning import plan_permutations
+from kvferry.protocol.peers import LostPeer, Peer
+from kvferry.protocol.planning import Segments, plan_permutations, plan_read
 from kvferry.protocol.transfer import (
+    GRANTED,
+    ReaderStatus,
     Transfer,
     TransferEvent,
     TransferState,
     WriteGrant,
-    is_complete,
-    plan_reads,
-    tokens_to_read,
+    next_tokens,
 )
 from kvferry.types import PeerId
 
-__all__ = ["MAX_GRANTED_BLOCKS", "REVOKING", "Reading", "Reservations", "WriteGrants"]
+__all__ = [
+    "MAX_GRANTED_BLOCKS",
+    "ON_ENTER",
+    "attach",
+    "contact_producer",
+    "extend_deadline",
+    "lose_peer",
+    "receive_write_report",
+    "revoke",
+]
+
+_S, _E = TransferState, TransferEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Reads KV from the producer, in steps while the prefill computes, and asks to confirm it."""
+# -- the producer --
+# How a transfer makes itself known to its producer, and what happens when the producer withdraws
+# its offer or is lost.
 
-    context: ConsumerContext
 
-    def start(self, transfer: Transfer, now: float) -> None:
-        """Start a read of every token that is ready and not read yet.
+def contact_producer(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Grant the producer writes, or attach or register if the producer does not know the reader.
 
-        If no token is ready, wait: the next offer calls `start` again.
-        """
-        context, settings = self.context, self.context.settings
-        peer = context.peers.get(transfer.incarnation)
-        assert peer is not None
-        tokens = tokens_to_read(context.geometry, transfer, peer)
-        if not tokens and transfer.origin.push_info is not None and not is_complete(transfer, peer):
-            context.transfers.set_deadline(transfer, transfer.to.give_up_at)
-            return
-        context.transfers.set_deadline(
-            transfer, min(transfer.to.give_up_at, now + settings.read_timeout_s)
-        )
-        try:
-            plans = plan_reads(context.geometry, transfer, peer, tokens)
-        except RemoteProtocolError as error:
-            context.handle_event(transfer, TransferEvent.MOVE_FAILED, now, str(error))
-            return
-        transfer.arrival.post(
-            tokens.stop, sum(part.total_bytes for segments in plans.values() for part in segments)
-        )
-        transfer.outstanding.reads = set(plans)
-        context.client.announce_read(transfer, peer, list(plans), now)
-        for rank, segments in plans.items():
-            context.actions.append(
-                StartRead(
-                    transfer.request, peer.peer_id(rank), peer.transports[rank], tuple(segments)
-                )
-            )
+    While the handshake is running, do nothing: the consumer calls again when the peer is ready.
+    """
+    peer = context.peers.get(transfer.incarnation)
+    assert peer is not None
+    if not peer.is_ready:
+        return
+    if _can_grant(context, transfer, peer):
+        _prepare_grant(context, transfer, peer)
+    elif transfer.reader_status is ReaderStatus.UNKNOWN:
+        if transfer.is_offered:
+            attach(context, transfer, peer, now)
+        else:
+            context.client.register(transfer, peer, context.geometry.tp_size, now)
 
-    def stop(self, transfer: Transfer) -> None:
-        """Cancel the reads in flight; the transport still reports the end of each read."""
-        for rank in transfer.outstanding.reads:
-            self.context.actions.append(
-                StopRead(
-                    transfer.request,
-                    PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank),
-                )
-            )
 
-    def give_up(self, transfer: Transfer, now: float) -> None:
-        # STOPPING has no deadline: a transport reports the end of every read. If the blocks went
-        # back to the engine earlier, bytes could land in the blocks of another request.
-        self.context.transfers.set_deadline(transfer, None)
-        is_placing = not transfer.outstanding.reads and transfer.is_confirmed
-        if not transfer.outstanding.reads and not is_placing:
-            self.context.handle_event(transfer, TransferEvent.MOVE_FAILED, now, transfer.reason)
-            return
-        self.context.events.append(TransferAbandoned(transfer.request, transfer.reason))
-        self.stop(transfer)
+def attach(context: ConsumerContext, transfer: Transfer, peer: Peer, now: float) -> None:
+    """Attach to the lease of the ticket, and wait for `Ready` from the ranks that will send it.
 
-    def extend_deadline(self, transfer: Transfer, now: float) -> None:
-        """Extend the deadline of a transfer while the prefill makes progress.
+    For an optional transfer every rank answers: the reservation is granted when all have answered.
+    """
+    context.client.attach(transfer, peer, now)
+    is_optional = transfer.origin.is_optional
+    transfer.outstanding.ready_replies = {
+        rank for rank in peer.rank_mappings if is_optional or peer.layouts[rank].uses_host_buffer
+    }
+    if is_optional:
+        context.transfers.set_deadline(transfer, now + context.settings.confirm_timeout_s)
+    if not transfer.outstanding.ready_replies:
+        context.post(transfer, _E.PEER_READY)
 
-        When all wanted tokens are ready, `receive_timeout_s` starts.
-        """
-        if not transfer.has_blocks:
-            return
-        settings, arrival, peer = (
-            self.context.settings,
-            transfer.arrival,
-            self.context.peers.get(transfer.incarnation),
-        )
-        if not arrival.is_complete and peer is not None and is_complete(transfer, peer):
-            arrival.is_complete = True
-            transfer.to.give_up_at = now + settings.receive_timeout_s
-            if transfer.origin.push_info is not None:
-                wanted = transfer.to.tokens
-                num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-                self.context.events.append(
-                    PrefillCompleted(transfer.request, len(wanted), num_left, arrival.landed_bytes)
-                )
-        elif not arrival.is_complete:
-            transfer.to.give_up_at = arrival.progressed_at + settings.offer_timeout_s
-        if not transfer.outstanding.reads and transfer.state is not TransferState.CONFIRMING:
-            self.context.transfers.set_deadline(transfer, transfer.to.give_up_at)
 
-    def ask_confirmation(self, transfer: Transfer, now: float) -> None:
-        peer = self.context.peers.get(transfer.incarnation)
-        assert peer is not None
-        self.context.transfers.set_deadline(
-            transfer, min(transfer.to.give_up_at, now + self.context.settings.confirm_timeout_s)
-        )
-        transfer.outstanding.confirmations = set(peer.rank_mappings)
-        self.context.client.ask_confirmation(transfer, peer)
+def _restart(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Reset a transfer whose offer was withdrawn, or whose writes have failed, and register again.
 
-    def receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
-        transfer = self.context.transfers.of_reader(message.reader)
-        if (
-            transfer is None
-            or transfer.state is not TransferState.CONFIRMING
-            or transfer.lease != message.lease
-        ):
-            return
-        rank = self.context.peers.rank_at(
-            transfer.incarnation, address, transfer.outstanding.confirmations
-        )
-        if rank is None:
-            return
-        transfer.outstanding.confirmations.discard(rank)
-        if not transfer.outstanding.confirmations:
-            self.context.handle_event(transfer, TransferEvent.CONFIRMED, now, "")
+    If the transfer has blocks, `BLOCKS_ALLOCATED` follows, as if the blocks came now.
+    """
+    context.client.stop_heartbeats(transfer)
+    transfer.arrival = transfer.arrival.restarted(
+        transfer.ticket.serial if transfer.is_offered else transfer.arrival.last_serial
+    )
+    transfer.outstanding.ready_replies.clear()
+    transfer.origin.ticket, transfer.origin.ticket_text = None, ""
+    # The reads were cancelled because of the withdrawal; a later failure has another reason.
+    transfer.reason = ""
+    extend_deadline(context, transfer, now)
+    if transfer.has_blocks:
+        context.post(transfer, _E.BLOCKS_ALLOCATED)
+    else:
+        contact_producer(context, transfer, now)
+
+
+def lose_peer(context: ConsumerContext, lost: LostPeer) -> None:
+    """Report a lost peer, and post the loss to each transfer that comes from the peer."""
+    context.events.append(HandshakeFailed(lost.incarnation.engine, lost.reason))
+    context.client.forget(lost)
+    for transfer in context.transfers.of_incarnation(lost.incarnation):
+        if transfer.is_known_to_producer:
+            transfer.reader_status = ReaderStatus.UNKNOWN
+        grant, is_revoking = transfer.to.write_grant, transfer.state in (_S.RECLAIMING, _S.REVOKING)
+        if lost.is_over and is_revoking and grant is not None and not grant.is_fenced:
+            # The process that could have written has ended. A fenced grant still waits for its
+            # transport, because bytes that the process had sent may be in flight.
+            context.post(transfer, _E.WRITES_REVOKED)
+        else:
+            context.post(transfer, _E.PEER_LOST, lost.reason)
+    for user in context.peer_users:
+        user.peer_lost(lost)
 
 
 # -- reservations --
 # Optional transfers: a request that the engine can compute must not fail because KV that would only
 # have saved time is gone. So the consumer asks the producer before the engine allocates blocks. The
-# answer within `confirm_timeout_s` is a reservation (the lease is held for us) or a refusal.
+# answer within `confirm_timeout_s` is a reservation (the lease is held for us) or a refusal
+# (docs/decisions/033-reuse.md).
 
 
-@dataclass(frozen=True, slots=True)
-class Reservations:
-    """Asks for and reports the reservations of optional transfers
-    (docs/decisions/033-reuse.md).
+def _report_reservation(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    if transfer.origin.is_optional:
+        # The producer may need the reserved blocks while our engine waits for free blocks, so each
+        # side could wait for the other. The deadline resolves that deadlock.
+        context.transfers.set_deadline(transfer, now + context.settings.confirm_timeout_s)
+        context.events.append(ReservationGranted(transfer.request))
+
+
+def _doom(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    if transfer.origin.is_optional:
+        context.transfers.set_deadline(transfer, None)
+        context.events.append(ReservationRefused(transfer.request, transfer.reason))
+    # A doomed transfer may wait a long time for its blocks, only to fail then. Detach now, so that
+    # no producer rank holds blocks for the transfer meanwhile.
+    context.client.send_detach(transfer)
+
+
+# -- reading --
+# The consumer reads in steps while the prefill computes, and asks the producer to confirm.
+
+
+def _start_reads(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Start a read of every token that is ready and not read yet."""
+    settings, peer = context.settings, context.peers.get(transfer.incarnation)
+    assert peer is not None
+    tokens = _tokens_to_read(context.geometry, transfer, peer)
+    if not tokens and transfer.origin.push_info is not None and not _is_complete(transfer, peer):
+        context.post(transfer, _E.CAUGHT_UP)
+        return
+    context.transfers.set_deadline(
+        transfer, min(transfer.to.give_up_at, now + settings.read_timeout_s)
+    )
+    try:
+        plans = _plan_reads(context.geometry, transfer, peer, tokens)
+    except RemoteProtocolError as error:
+        context.post(transfer, _E.MOVE_FAILED, str(error))
+        return
+    transfer.arrival.post(
+        tokens.stop, sum(part.total_bytes for segments in plans.values() for part in segments)
+    )
+    transfer.outstanding.reads = set(plans)
+    context.client.announce_read(transfer, peer, list(plans), now)
+    for rank, segments in plans.items():
+        context.actions.append(
+            StartRead(transfer.request, peer.peer_id(rank), peer.transports[rank], tuple(segments))
+        )
+
+
+def _await_tokens(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    context.transfers.set_deadline(transfer, transfer.to.give_up_at)
+
+
+def _stop_reads(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Cancel the reads in flight; the transport still reports the end of each read."""
+    for rank in transfer.outstanding.reads:
+        context.actions.append(
+            StopRead(
+                transfer.request,
+                PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank),
+            )
+        )
+
+
+def _abandon(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Give up a transfer whose blocks are still being read into or rearranged."""
+    # No deadline: a transport reports the end of every read, and the block store the end of
+    # placing. If the blocks went back to the engine earlier, bytes could land in the blocks of
+    # another request.
+    context.transfers.set_deadline(transfer, None)
+    context.events.append(TransferAbandoned(transfer.request, transfer.reason))
+    _stop_reads(context, transfer, now)
+
+
+def _ask_confirmation(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    peer = context.peers.get(transfer.incarnation)
+    assert peer is not None
+    context.transfers.set_deadline(
+        transfer, min(transfer.to.give_up_at, now + context.settings.confirm_timeout_s)
+    )
+    transfer.outstanding.confirmations = set(peer.rank_mappings)
+    context.client.ask_confirmation(transfer, peer)
+
+
+def extend_deadline(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Extend the deadline of a transfer while the prefill makes progress.
+
+    When all wanted tokens are ready, `receive_timeout_s` starts.
     """
-
-    context: ConsumerContext
-
-    def await_answers(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        """For an optional transfer, wait until every rank has answered the attach with `Ready`."""
-        if not transfer.origin.is_optional:
-            return
-        transfer.outstanding.ready_replies = set(peer.rank_mappings)
-        self.context.transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
-
-    def note(self, transfer: Transfer, before: TransferState, now: float) -> None:
-        """Report the reservation, the refusal or the result after a state transition."""
-        if not transfer.origin.is_optional:
-            return
-        transfers, events = self.context.transfers, self.context.events
-        match transfer.state:
-            case TransferState.READY:
-                # The producer may need the reserved blocks while our engine waits for free blocks,
-                # so each side could wait for the other. The deadline resolves that deadlock.
-                transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
-                events.append(ReservationGranted(transfer.request))
-            case TransferState.DOOMED if before is not TransferState.DOOMED:
-                transfers.set_deadline(transfer, None)
-                events.append(ReservationRefused(transfer.request, transfer.reason))
-            case TransferState.DONE:
-                events.append(
-                    RetainedBlocksFetched(
-                        transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes
-                    )
-                )
+    if not transfer.has_blocks:
+        return
+    settings, arrival, peer = (
+        context.settings,
+        transfer.arrival,
+        context.peers.get(transfer.incarnation),
+    )
+    if not arrival.is_complete and peer is not None and _is_complete(transfer, peer):
+        arrival.is_complete = True
+        transfer.to.give_up_at = now + settings.receive_timeout_s
+        if transfer.origin.push_info is not None:
+            wanted = transfer.to.tokens
+            num_left = wanted.stop - max(wanted.start, arrival.landed_until)
+            context.events.append(
+                PrefillCompleted(transfer.request, len(wanted), num_left, arrival.landed_bytes)
+            )
+    elif not arrival.is_complete:
+        transfer.to.give_up_at = arrival.progressed_at + settings.offer_timeout_s
+    if not transfer.outstanding.reads and transfer.state is not _S.CONFIRMING:
+        context.transfers.set_deadline(transfer, transfer.to.give_up_at)
 
 
 # -- write grants --
@@ -216,192 +279,294 @@ revoked.
 A silent producer stops writing by itself when its lease is not renewed. The grace covers whatever
 may have delayed the producer (docs/decisions/030-push.md).
 """
-REVOKING = (TransferState.RECLAIMING, TransferState.RETURNING, TransferState.STOPPING)
-"""States in which a write grant is being revoked."""
-_E = TransferEvent
 
 
-@dataclass(slots=True)
-class WriteGrants:
-    """Grants a producer write access to the blocks of a transfer, and revokes the access."""
+def _can_grant(context: ConsumerContext, transfer: Transfer, peer: Peer) -> bool:
+    """Return whether the producer may write the KV of this transfer into our blocks.
 
-    context: ConsumerContext
-    _last_grant_id: int = field(default=0, init=False)
-    """A grant id is never used twice, so a late write cannot pass as a write of a newer grant."""
+    A producer with a host buffer cannot: its transports see a copy made for readers only.
+    """
+    used = {peer.transports[rank] for rank in peer.rank_mappings}
+    return (
+        transfer.origin.push_info is not None
+        and transfer.has_blocks
+        and not transfer.is_offered
+        and transfer.to.write_grant is None
+        and sum(map(len, transfer.to.blocks)) <= MAX_GRANTED_BLOCKS
+        and len(transfer.request) <= MAX_NAME_CHARS
+        and len(used) == 1
+        and used <= context.settings.writable_transports
+        and not any(peer.layouts[rank].uses_host_buffer for rank in peer.rank_mappings)
+    )
 
-    def can_grant(self, transfer: Transfer, peer: Peer) -> bool:
-        """Return whether the producer may write the KV of this transfer into our blocks.
 
-        A producer with a host buffer cannot: its transports see a copy made for readers only.
-        """
-        used = {peer.transports[rank] for rank in peer.rank_mappings}
-        return (
-            transfer.origin.push_info is not None
-            and transfer.has_blocks
-            and not transfer.is_offered
-            and not transfer.to.was_granted
-            and sum(map(len, transfer.to.blocks)) <= MAX_GRANTED_BLOCKS
-            and len(transfer.request) <= MAX_NAME_CHARS
-            and len(used) == 1
-            and used <= self.context.settings.writable_transports
-            and not any(peer.layouts[rank].uses_host_buffer for rank in peer.rank_mappings)
+def _prepare_grant(context: ConsumerContext, transfer: Transfer, peer: Peer) -> None:
+    """Plan how the written blocks will be rearranged; the grant follows in FILLING."""
+    to, geometries = transfer.to, [peer.geometries[rank] for rank in peer.rank_mappings]
+    try:
+        to.permutations = tuple(
+            plan_permutations(context.geometry, geometries, to.blocks, to.tokens)
+        )
+    except RemoteProtocolError as error:
+        context.post(transfer, _E.REFUSED, str(error))
+        return
+    context.post(transfer, _E.WRITES_GRANTED)
+
+
+def _grant_writes(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Issue a write grant on the blocks of a transfer, and register again with the grant.
+
+    The fence opens first, so that no write can arrive before the transport knows the grant.
+    """
+    peer, to = context.peers.get(transfer.incarnation), transfer.to
+    assert peer is not None
+    [transport] = {peer.transports[rank] for rank in peer.rank_mappings}
+    to.write_grant = grant = WriteGrant(
+        next(context.grant_ids),
+        transport,
+        transport in context.settings.fenced,
+        set(peer.rank_mappings),
+    )
+    if grant.is_fenced:
+        blocks = to.filled_blocks(context.geometry.block_size)
+        context.actions.append(GrantWrites(transport, grant.grant_id, blocks))
+    context.client.register(
+        transfer, peer, context.geometry.tp_size, now, _grant_info(context, transfer, grant)
+    )
+
+
+def _grant_info(context: ConsumerContext, transfer: Transfer, grant: WriteGrant) -> WriteGrantInfo:
+    push_info, to = transfer.origin.push_info, transfer.to
+    assert push_info is not None
+    return WriteGrantInfo(
+        grant_id=grant.grant_id,
+        transport=grant.transport,
+        tp_rank=context.geometry.tp_rank,
+        local_block_ids=[list(group) for group in to.blocks],
+        first_token=to.tokens.start,
+        end_token=to.tokens.stop,
+        needed_from=list(to.needed_from),
+        tokens=push_info.tokens,
+    )
+
+
+def receive_write_report(
+    context: ConsumerContext, address: str, message: Written | WriteFailed | Revoked, now: float
+) -> None:
+    """Handle what one producer rank reports about its writes under a grant."""
+    transfer = context.transfers.of_reader(message.reader)
+    if transfer is None or transfer.state not in GRANTED:
+        return
+    grant = transfer.to.write_grant
+    assert grant is not None
+    rank = context.peers.rank_at(transfer.incarnation, address, grant.writers)
+    if rank is None or grant.grant_id != message.grant_id:
+        return
+    is_filling = transfer.state is _S.FILLING
+    match message:
+        case Written(is_last=False):
+            if is_filling and transfer.arrival.note(rank, message.tokens, now):
+                transfer.to.give_up_at = now + context.settings.offer_timeout_s
+                context.transfers.set_deadline(transfer, transfer.to.give_up_at)
+        case WriteFailed() | Revoked() if is_filling:
+            # Posted writes may still be landing, so the grant must be revoked before the blocks are
+            # used. A `Revoked` that we did not ask for means the rank will not write.
+            context.post(transfer, _E.MOVE_FAILED)
+        case Written():
+            grant.writers.discard(rank)
+            grant.note_end(message.left_tokens, message.early_bytes)
+            _note_writer_done(context, transfer, grant)
+        case Revoked():
+            grant.writers.discard(rank)
+            _note_writer_done(context, transfer, grant)
+
+
+def _note_writer_done(context: ConsumerContext, transfer: Transfer, grant: WriteGrant) -> None:
+    """Continue when the last rank has stopped writing: all is written, or it was revoked."""
+    if grant.writers:
+        return
+    if transfer.state is _S.FILLING:
+        num_tokens = len(transfer.to.tokens)
+        context.events.append(
+            PrefillCompleted(transfer.request, num_tokens, grant.left_tokens, grant.early_bytes)
+        )
+        context.post(transfer, _E.BYTES_MOVED)
+    elif not grant.is_fenced:
+        context.post(transfer, _E.WRITES_REVOKED)
+
+
+def _begin_revoke(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Revoke the write grant, unless an earlier state has begun to revoke the grant.
+
+    The blocks are used, or go back to the engine, only when the producer certainly cannot write any
+    more.
+    """
+    grant = transfer.to.write_grant
+    assert grant is not None
+    if grant.revoke_deadline is None:
+        grant.revoke_deadline = now + (1 + GRACE_LEASES) * context.settings.registration_s
+        revoke(context, transfer, now)
+
+
+def _abandon_writes(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    context.events.append(TransferAbandoned(transfer.request, transfer.reason))
+    _begin_revoke(context, transfer, now)
+
+
+def revoke(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Ask the producer to stop writing, and close the fence if the transport has one.
+
+    With a fence, the transport reports when no write can land any more (`writes_revoked`).
+    Without a fence, the consumer calls again every `REVOKE_RETRY_S` until `revoke_deadline`.
+    """
+    grant, peer = transfer.to.write_grant, context.peers.get(transfer.incarnation)
+    assert grant is not None
+    assert grant.revoke_deadline is not None
+    if peer is not None and peer.is_ready:
+        message = Revoke(transfer.incarnation.epoch, transfer.reader, grant.grant_id)
+        context.actions.extend(Send(peer.control_address(rank), message) for rank in grant.writers)
+    if grant.is_fenced:
+        context.transfers.set_deadline(transfer, None)
+        context.actions.append(RevokeWrites(transfer.request, grant.transport, grant.grant_id))
+    elif not grant.writers or grant.revoke_deadline <= now:
+        context.post(transfer, _E.WRITES_REVOKED)
+    else:
+        context.transfers.set_deadline(transfer, now + REVOKE_RETRY_S)
+        # Reconnect if the peer was lost: only the producer, or its successor, can answer.
+        context.peers.ensure(
+            transfer.incarnation, transfer.origin.address, transfer.origin.tp_size, now
         )
 
-    def grant_writes(self, transfer: Transfer, peer: Peer, now: float) -> None:
-        """Issue a write grant on the blocks of a transfer, and register again with the grant.
 
-        The fence opens first, so that no write can arrive before the transport knows the grant.
-        """
-        geometry, to = self.context.geometry, transfer.to
-        try:
-            permutations = plan_permutations(
-                geometry,
-                [peer.geometries[rank] for rank in peer.rank_mappings],
-                to.blocks,
-                to.tokens,
+# -- placing and the end --
+
+
+def _place(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    # The bytes are confirmed and the producer is no longer involved. The rest is local work without
+    # a deadline: the blocks go back to the engine when nothing writes into them.
+    context.transfers.set_deadline(transfer, None)
+    context.client.release(transfer)
+    uses_host_buffer = context.settings.uses_host_buffer
+    if transfer.to.permutations or uses_host_buffer:
+        block_size = context.geometry.block_size
+        blocks = transfer.to.filled_blocks(block_size) if uses_host_buffer else ()
+        context.actions.append(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
+    else:
+        context.post(transfer, _E.PLACED)
+
+
+def _finish(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    context.transfers.remove(transfer)
+    if transfer.origin.is_optional:
+        context.events.append(
+            RetainedBlocksFetched(
+                transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes
             )
-        except RemoteProtocolError as error:
-            self.context.handle_event(transfer, _E.REFUSED, now, str(error))
-            return
-        to.permutations = tuple(permutations)
-        [transport] = {peer.transports[rank] for rank in peer.rank_mappings}
-        self._last_grant_id += 1
-        transfer.to.write_grant = WriteGrant(
-            self._last_grant_id,
-            transport,
-            transport in self.context.settings.fenced,
-            set(peer.rank_mappings),
         )
-        transfer.to.was_granted = True
-        if transfer.to.write_grant.is_fenced:
-            self.context.actions.append(
-                GrantWrites(
-                    transport,
-                    transfer.to.write_grant.grant_id,
-                    to.filled_blocks(geometry.block_size),
-                )
+    times = context.timings.stop(transfer.request)
+    context.events.append(TransferFinished(transfer.request, times))
+
+
+def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
+    """Detach a transfer that has failed or is not needed; report a failure if it had blocks."""
+    context.transfers.remove(transfer)
+    times = context.timings.stop(transfer.request)
+    context.client.send_detach(transfer)
+    if transfer.has_blocks:
+        reason = transfer.reason or "the request was aborted"
+        context.events.append(TransferFailed(transfer.request, reason, times))
+    if transfer.read_error:
+        # The transport may have closed the connection for good. Drop the peer, so that the next
+        # request starts a new handshake.
+        lost = context.peers.lose(transfer.incarnation, transfer.read_error, now)
+        if lost is not None:
+            lose_peer(context, lost)
+
+
+ON_ENTER: dict[TransferState, Callable[[ConsumerContext, Transfer, float], None]] = {
+    _S.TRACKED: _restart,
+    _S.READY: _report_reservation,
+    _S.WAITING: contact_producer,
+    _S.MOVING: _start_reads,
+    _S.CAUGHT_UP: _await_tokens,
+    _S.RETURNING: _stop_reads,
+    _S.STOPPING: _abandon,
+    _S.FILLING: _grant_writes,
+    _S.RECLAIMING: _begin_revoke,
+    _S.RETRACTING: _begin_revoke,
+    _S.REVOKING: _abandon_writes,
+    _S.CONFIRMING: _ask_confirmation,
+    _S.PLACING: _place,
+    _S.DISCARDING: _abandon,
+    _S.DOOMED: _doom,
+    _S.DONE: _finish,
+    _S.FAILED: _give_up,
+    _S.ENDED: _give_up,
+}
+"""What the consumer does when a transition leads into a state, also from the same state.
+
+A new transfer is in TRACKED without having entered it: `_restart` is for withdrawn offers.
+"""
+
+
+# -- read plans --
+# Which tokens a transfer can read now, and which segments it reads from each producer rank.
+
+
+def _tokens_to_read(ours: Geometry, transfer: Transfer, peer: Peer) -> range:
+    """Return the tokens that can be read now and have not been read; in pull, all of them."""
+    if transfer.origin.push_info is None:
+        return transfer.to.tokens
+    granularity = max(ours.block_size, transfer.ticket.block_size)
+    return next_tokens(
+        transfer.to.tokens, transfer.arrival.read_until, _ready_tokens(transfer, peer), granularity
+    )
+
+
+def _is_complete(transfer: Transfer, peer: Peer) -> bool:
+    """Return whether all wanted tokens may be read, or at least all tokens of the ticket."""
+    if transfer.origin.push_info is None or not transfer.is_offered:
+        return transfer.origin.push_info is None
+    return _ready_tokens(transfer, peer) >= min(transfer.to.tokens.stop, transfer.ticket.num_tokens)
+
+
+def _ready_tokens(transfer: Transfer, peer: Peer) -> int:
+    """Return the number of tokens that are ready on every rank; ranks progress independently."""
+    return min((transfer.arrival.ready.get(rank, 0) for rank in peer.rank_mappings), default=0)
+
+
+def _plan_reads(
+    ours: Geometry, transfer: Transfer, peer: Peer, tokens: range
+) -> dict[int, list[Segments]]:
+    """Plan the reads of these tokens, by producer rank.
+
+    Also stores in the transfer how its blocks must be rearranged once all bytes have arrived.
+    Raises RemoteProtocolError if the ticket does not fit the producer's geometry or our prompt.
+    """
+    to, ticket = transfer.to, transfer.ticket
+    visited = {rank: peer.geometries[rank] for rank in peer.rank_mappings}
+    for geometry in visited.values():
+        if geometry.block_size != ticket.block_size:
+            raise RemoteProtocolError(
+                f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold "
+                f"{geometry.block_size}"
             )
-        self.context.client.register(
-            transfer, peer, geometry.tp_size, now, self._lease(transfer, transfer.to.write_grant)
+    shared = transfer.origin.shared_tokens
+    if shared is not None and shared < to.tokens.stop:
+        raise RemoteProtocolError(
+            f"the prefill was of another prompt: {shared} tokens are known to be the same, "
+            f"{to.tokens.stop} are needed"
         )
-        self.context.handle_event(transfer, _E.WRITES_GRANTED, now, "")
-
-    def _lease(self, transfer: Transfer, write_grant: WriteGrant) -> WriteGrantInfo:
-        push_info, to = transfer.origin.push_info, transfer.to
-        assert push_info is not None
-        return WriteGrantInfo(
-            grant_id=write_grant.grant_id,
-            transport=write_grant.transport,
-            tp_rank=self.context.geometry.tp_rank,
-            local_block_ids=[list(group) for group in to.blocks],
-            first_token=to.tokens.start,
-            end_token=to.tokens.stop,
-            needed_from=list(to.needed_from),
-            tokens=push_info.tokens,
+    to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
+    return {
+        rank: plan_read(
+            ours,
+            geometry,
+            peer.rank_mappings[rank].heads,
+            to.blocks,
+            ticket.block_ids(),
+            tokens,
+            to.needed_from,
         )
-
-    def receive(self, address: str, message: Written | WriteFailed | Revoked, now: float) -> None:
-        transfer = self.context.transfers.of_reader(message.reader)
-        if (
-            transfer is None
-            or transfer.to.write_grant is None
-            or transfer.to.write_grant.grant_id != message.grant_id
-        ):
-            return
-        write_grant = transfer.to.write_grant
-        rank = self.context.peers.rank_at(transfer.incarnation, address, write_grant.writers)
-        if rank is None:
-            return
-        is_filling = transfer.state is TransferState.FILLING
-        match message:
-            case Written(is_last=False):
-                if is_filling and transfer.arrival.note(rank, message.tokens, now):
-                    transfer.to.give_up_at = now + self.context.settings.offer_timeout_s
-                    self.context.transfers.set_deadline(transfer, transfer.to.give_up_at)
-            case WriteFailed() | Revoked() if is_filling:
-                # Posted writes may still be landing, so the grant must be revoked before the blocks
-                # are used. A `Revoked` that we did not ask for means the rank will not write.
-                self.context.handle_event(transfer, _E.MOVE_FAILED, now, "")
-            case Written():
-                write_grant.writers.discard(rank)
-                write_grant.note_end(message.left_tokens, message.early_bytes)
-                self._note_writer_done(transfer, write_grant, is_filling, now)
-            case Revoked():
-                write_grant.writers.discard(rank)
-                self._note_writer_done(transfer, write_grant, is_filled=False, now=now)
-
-    def _note_writer_done(
-        self, transfer: Transfer, write_grant: WriteGrant, is_filled: bool, now: float
-    ) -> None:
-        """Continue when the last rank has stopped writing: all is written, or it was revoked."""
-        if write_grant.writers:
-            return
-        if is_filled:
-            self.context.events.append(
-                PrefillCompleted(
-                    transfer.request,
-                    len(transfer.to.tokens),
-                    write_grant.left_tokens,
-                    write_grant.early_bytes,
-                )
-            )
-            self.context.handle_event(transfer, _E.BYTES_MOVED, now, "")
-        elif not write_grant.is_fenced:
-            self.finish_revoke(transfer, now)
-
-    def begin_revoke(self, transfer: Transfer, before: TransferState, now: float) -> None:
-        """Revoke the write grant of a transfer that has just entered a state of `REVOKING`.
-
-        The blocks are used, or go back to the engine, only when the producer certainly cannot
-        write any more.
-        """
-        if transfer.state is before:
-            return
-        if transfer.state is TransferState.STOPPING:
-            self.context.events.append(TransferAbandoned(transfer.request, transfer.reason))
-        if before is TransferState.FILLING:
-            self.revoke(transfer, now)
-
-    def revoke(self, transfer: Transfer, now: float) -> None:
-        """Ask the producer to stop writing, and close the fence if the transport has one.
-
-        With a fence, the transport reports when no write can land any more (`writes_revoked`).
-        Without a fence, this is called again every `REVOKE_RETRY_S` until `revoke_deadline`.
-        """
-        write_grant, peer = transfer.to.write_grant, self.context.peers.get(transfer.incarnation)
-        assert write_grant is not None
-        if write_grant.revoke_deadline is None:
-            write_grant.revoke_deadline = (
-                now + (1 + GRACE_LEASES) * self.context.settings.registration_s
-            )
-        if peer is not None and peer.is_ready:
-            message = Revoke(transfer.incarnation.epoch, transfer.reader, write_grant.grant_id)
-            self.context.actions.extend(
-                Send(peer.control_address(rank), message) for rank in write_grant.writers
-            )
-        if write_grant.is_fenced:
-            self.context.transfers.set_deadline(transfer, None)
-            self.context.actions.append(
-                RevokeWrites(transfer.request, write_grant.transport, write_grant.grant_id)
-            )
-        elif not write_grant.writers or write_grant.revoke_deadline <= now:
-            self.finish_revoke(transfer, now)
-        else:
-            self.context.transfers.set_deadline(transfer, now + REVOKE_RETRY_S)
-            # Reconnect if the peer was lost: only the producer, or its successor, can answer.
-            self.context.peers.ensure(
-                transfer.incarnation, transfer.origin.address, transfer.origin.tp_size, now
-            )
-
-    def finish_revoke(self, transfer: Transfer, now: float) -> None:
-        """Continue after a revoke: no write under the grant can land any more."""
-        if transfer.state not in REVOKING:
-            return
-        transfer.to.write_grant = None
-        match transfer.state:
-            case TransferState.RECLAIMING:
-                self.context.handle_event(transfer, _E.CONFIRMED, now, "")
-            case TransferState.RETURNING:
-                self.context.handle_event(transfer, _E.BYTES_MOVED, now, "")
-            case _:
-                self.context.handle_event(transfer, _E.MOVE_FAILED, now, transfer.reason)
+        for rank, geometry in visited.items()
+    }

@@ -1,71 +1,77 @@
-"""Transfers on the consumer side: the state machine, the data of each transfer, the read plans.
+"""Transfers on the consumer side: the state machine, and the data of each transfer.
 
 A transfer is one request's KV on its way into our blocks. The state machine is the table
-`TRANSITIONS`, which maps a state and an event to the next state; a missing entry is a bug of ours.
+`TRANSITIONS`, which maps a state and an event to the next state. `IGNORED` lists the events that
+change nothing in a state. An event in neither is a bug of ours. `ON_ENTER` in
+`protocol/receiving.py` says what the consumer does when a transfer enters a state.
 
     TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING
        └────── blocks ──> WAITING ── peer ready ───^ │                 │    └─ failure ─> FAILED
                                                      │ failure         │ confirmed
                                                      v                 v
-                              FAILED <── ended ── STOPPING <─ aborted ─ PLACING ─ placed ─> DONE
+                              FAILED <── ended ── STOPPING          PLACING ── placed ──> DONE
 
+    While the prefill computes:   MOVING ── caught up ──> CAUGHT_UP ── tokens ready ──> MOVING
     In push the producer may write instead:
-    WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
+    WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── writes revoked ──> PLACING
 
+TRACKED     The consumer knows the request, and the engine has no blocks for it yet. A transfer
+            whose offer was withdrawn starts here again, with or without blocks.
+CAUGHT_UP   Every token that is ready has been read. The next offer continues the transfer.
 FILLING     The producer may write into our blocks at any time, and reports the last write.
-RECLAIMING  The producer has written all bytes. The bytes may be used once the producer certainly
-            cannot write any more.
 DOOMED      A failure happened before the engine had blocks for the transfer. The transfer fails as
             soon as the engine allocates blocks.
-RETURNING   The producer has withdrawn the offer (it preempted the prefill), or cannot write. Once
-            no bytes move any more, the transfer waits for the next offer.
-STOPPING    The transfer has failed, but a transport may still write into our blocks, so the blocks
-            do not go back to the engine yet.
 PLACING     The bytes are confirmed, so the producer no longer matters. The blocks are rearranged
             into our order and copied out of the host buffer; if neither is needed, PLACING ends
             at once.
 ENDED       The transfer is over and never had blocks, so there is nothing to report.
 
+In five states something may still write into our blocks, so the blocks are neither used nor given
+back to the engine until the writing has ended:
+
+    still writing        then used      then the transfer starts again      then failed
+    reads in flight      -              RETURNING (offer withdrawn)         STOPPING
+    the producer         RECLAIMING     RETRACTING (it cannot write all)    REVOKING
+    the block store      (PLACING)      -                                   DISCARDING
+
 Pure: the caller passes `now` (local monotonic seconds).
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvferry.errors import LocalProtocolError, RemoteProtocolError
-from kvferry.events import TransferTimes
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.heartbeats import Deadlines
-from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import MAX_NAME_CHARS
-from kvferry.protocol.peers import Peer
-from kvferry.protocol.planning import BlockPermutation, Segments, plan_permutations, plan_read
+from kvferry.protocol.planning import BlockPermutation
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
 
 __all__ = [
+    "BEFORE_READING",
     "FAILURE_EVENTS",
     "FINAL",
+    "GRANTED",
+    "IGNORED",
+    "REVOKING_STATES",
     "TRANSITIONS",
     "Arrival",
     "Destination",
     "Origin",
     "Outstanding",
     "PushInfo",
+    "ReaderStatus",
     "Transfer",
     "TransferEvent",
     "TransferState",
     "TransferTable",
-    "TransferTimings",
     "WriteGrant",
-    "is_complete",
     "next_state",
     "next_tokens",
-    "plan_reads",
     "reader_name",
-    "tokens_to_read",
 ]
 
 
@@ -74,12 +80,16 @@ class TransferState(StrEnum):
     READY = "ready"
     WAITING = "waiting"
     MOVING = "moving"
-    FILLING = "filling"
-    RECLAIMING = "reclaiming"
+    CAUGHT_UP = "caught up"
     RETURNING = "returning"
     STOPPING = "stopping"
+    FILLING = "filling"
+    RECLAIMING = "reclaiming"
+    RETRACTING = "retracting"
+    REVOKING = "revoking"
     CONFIRMING = "confirming"
     PLACING = "placing"
+    DISCARDING = "discarding"
     DOOMED = "doomed"
     DONE = "done"
     FAILED = "failed"
@@ -90,8 +100,18 @@ class TransferEvent(StrEnum):
     PEER_READY = "peer ready"
     BLOCKS_ALLOCATED = "blocks allocated"
     WRITES_GRANTED = "writes granted"
+    CAUGHT_UP = "caught up"
+    TOKENS_READY = "tokens ready"
+    PART_MOVED = "part moved"
+    """The reads in flight have ended; the transfer wants more tokens."""
     BYTES_MOVED = "bytes moved"
+    """Every byte has arrived, or, if nobody wants the bytes any more, the last read has ended."""
+    READ_FAILED = "read failed"
+    """One read has failed while others are in flight."""
     MOVE_FAILED = "move failed"
+    """No read is in flight and the bytes have not arrived, or the producer cannot write them."""
+    WRITES_REVOKED = "writes revoked"
+    """No write under the write grant can land any more."""
     CONFIRMED = "confirmed"
     PLACED = "placed"
     PLACING_FAILED = "placing failed"
@@ -106,8 +126,14 @@ class TransferEvent(StrEnum):
 
 _S, _E = TransferState, TransferEvent
 FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
+BEFORE_READING = frozenset({_S.TRACKED, _S.WAITING})
+REVOKING_STATES = frozenset({_S.RECLAIMING, _S.RETRACTING, _S.REVOKING})
+"""States in which a write grant is being revoked."""
+GRANTED = REVOKING_STATES | {_S.FILLING}
+"""States in which a producer may be writing into our blocks."""
 _LOSS = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
-FAILURE_EVENTS = frozenset({*_LOSS, _E.ABORTED, _E.MOVE_FAILED, _E.PLACING_FAILED})
+_FAILURE = (*_LOSS, _E.ABORTED)
+FAILURE_EVENTS = frozenset({*_FAILURE, _E.READ_FAILED, _E.MOVE_FAILED, _E.PLACING_FAILED})
 """Events whose reason becomes the reason of the failed transfer."""
 
 TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
@@ -115,48 +141,69 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.TRACKED, _E.BLOCKS_ALLOCATED): _S.WAITING,
     (_S.READY, _E.BLOCKS_ALLOCATED): _S.MOVING,
     (_S.WAITING, _E.PEER_READY): _S.MOVING,
-    (_S.MOVING, _E.BYTES_MOVED): _S.CONFIRMING,
-    (_S.MOVING, _E.MOVE_FAILED): _S.FAILED,
-    (_S.STOPPING, _E.BYTES_MOVED): _S.FAILED,
-    (_S.STOPPING, _E.MOVE_FAILED): _S.FAILED,
-    (_S.STOPPING, _E.PLACED): _S.FAILED,
-    (_S.STOPPING, _E.PLACING_FAILED): _S.FAILED,
-    (_S.CONFIRMING, _E.CONFIRMED): _S.PLACING,
-    (_S.PLACING, _E.PLACED): _S.DONE,
-    (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
-    (_S.PLACING, _E.ABORTED): _S.STOPPING,
-    (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
-    (_S.WAITING, _E.WRITES_GRANTED): _S.FILLING,
-    (_S.FILLING, _E.BYTES_MOVED): _S.RECLAIMING,
-    (_S.FILLING, _E.MOVE_FAILED): _S.RETURNING,
-    (_S.RECLAIMING, _E.CONFIRMED): _S.PLACING,
-    (_S.RECLAIMING, _E.ABORTED): _S.STOPPING,
-    # A lost peer is harmless in RECLAIMING and PLACING: every byte has arrived and is confirmed.
-    **{(_S.RECLAIMING, event): _S.RECLAIMING for event in _LOSS},
-    **{(_S.FILLING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
-    (_S.READY, _E.WITHDRAWN): _S.TRACKED,
-    (_S.TRACKED, _E.WITHDRAWN): _S.TRACKED,
-    (_S.WAITING, _E.WITHDRAWN): _S.WAITING,
-    (_S.MOVING, _E.WITHDRAWN): _S.RETURNING,
-    (_S.CONFIRMING, _E.WITHDRAWN): _S.RETURNING,
-    (_S.RETURNING, _E.BYTES_MOVED): _S.WAITING,
-    (_S.RETURNING, _E.MOVE_FAILED): _S.WAITING,
-    **{(_S.RETURNING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     **{(_S.TRACKED, event): _S.DOOMED for event in _LOSS},
     **{(_S.READY, event): _S.DOOMED for event in _LOSS},
-    **{(_S.DOOMED, event): _S.DOOMED for event in _LOSS},
-    **{(_S.WAITING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
-    **{(_S.MOVING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
-    # A loss or a passed deadline does not end STOPPING: bytes may still land in the blocks.
-    **{(_S.STOPPING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
-    **{(_S.PLACING, event): _S.PLACING for event in _LOSS},
-    **{(_S.CONFIRMING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
+    **{(_S.WAITING, event): _S.FAILED for event in _FAILURE},
+    (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
     **{
         (state, event): _S.ENDED
         for state in (_S.TRACKED, _S.READY, _S.DOOMED)
         for event in (_E.ABORTED, _E.SETTLED)
     },
+    # The consumer reads. Reads are in flight in MOVING, RETURNING and STOPPING only.
+    (_S.MOVING, _E.CAUGHT_UP): _S.CAUGHT_UP,
+    (_S.CAUGHT_UP, _E.TOKENS_READY): _S.MOVING,
+    (_S.MOVING, _E.PART_MOVED): _S.MOVING,
+    (_S.MOVING, _E.BYTES_MOVED): _S.CONFIRMING,
+    (_S.MOVING, _E.MOVE_FAILED): _S.FAILED,
+    **{(_S.MOVING, event): _S.STOPPING for event in (*_FAILURE, _E.READ_FAILED)},
+    **{(_S.CAUGHT_UP, event): _S.FAILED for event in _FAILURE},
+    (_S.STOPPING, _E.BYTES_MOVED): _S.FAILED,
+    (_S.STOPPING, _E.MOVE_FAILED): _S.FAILED,
+    (_S.CONFIRMING, _E.CONFIRMED): _S.PLACING,
+    **{(_S.CONFIRMING, event): _S.FAILED for event in _FAILURE},
+    # The producer withdraws its offer.
+    **{
+        (state, _E.WITHDRAWN): _S.TRACKED
+        for state in (_S.TRACKED, _S.READY, _S.WAITING, _S.CAUGHT_UP, _S.CONFIRMING)
+    },
+    (_S.MOVING, _E.WITHDRAWN): _S.RETURNING,
+    (_S.RETURNING, _E.BYTES_MOVED): _S.TRACKED,
+    (_S.RETURNING, _E.MOVE_FAILED): _S.TRACKED,
+    **{(_S.RETURNING, event): _S.STOPPING for event in _FAILURE},
+    # The producer writes.
+    (_S.WAITING, _E.WRITES_GRANTED): _S.FILLING,
+    (_S.FILLING, _E.BYTES_MOVED): _S.RECLAIMING,
+    (_S.FILLING, _E.MOVE_FAILED): _S.RETRACTING,
+    **{(_S.FILLING, event): _S.REVOKING for event in _FAILURE},
+    (_S.RECLAIMING, _E.WRITES_REVOKED): _S.PLACING,
+    (_S.RECLAIMING, _E.ABORTED): _S.REVOKING,
+    (_S.RETRACTING, _E.WRITES_REVOKED): _S.TRACKED,
+    **{(_S.RETRACTING, event): _S.REVOKING for event in _FAILURE},
+    (_S.REVOKING, _E.WRITES_REVOKED): _S.FAILED,
+    # The block store puts the confirmed bytes into place.
+    (_S.PLACING, _E.PLACED): _S.DONE,
+    (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
+    (_S.PLACING, _E.ABORTED): _S.DISCARDING,
+    (_S.DISCARDING, _E.PLACED): _S.FAILED,
+    (_S.DISCARDING, _E.PLACING_FAILED): _S.FAILED,
 }
+
+IGNORED: frozenset[tuple[TransferState, TransferEvent]] = frozenset(
+    {
+        *((_S.DOOMED, event) for event in _LOSS),
+        # Every byte has arrived, so the producer no longer matters.
+        *((state, event) for state in (_S.RECLAIMING, _S.PLACING) for event in _LOSS),
+        # The transfer has failed already. Only the end of the writing ends these states: bytes may
+        # still land in the blocks.
+        *(
+            (state, event)
+            for state in (_S.STOPPING, _S.REVOKING, _S.DISCARDING)
+            for event in _FAILURE
+        ),
+    }
+)
+"""Events that change nothing: neither the state nor the reason of a failure."""
 
 
 def next_state(state: TransferState, event: TransferEvent) -> TransferState:
@@ -165,53 +212,6 @@ def next_state(state: TransferState, event: TransferEvent) -> TransferState:
         return TRANSITIONS[state, event]
     except KeyError:
         raise LocalProtocolError(f"a transfer that is {state} cannot meet: {event}") from None
-
-
-# -- timings --
-# Records when each transfer reached each stage, for metrics and logs. Affects no decision.
-
-
-_BEGAN = (TransferState.MOVING, TransferState.FILLING)
-_MOVED = (TransferState.CONFIRMING, TransferState.RECLAIMING)
-
-
-@dataclass(slots=True)
-class TransferTimings:
-    """The stage times of every transfer that has not ended."""
-
-    _times: dict[RequestId, TransferTimes] = field(default_factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def start(self, request: RequestId, now: float) -> None:
-        self._times[request] = TransferTimes(now)
-
-    def note(
-        self, request: RequestId, event: TransferEvent, state: TransferState, now: float
-    ) -> None:
-        """Record the time of `event`, which put the transfer into `state`.
-
-        After a withdrawal a stage happens again. Then the last time counts, except for `began_at`,
-        which keeps the first.
-        """
-        times = self._times.get(request)
-        if times is None:
-            return
-        if event is TransferEvent.PEER_READY:
-            times = replace(times, attached_at=now)
-        elif event is TransferEvent.BLOCKS_ALLOCATED:
-            times = replace(times, allocated_at=now)
-        if state in _BEGAN and times.began_at is None:
-            times = replace(times, began_at=now)
-        elif state in _MOVED and event is TransferEvent.BYTES_MOVED:
-            times = replace(times, moved_at=now)
-        elif event is TransferEvent.CONFIRMED:
-            times = replace(times, confirmed_at=now)
-        self._times[request] = times
-
-    def stop(self, request: RequestId) -> TransferTimes | None:
-        return self._times.pop(request, None)
 
 
 # -- transfers --
@@ -260,10 +260,8 @@ class Destination:
     permutations: tuple[BlockPermutation, ...] = ()
     """How to rearrange the blocks into our order once the bytes are confirmed."""
     write_grant: WriteGrant | None = None
-    """The write grant on the blocks; None when the producer cannot write into the blocks."""
-    was_granted: bool = False
-    """Whether a write grant was ever issued. There is no second grant: if the writes fail, the
-    consumer reads.
+    """The write grant on the blocks, in force in the states `GRANTED`. There is no second grant: if
+    the writes fail, the consumer reads.
     """
 
     def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
@@ -391,6 +389,22 @@ class Origin:
         return shared_prefix(self.ticket.tokens, self.push_info.tokens)
 
 
+class ReaderStatus(StrEnum):
+    """How the producer knows the reader of a transfer.
+
+    The status is no part of `TransferState`: a lost connection resets the status in any state.
+    """
+
+    UNKNOWN = "unknown"
+    """Not registered and not attached yet, or the connection was lost since."""
+    REGISTERED = "registered"
+    """The producer will offer a ticket. Heartbeats renew the registration."""
+    ATTACHED = "attached"
+    """The producer has accepted the ticket. Heartbeats renew the lease."""
+    RELEASED = "released"
+    """The producer has detached the reader, because the transfer has all bytes."""
+
+
 @dataclass(slots=True)
 class Transfer:
     """One request's KV on its way into our blocks."""
@@ -399,13 +413,9 @@ class Transfer:
     reader: str
     origin: Origin
     state: TransferState = TransferState.TRACKED
-    is_attached: bool = False
-    """Whether the producer knows this reader: attached to the lease or, without a ticket,
-    registered.
-    """
+    reader_status: ReaderStatus = ReaderStatus.UNKNOWN
     announced_at: float = 0.0
     """Time of the last `Attach` or read announcement to the producer."""
-    is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
@@ -429,6 +439,11 @@ class Transfer:
         return self.origin.ticket is not None
 
     @property
+    def is_known_to_producer(self) -> bool:
+        """Whether the producer holds a registration or a lease for this reader."""
+        return self.reader_status in (ReaderStatus.REGISTERED, ReaderStatus.ATTACHED)
+
+    @property
     def lease(self) -> RequestId:
         """The name that heartbeats renew: the producer's lease or, without a ticket, our
         registration.
@@ -444,19 +459,18 @@ class Transfer:
 
         Acceptable are the first ticket after the last withdrawal, and later offers of that ticket.
         """
-        is_ours = (
-            self.origin.push_info is not None and self.is_attached and self.to.write_grant is None
-        )
-        if (ticket.engine_id, ticket.epoch_id) != (
-            self.incarnation.engine,
-            self.incarnation.epoch,
-        ) or not is_ours:
+        if (
+            self.origin.push_info is None
+            or EngineIncarnation(ticket.engine_id, ticket.epoch_id) != self.incarnation
+        ):
             return False
-        return (
-            ticket.serial == self.ticket.serial
-            if self.is_offered
-            else ticket.serial > self.arrival.last_serial
-        )
+        match self.reader_status:
+            case ReaderStatus.REGISTERED:
+                return self.state in BEFORE_READING and ticket.serial > self.arrival.last_serial
+            case ReaderStatus.ATTACHED:
+                return ticket.serial == self.ticket.serial
+            case _:
+                return False
 
     def is_withdrawn(self, serial: int) -> bool:
         """Return whether the ticket with this serial is no longer current.
@@ -560,10 +574,6 @@ def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
     return f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
 
 
-# -- read plans --
-# Which tokens a transfer can read now, and which segments it reads from each producer rank.
-
-
 def next_tokens(wanted: range, done_until: int, ready: int, granularity: int) -> range:
     """Return the wanted tokens that are ready and have not been moved yet.
 
@@ -574,62 +584,3 @@ def next_tokens(wanted: range, done_until: int, ready: int, granularity: int) ->
         ready = ready // granularity * granularity
     start = max(wanted.start, done_until)
     return range(start, max(start, min(ready, wanted.stop)))
-
-
-def tokens_to_read(ours: Geometry, transfer: Transfer, peer: Peer) -> range:
-    """Return the tokens that can be read now and have not been read; in pull, all of them."""
-    if transfer.origin.push_info is None:
-        return transfer.to.tokens
-    granularity = max(ours.block_size, transfer.ticket.block_size)
-    return next_tokens(
-        transfer.to.tokens, transfer.arrival.read_until, _ready_tokens(transfer, peer), granularity
-    )
-
-
-def is_complete(transfer: Transfer, peer: Peer) -> bool:
-    """Return whether all wanted tokens may be read, or at least all tokens of the ticket."""
-    if transfer.origin.push_info is None or not transfer.is_offered:
-        return transfer.origin.push_info is None
-    return _ready_tokens(transfer, peer) >= min(transfer.to.tokens.stop, transfer.ticket.num_tokens)
-
-
-def _ready_tokens(transfer: Transfer, peer: Peer) -> int:
-    """Return the number of tokens that are ready on every rank; ranks progress independently."""
-    return min((transfer.arrival.ready.get(rank, 0) for rank in peer.rank_mappings), default=0)
-
-
-def plan_reads(
-    ours: Geometry, transfer: Transfer, peer: Peer, tokens: range
-) -> dict[int, list[Segments]]:
-    """Plan the reads of these tokens, by producer rank.
-
-    Also stores in the transfer how its blocks must be rearranged once all bytes have arrived.
-    Raises RemoteProtocolError if the ticket does not fit the producer's geometry or our prompt.
-    """
-    to, ticket = transfer.to, transfer.ticket
-    visited = {rank: peer.geometries[rank] for rank in peer.rank_mappings}
-    for geometry in visited.values():
-        if geometry.block_size != ticket.block_size:
-            raise RemoteProtocolError(
-                f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold "
-                f"{geometry.block_size}"
-            )
-    shared = transfer.origin.shared_tokens
-    if shared is not None and shared < to.tokens.stop:
-        raise RemoteProtocolError(
-            f"the prefill was of another prompt: {shared} tokens are known to be the same, "
-            f"{to.tokens.stop} are needed"
-        )
-    to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
-    return {
-        rank: plan_read(
-            ours,
-            geometry,
-            peer.rank_mappings[rank].heads,
-            to.blocks,
-            ticket.block_ids(),
-            tokens,
-            to.needed_from,
-        )
-        for rank, geometry in visited.items()
-    }
