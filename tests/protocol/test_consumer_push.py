@@ -303,6 +303,16 @@ def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_
     assert consumer.num_transfers == 0
 
 
+def test_a_request_that_was_refused_before_its_producer_has_said_which_life_it_is_cancels_once(
+) -> None:  # fmt: skip
+    consumer = make_consumer()
+    expect_from(consumer)
+    consumer.receive(CONTROL, Refused("", READER, "no"), now=0)
+    assert sent(connect(consumer), PushCancel) == [PushCancel("e1", READER, "r1", "d")]
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    assert failures(consumer) == ["the producer refused: no"]
+
+
 @pytest.mark.parametrize("changes", [{"engine": "q"}, {"epoch": ""}])
 def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again_at_once(
     changes: dict[str, str],

@@ -417,12 +417,12 @@ class Consumer:
         The incarnation may belong to a peer that is connected already; then attach at once.
         """
         for old, new in self._peers.take_renamed():
-            self._client.rename(old, new)
             peer = self._peers.get(new)
             for transfer in self._transfers.of_incarnation(old):
                 self._transfers.move(transfer, new)
                 if peer is not None and transfer.state in BEFORE_READING:
                     contact_producer(self._context, transfer, now)
+            self._client.rename(old, new)
             self._process_events(now)
             if peer is not None and peer.is_ready:
                 self._client.send_deferred_detaches(peer)
