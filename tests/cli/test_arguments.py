@@ -187,15 +187,15 @@ def test_underscores_in_the_flag_are_dashes() -> None:
         ),
         (
             [f"{TRANSFER_CONFIG_FLAG}.a.b", "1", f"{TRANSFER_CONFIG_FLAG}.a", "2"],
-            "--kv-transfer-config.a.b goes into a, which is given a value too",
+            "--kv-transfer-config.a.b sets a key inside a, which another flag sets as a whole",
         ),
         (
             [TRANSFER_CONFIG_FLAG, '{"a": 3}', f"{TRANSFER_CONFIG_FLAG}.a.b", "1"],
-            "a is 3, so a.b cannot be set in it",
+            "a is 3, so a.b cannot be set inside it",
         ),
         (
             [TRANSFER_CONFIG_FLAG, '{"a": "UCX"}', f"{TRANSFER_CONFIG_FLAG}.a+", "1"],
-            'a is "UCX", so nothing can be appended to it',
+            'a is "UCX", which is not a list, so no item can be appended to it',
         ),
         ([f"{TRANSFER_CONFIG_FLAG}.kv_role+", "x"], "kv_role takes one value; remove the +"),
         (

@@ -92,7 +92,9 @@ def test_what_is_missing_is_a_problem_or_advice() -> None:
         Severity.OK,
         Severity.ADVICE,
     ]
-    assert "copy_segments, linger missing" in compiled_finding(["copy_segments", "linger"]).text
+    assert (
+        "copy_segments, linger not compiled" in compiled_finding(["copy_segments", "linger"]).text
+    )
     assert [core_finding(cores).level for cores in (2, 8)] == [Severity.ADVICE, Severity.OK]
     assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [
         Severity.ADVICE,
@@ -109,18 +111,19 @@ def test_a_plugin_that_was_asked_for_must_start() -> None:
         Severity.PROBLEM,
         Severity.PROBLEM,
     ]
-    assert "POSIX starts here" in findings[1].text
-    assert "LIBFABRIC is found but does not start here" in findings[2].text
-    assert "NOPE is not found; use one of LIBFABRIC, POSIX, UCX" in findings[3].text
+    assert "POSIX starts" in findings[1].text
+    assert "NIXL has the plugin LIBFABRIC, but it does not start" in findings[2].text
+    assert "NIXL has no plugin NOPE; available: LIBFABRIC, POSIX, UCX" in findings[3].text
     assert len(nixl_findings(report)) == 1
 
 
 def test_ports_of_the_readme_that_are_taken_are_named_with_what_to_set() -> None:
     ports = [8100, 8200, 8192, 5601]
     assert port_finding([], ports).level is Severity.OK
-    assert port_finding([8100, 8192], ports).text == "8100, 8192 taken; choose others with --port"
+    assert port_finding([8100, 8192], ports).text == "8100, 8192 in use; choose others with --port"
     assert (
-        port_finding([5601], ports).text == "5601 taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"
+        port_finding([5601], ports).text
+        == "5601 in use; set VLLM_NIXL_SIDE_CHANNEL_PORT to another port"
     )
     assert port_finding([5601], ports).level is Severity.ADVICE
 
@@ -139,8 +142,8 @@ def test_plugins_are_started_one_by_one_for_the_report() -> None:
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
         ("import no_such_module", "No module named"),
-        ("raise SystemExit(3)", "exit code 3"),
-        ("pass", "exit code 0"),
+        ("raise SystemExit(3)", "exited with code 3"),
+        ("pass", "exited with code 0"),
         ("import time; time.sleep(60)", "no answer within 0.5 s"),
     ],
 )

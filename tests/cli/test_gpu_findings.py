@@ -97,7 +97,9 @@ def test_the_transport_that_would_be_chosen_is_told_with_the_reason() -> None:
     assert "copies at 2,097 GB/s" in speed.text
     assert "cuda_ipc 1,890 GB/s, nixl 1.9 GB/s, nixl bounce 501 GB/s" in speed.text
     assert "9.0 µs for each descriptor, and 1,254 GB/s for one long segment" in speed.text
-    assert "cuda_ipc within this host, at 0.90 of the device's own copy" in transport.text
+    assert (
+        "cuda_ipc within this host, at 0.90 of the speed of the device's own copy" in transport.text
+    )
     assert "set bounce_max_segment_bytes to 8388608 (the default is 262144)" in transport.text
     assert "below 8 MiB, the default" in gpu_speed_findings(GPU, report(**WHOLE), 8 << 20)[1].text
 
@@ -106,14 +108,17 @@ def test_what_does_not_work_or_is_slow_is_advice() -> None:
     without_ipc = gpu_speed_findings(
         GPU, report(**{name: took for name, took in WHOLE.items() if name != "cuda_ipc"}), 1
     )[1]
-    assert (without_ipc.level, "nixl everywhere" in without_ipc.text) == (Severity.ADVICE, True)
+    assert (without_ipc.level, "nixl within this host too" in without_ipc.text) == (
+        Severity.ADVICE,
+        True,
+    )
     only_ipc = gpu_speed_findings(GPU, report(memcpy=64e-6, cuda_ipc=71e-6), 1)[1]
-    assert "NIXL does not carry memory of this GPU" in only_ipc.text
+    assert "NIXL cannot move memory of this GPU" in only_ipc.text
     slow = gpu_speed_findings(GPU, report(**(WHOLE | {"cuda_ipc": 640e-6})), 1)[1]
-    assert (slow.level, "is something else running" in slow.text) == (Severity.ADVICE, True)
+    assert (slow.level, "is another process using" in slow.text) == (Severity.ADVICE, True)
     for failed in (ProbeFailed("no answer within 60 s"), GpuReport([], [])):
         [finding] = gpu_speed_findings(GPU, failed, 1)
-        assert (finding.level, "nothing could be measured" in finding.text) == (
+        assert (finding.level, "the speed could not be measured" in finding.text) == (
             Severity.ADVICE,
             True,
         )
@@ -136,9 +141,9 @@ def test_settings_of_ucx_are_told_with_who_made_them() -> None:
     )
     assert ours.level is Severity.OK
     theirs = ucx_settings_finding(SETTINGS, {"UCX_RCACHE_MAX_UNRELEASED": "64"})
-    assert "UCX_RCACHE_MAX_UNRELEASED=64 (yours)" in theirs.text
+    assert "UCX_RCACHE_MAX_UNRELEASED=64 (set by you)" in theirs.text
     slow = ucx_settings_finding(SETTINGS, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"})
-    assert (slow.level, "unset it" in slow.text) == (Severity.ADVICE, True)
+    assert (slow.level, "unset the variable" in slow.text) == (Severity.ADVICE, True)
 
 
 @pytest.mark.slow

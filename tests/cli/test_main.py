@@ -99,7 +99,7 @@ def test_every_command_has_help_with_examples(
         (["up", "--mode", "both"], "kvferry: --mode: invalid choice: 'both'"),
         (
             ["doctor", "--backends", "../x"],
-            "kvferry: --backends: '../x' is no name of a NIXL plugin",
+            "kvferry: --backends: '../x' is not the name of a NIXL plugin",
         ),
         (["make-model", "m", "--heads", "0"], "kvferry: --heads must be from 1 to 128, got 0"),
         (["SERVE"], "kvferry: SERVE is not a command of kvferry; did you mean serve?"),
@@ -107,7 +107,7 @@ def test_every_command_has_help_with_examples(
             ["serve"],
             "kvferry: the following arguments are required: MODEL; see `kvferry serve --help`",
         ),
-        (["serve", "m", "n"], "kvferry: n is one argument too many for `kvferry serve`; remove it"),
+        (["serve", "m", "n"], "kvferry: n is an unexpected argument of `kvferry serve`; remove it"),
         (["serve", "m", "--kv-transfer-config", "{"], "kvferry: --kv-transfer-config is not JSON"),
         (
             ["serve", "m", "--kv-transfer-config.kv_rol", "kv_both"],
@@ -119,7 +119,7 @@ def test_every_command_has_help_with_examples(
         ),
         (
             ["serve", "m", "--kv-cache-memory-bytes", "lots"],
-            "kvferry: --kv-cache-memory-bytes: 'lots' is no size; write it like 4096, 8k or 1G",
+            "kvferry: --kv-cache-memory-bytes: 'lots' is not a size; write it like 4096, 8k or 1G",
         ),
         (["serve", "m", "--dtype", "int3"], "kvferry: --dtype: invalid choice: 'int3'"),
         (
@@ -198,7 +198,7 @@ def test_other_machines_need_the_operators_secret(
     for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE", "KVFERRY_SIDE_CHANNEL_HOST"):
         monkeypatch.delenv(name, raising=False)
     sentence = complaint(capsys, "serve", str(tmp_path), "--kv-transfer-config", PULL)
-    assert sentence.startswith("kvferry: KVFERRY_SECRET_FILE must be set to the cluster's secret")
+    assert sentence.startswith("kvferry: KVFERRY_SECRET_FILE must be set to the file with the")
 
 
 def test_start_up_is_light() -> None:

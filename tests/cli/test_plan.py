@@ -188,7 +188,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
             ["nowhere"],
             'MODEL is "nowhere", which is neither a folder nor in the Hugging Face cache',
         ),
-        (["{folder}", "--layers", "4"], "say the same thing twice"),
+        (["{folder}", "--layers", "4"], "both describe a model"),
         (
             ["{folder}", "--tp", "3"],
             "--tp 3 does not fit 8 KV heads; use a divisor or a multiple of 8",
@@ -202,17 +202,20 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
             ["{folder}", "--dtype", "posit16"],
             "'posit16' is no cache dtype known here; use --dtype with one of",
         ),
-        (["{folder}", "--link", "fast"], "--link: 'fast' is no link; write it like 'Ethernet=100'"),
-        (["{folder}", "--link", "x=0"], "--link: 'x=0' is no link"),
-        (["{folder}", "--link", "x=nan"], "--link: 'x=nan' is no link"),
+        (
+            ["{folder}", "--link", "fast"],
+            "--link: 'fast' is not a link; write it like 'Ethernet=100'",
+        ),
+        (["{folder}", "--link", "x=0"], "--link: 'x=0' is not a link"),
+        (["{folder}", "--link", "x=nan"], "--link: 'x=nan' is not a link"),
         (
             ["{folder}", "--tokens", "many"],
-            "--tokens: 'many' is no prompt length; write it like 4000 or 4K",
+            "--tokens: 'many' is not a prompt length; write it like 4000 or 4K",
         ),
-        (["{folder}", "--tokens", "0"], "--tokens: '0' is no prompt length"),
+        (["{folder}", "--tokens", "0"], "--tokens: '0' is not a prompt length"),
         (
             ["{folder}", "--tp", "0"],
-            "--tp/--tensor-parallel-size: must be a whole number from 1 on, got '0'",
+            "--tp/--tensor-parallel-size: must be a whole number of at least 1, got '0'",
         ),
         (
             ["{folder}", "--tp", "9999999"],
@@ -229,22 +232,22 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         ),
         (
             ["{folder}", "--tokens", "1001M"],
-            "--tokens: a prompt of '1001M' is too long to plan; 1,000M is the most",
+            "--tokens: a prompt of '1001M' is too long to plan; the limit is 1,000M",
         ),
-        (["{folder}", "--tokens", "9" * 17], "is too long to plan; 1,000M is the most"),
+        (["{folder}", "--tokens", "9" * 17], "is too long to plan; the limit is 1,000M"),
         (["{folder}", "--block-size", "8193"], "--block-size: must be at most 8,192"),
         (
             ["{folder}", "--block-size", "8", "--peer-block-size", "8192"],
-            "are too far apart to plan; 256 times is the most",
+            "are too far apart to plan; the larger may be at most 256 times the smaller",
         ),
-        (["{folder}", "--link", "x=1e-320"], "--link: 'x=1e-320' is no link"),
+        (["{folder}", "--link", "x=1e-320"], "--link: 'x=1e-320' is not a link"),
         (
             ["{folder}/huge.json"],
             "num_hidden_layers is 900000000, which must be a whole number from 1 to 10,000; "
             "correct it",
         ),
         (["{folder}/notes.txt"], "is not JSON; name a model's config.json"),
-        (["{folder}/list.json"], "is no JSON object; name a model's config.json"),
+        (["{folder}/list.json"], "is not a JSON object; name a model's config.json"),
         (
             ["{folder}/empty.json"],
             "config.json does not say how many layers there are (num_hidden_layers); give --layers",

@@ -120,7 +120,7 @@ def test_a_child_that_fails_is_reported_with_its_exit_code_and_last_words(
     group: ProcessGroup,
 ) -> None:
     child = started("fail", group)
-    with pytest.raises(KVFerryError, match="the fail ended with exit code 1"):
+    with pytest.raises(KVFerryError, match="the fail exited with code 1"):
         eventually(lambda: child.poll_address() is not None)
     assert child.has_failed
     assert child.tail() == ["this is fail", "the model has three legs"]
@@ -171,11 +171,11 @@ def test_a_child_with_work_to_do_is_waited_for(group: ProcessGroup) -> None:
     child.wait(timeout_s=20)
     child.close()
     failing = started("fail", group)
-    with pytest.raises(KVFerryError, match="exit code 1"):
+    with pytest.raises(KVFerryError, match="exited with code 1"):
         failing.wait(timeout_s=20)
     failing.close()
     slow = started("silent", group)
-    with pytest.raises(KVFerryError, match="did not end within"):
+    with pytest.raises(KVFerryError, match="did not exit within"):
         slow.wait(timeout_s=0.1)
     slow.close()
 
@@ -209,8 +209,8 @@ def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(
 @pytest.mark.parametrize(
     ("launch", "timeout_s", "sentence"),
     [
-        (StubLaunch(engine_mode="fail"), 30, "-0 ended with exit code 1"),
-        (StubLaunch(router_mode="fail"), 30, "router ended with exit code 1"),
+        (StubLaunch(engine_mode="fail"), 30, "-0 exited with code 1"),
+        (StubLaunch(router_mode="fail"), 30, "router exited with code 1"),
         (
             StubLaunch(engine_mode="unhealthy"),
             1,

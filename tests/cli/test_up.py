@@ -122,8 +122,8 @@ def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(
         port = taken.getsockname()[1]
         assert main(["up", "--port", str(port)]) == 2
     assert capsys.readouterr().err == (
-        f"kvferry: port {port} cannot be used (Address already in use); stop what listens there "
-        "or choose another --port\n"
+        f"kvferry: port {port} cannot be used (Address already in use); stop the process that "
+        "listens there or choose another --port\n"
     )
 
 

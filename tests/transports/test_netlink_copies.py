@@ -114,7 +114,7 @@ def test_the_doctor_warns_of_a_second_libnl(second_netlink: dict[str, str]) -> N
     assert (report.started, report.exit_signals, report.netlink_copies) == (["UCX"], {}, 2)
     exits = [finding for finding in nixl_findings(report) if finding.topic == "NIXL exit"]
     assert [finding.level for finding in exits] == [Severity.ADVICE]
-    assert "other users of NIXL end with SIGSEGV" in exits[0].text
+    assert "other programs that use NIXL exit with SIGSEGV" in exits[0].text
 
 
 def test_a_crash_at_exit_is_a_problem_to_the_doctor() -> None:

@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
                     f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}"
                 )
             raise ConfigError(
-                f"{show_argument(word)} is one argument too many for `{self.prog}`; remove it"
+                f"{show_argument(word)} is an unexpected argument of `{self.prog}`; remove it"
             )
         return found
 
@@ -279,9 +279,9 @@ def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
         for length in range(1, len(path)):
             if path[:length] in seen:
                 raise ConfigError(
-                    f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} goes into "
-                    f"{'.'.join(path[:length])}, which is given a value too; keep one "
-                    "of them"
+                    f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} sets a key inside "
+                    f"{'.'.join(path[:length])}, which another flag sets as a whole; keep one of "
+                    "them"
                 )
         seen.add(path)
 
@@ -294,7 +294,7 @@ def _parent(merged: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(below, dict):
             raise ConfigError(
                 f"{'.'.join(path[: depth + 1])} is {shown(below)}, so {'.'.join(path)} cannot be "
-                "set in it; make it an object"
+                "set inside it; make it an object"
             )
         here = below
     return here
@@ -308,7 +308,8 @@ def _append(merged: dict[str, Any], path: tuple[str, ...], value: str, connector
     listed = _parent(merged, path).setdefault(path[-1], [])
     if not isinstance(listed, list):
         raise ConfigError(
-            f"{'.'.join(path)} is {shown(listed)}, so nothing can be appended to it; make it a list"
+            f"{'.'.join(path)} is {shown(listed)}, which is not a list, so no item can be "
+            "appended to it; make it a list"
         )
     decoded = _decoded_value(value)
     listed.append(value if list_takes_text(kind) and not isinstance(decoded, str) else decoded)
@@ -385,7 +386,7 @@ def parse_size(text: str) -> int:
     """For argparse: parse a whole number with or without a unit."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!a} is no size; write it like 4096, 8k or 1G")
+        raise argparse.ArgumentTypeError(f"{text!a} is not a size; write it like 4096, 8k or 1G")
     number, unit = match.groups()
     size = float(number) * FACTORS[unit] if "." in number else int(number) * FACTORS[unit]
     if size != int(size):

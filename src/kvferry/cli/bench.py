@@ -39,47 +39,46 @@ class BenchmarkEntry:
 BENCHMARKS = {
     "decode-interference": BenchmarkEntry(
         "kvferry.bench.decode_interference",
-        "a decode step of the embedded engine while KV arrives, and without",
+        "time of a decode step of the embedded engine, with and without KV arriving",
         extra="engine",
     ),
     "handover": BenchmarkEntry(
         "kvferry.bench.handover",
-        "from P's last token to D's first: pull, push, and push while P computes",
+        "time from P's last token to D's first: pull, push, and push while P still computes",
         extra="engine",
     ),
     "leases": BenchmarkEntry(
         "kvferry.bench.leases",
-        "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process",
+        "cost of 10, 1,000 and 10,000 live leases per engine step and in an idle process",
     ),
     "multiturn": BenchmarkEntry(
         "kvferry.bench.multiturn",
-        "the first token of each turn of a conversation, with and without what D has of the turns "
-        "before",
+        "time to the first token of each turn of a conversation, with and without D's blocks of "
+        "earlier turns",
         extra="all",
     ),
     "router": BenchmarkEntry(
         "kvferry.bench.router.command",
-        "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router",
+        "cost of the router with stub engines, beside no router, vLLM's toy proxy and vllm-router",
         extra="router",
     ),
     "soak": BenchmarkEntry(
         "kvferry.bench.soak",
-        "many transfers between two embedded engines; whether memory, files and threads stay flat",
+        "many transfers between two embedded engines: do memory, files and threads stay flat?",
         extra="engine",
     ),
     "transfer": BenchmarkEntry(
         "kvferry.bench.transfer.command",
-        "KV moved between two processes on every transport, beside memcpy and raw NIXL",
+        "speed of KV between two processes on every transport, beside memcpy and raw NIXL",
     ),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm.handover",
-        "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector",
+        "time from P's answer to D's first token in real vLLM, beside vLLM's own NixlConnector",
         extra="engine",
     ),
     "vllm-steps": BenchmarkEntry(
         "kvferry.bench.vllm.steps",
-        "the engine's time in the connector per step inside real vLLM, beside vLLM's own "
-        "NixlConnector",
+        "time per engine step spent in the connector in real vLLM, beside vLLM's own NixlConnector",
         extra="engine",
     ),
 }
@@ -87,7 +86,7 @@ BENCHMARKS = {
 WIDTH = max(map(len, BENCHMARKS))
 DESCRIPTION = "\n".join(
     [
-        "Measure something on this machine. Benchmarks:",
+        "Run a benchmark on this machine. Benchmarks:",
         "",
         *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items()),
     ]
@@ -111,12 +110,12 @@ class Benchmark(Protocol):
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("benchmark", metavar="BENCHMARK", help="which one")
+    parser.add_argument("benchmark", metavar="BENCHMARK", help="the benchmark to run")
     parser.add_argument(
         "rest",
         metavar="…",
         nargs=argparse.REMAINDER,
-        help="its own arguments; `kvferry bench BENCHMARK --help` lists them",
+        help="arguments of the benchmark; `kvferry bench BENCHMARK --help` lists them",
     )
 
 

@@ -200,7 +200,7 @@ def _run_python(
     except subprocess.TimeoutExpired:
         return ProbeFailed(f"no answer within {timeout_s:g} s")
     except OSError as error:
-        return ProbeFailed(f"cannot be asked ({error.strerror})")
+        return ProbeFailed(f"the probe cannot be started ({error.strerror})")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         return ProbeFailed(_failure_reason(done))
@@ -261,7 +261,7 @@ def can_share_memory() -> str | None:
     try:
         opened = os.memfd_create("kvferry-doctor")
     except (AttributeError, OSError) as error:
-        return f"anonymous shared memory cannot be made ({error})"
+        return f"this machine cannot create anonymous shared memory ({error})"
     try:
         os.ftruncate(opened, mmap.PAGESIZE)
         os.pwrite(opened, SHARED_BYTES, 0)
@@ -269,7 +269,7 @@ def can_share_memory() -> str | None:
     finally:
         os.close(opened)
     if isinstance(output, ProbeFailed):
-        return f"another process cannot open it ({output.reason})"
+        return f"another process cannot open shared memory ({output.reason})"
     return None if output.line == SHARED_BYTES.decode() else "another process sees other bytes"
 
 
@@ -293,18 +293,18 @@ def _decoded(output: ProbeOutput, kind: type[_Report]) -> _Report | ProbeFailed:
     try:
         return msgspec.json.decode(output.line, type=kind)
     except (msgspec.DecodeError, ValueError):
-        return ProbeFailed(f"gave an answer that cannot be read ({ascii(output.line)[:80]})")
+        return ProbeFailed(f"the probe gave an unexpected answer ({ascii(output.line)[:80]})")
 
 
 def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
     """Describe how a probe failed: the signal, the last line of stderr, or the exit code."""
     if done.returncode < 0:
-        return f"the process that asked it was killed by signal {-done.returncode}"
+        return f"the probe was killed by signal {-done.returncode}"
     lines = done.stderr.strip().splitlines()
     return (
         f"cannot be used ({ascii(lines[-1])[1:161]})"
         if lines
-        else f"ended with exit code {done.returncode}"
+        else f"the probe exited with code {done.returncode}"
     )
 
 
@@ -313,8 +313,8 @@ def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 DESCRIPTION = (
-    "Say what this machine can do for KV transfer, and what to set. Exit code 1 when something "
-    "will not work."
+    "Report what this machine supports for KV transfer, and what to set. The exit code is 1 if "
+    "something will not work."
 )
 EXAMPLES = """\
   kvferry doctor
@@ -346,9 +346,11 @@ def add_arguments(parser: Parser) -> None:
         type=parse_backend,
         metavar="NAME",
         default=[],
-        help="NIXL plugins to try to start, beside UCX",
+        help="NIXL plugins to start as a test, besides UCX",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of lines"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -371,7 +373,7 @@ def parse_backend(text: str) -> str:
     """For argparse: check the name of a NIXL plugin, which becomes part of a file name."""
     if not PLUGIN_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text[:80]!a} is no name of a NIXL plugin; write it like LIBFABRIC"
+            f"{text[:80]!a} is not the name of a NIXL plugin; write it like LIBFABRIC"
         )
     return text
 
@@ -446,7 +448,9 @@ def _shared_memory() -> Finding:
             Severity.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead"
         )
     return Finding(
-        Severity.OK, "shared memory", "processes of this user can map each other's cache"
+        Severity.OK,
+        "shared memory",
+        "processes of this user can map each other's cache",
     )
 
 
@@ -463,7 +467,8 @@ def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
             Finding(
                 Severity.ADVICE,
                 "side channel",
-                f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine",
+                f"{where} is in use; set VLLM_NIXL_SIDE_CHANNEL_PORT to another port for the next "
+                "engine",
             )
         ]
     return [
@@ -479,7 +484,10 @@ def _secret(environ: Mapping[str, str]) -> Finding:
     own: Path = runtime_directory(environ) / FILE_NAME
     if not is_given and not os.path.lexists(own):
         return Finding(
-            Severity.OK, "secret", f"none yet; one for this machine is made on first use in {own}"
+            Severity.OK,
+            "secret",
+            f"none yet; the first command that needs one creates it in {own}, for this "
+            "machine only",
         )
     try:
         secret = ClusterSecret.load(environ)
@@ -496,7 +504,7 @@ def _secret(environ: Mapping[str, str]) -> Finding:
 def _api_port() -> Finding:
     if is_port_free("127.0.0.1", API_PORT):
         return Finding(Severity.OK, "API port", f"{API_PORT} is free")
-    return Finding(Severity.ADVICE, "API port", f"{API_PORT} is taken; choose another with --port")
+    return Finding(Severity.ADVICE, "API port", f"{API_PORT} is in use; choose another with --port")
 
 
 def _other_ports() -> Finding:

@@ -129,10 +129,10 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
 def compiled_finding(missing: Sequence[str]) -> Finding:
     """Report C loops; `missing` names the loops that should be compiled and are not."""
     if not missing:
-        return Finding(Severity.OK, "C module", "all its loops are here")
+        return Finding(Severity.OK, "C module", "all compiled loops are present")
     text = (
-        f"{', '.join(missing)} missing, so KV moves slower; reinstall kvferry with a C compiler "
-        "at hand (`make setup`)"
+        f"{', '.join(missing)} not compiled, so KV moves slower; install a C compiler and "
+        "reinstall kvferry (`make setup`)"
     )
     return Finding(Severity.ADVICE, "C module", text)
 
@@ -142,8 +142,8 @@ def core_finding(cores: int) -> Finding:
         return Finding(
             Severity.ADVICE,
             "cores",
-            f"{cores}: prefill, decode and router share them, so expect order of magnitude, not "
-            "speed",
+            f"{cores}: prefill, decode and router share them, so timings here show the order of "
+            "magnitude only",
         )
     return Finding(Severity.OK, "cores", f"{cores}")
 
@@ -153,9 +153,9 @@ def descriptor_finding(limit: int) -> Finding:
         return Finding(
             Severity.ADVICE,
             "open files",
-            f"a process may open {limit}; run `ulimit -n 65536` before serving many clients",
+            f"a process may open {limit} files; run `ulimit -n 65536` before serving many clients",
         )
-    return Finding(Severity.OK, "open files", f"a process may open {limit}")
+    return Finding(Severity.OK, "open files", f"a process may open {limit} files")
 
 
 def extras_finding(missing: Mapping[str, Sequence[str]]) -> Finding:
@@ -216,9 +216,7 @@ def nixl_findings(report: NixlReport | ProbeFailed, requested: Sequence[str] = (
             )
         ]
     found = ", ".join(sorted(report.plugins)) or "none"
-    first = Finding(
-        Severity.OK, "NIXL", f"{report.version}, UCX starts here; plugins found: {found}"
-    )
+    first = Finding(Severity.OK, "NIXL", f"{report.version}, UCX starts; plugins found: {found}")
     if DEFAULT_PLUGIN not in report.started:
         text = (
             f"{report.version} works, but its UCX plugin does not start (plugins found: {found}); "
@@ -235,16 +233,15 @@ def _exit_findings(report: NixlReport) -> list[Finding]:
     ]
     if crashes:
         text = (
-            f"processes here are killed when they exit ({', '.join(crashes)}); please report it "
-            "with the output of `kvferry doctor --json`"
+            f"processes that used NIXL are killed when they exit ({', '.join(crashes)}); please "
+            "report this with the output of `kvferry doctor --json`"
         )
         return [Finding(Severity.PROBLEM, "NIXL exit", text)]
     if report.netlink_copies > 1:
         text = (
-            "the distribution's libefa loads a second libnl; kvferry's processes exit cleanly, "
-            "and vLLM's with kvferry installed; other "
-            "users of NIXL end with SIGSEGV (remove ibverbs-providers, or see "
-            "docs/decisions/042-two-copies-of-libnl.md)"
+            "the distribution's libefa loads a second libnl; processes of kvferry, and of vLLM "
+            "with kvferry installed, exit cleanly; other programs that use NIXL exit with SIGSEGV "
+            "(remove ibverbs-providers, or see docs/decisions/042-two-copies-of-libnl.md)"
         )
         return [Finding(Severity.ADVICE, "NIXL exit", text)]
     return []
@@ -255,14 +252,15 @@ def _plugin_finding(name: str, report: NixlReport) -> Finding:
     problem.
     """
     if name in report.started:
-        return Finding(Severity.OK, "NIXL plugin", f"{name} starts here")
+        return Finding(Severity.OK, "NIXL plugin", f"{name} starts")
     if name not in report.plugins:
-        text = f"{name} is not found; use one of {', '.join(sorted(report.plugins))}"
+        text = f"NIXL has no plugin {name}; available: {', '.join(sorted(report.plugins))}"
         return Finding(Severity.PROBLEM, "NIXL plugin", text)
     return Finding(
         Severity.PROBLEM,
         "NIXL plugin",
-        f"{name} is found but does not start here; install the libraries it needs, or use UCX",
+        f"NIXL has the plugin {name}, but it does not start; install the libraries it needs, or "
+        "use UCX",
     )
 
 
@@ -272,8 +270,8 @@ def port_finding(taken: list[int], checked_ports: list[int]) -> Finding:
         return Finding(Severity.OK, "other ports", f"{', '.join(map(str, checked_ports))} are free")
     side = [str(port) for port in taken if port == SECOND_SIDE_CHANNEL_PORT]
     http = [str(port) for port in taken if port != SECOND_SIDE_CHANNEL_PORT]
-    parts = [f"{', '.join(http)} taken; choose others with --port"] if http else []
-    parts += [f"{side[0]} taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"] if side else []
+    parts = [f"{', '.join(http)} in use; choose others with --port"] if http else []
+    parts += [f"{side[0]} in use; set VLLM_NIXL_SIDE_CHANNEL_PORT to another port"] if side else []
     return Finding(Severity.ADVICE, "other ports", "; ".join(parts))
 
 
@@ -295,7 +293,7 @@ def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Fin
         return Finding(
             Severity.ADVICE,
             "UCX",
-            f"{listed}{given}; without cma NIXL is slow on one machine, so allow ptrace in the "
+            f"{listed}{given}; without cma NIXL is slow within one machine: allow ptrace in the "
             "container",
         )
     if not any(name.split("_")[0] in RDMA_TRANSPORTS for name in transports):
@@ -374,7 +372,7 @@ def gpu_speeds(report: GpuReport) -> GpuSpeeds | ProbeFailed:
     }
     baselines = [row for row in report.baselines if row.pattern == "scattered"]
     if not rows or not baselines:
-        return ProbeFailed("no transport carries memory of this GPU")
+        return ProbeFailed("no transport can move memory of this GPU")
     plain = rows.get("nixl")
     speeds = {name: row.gbps for name, row in rows.items()}
     return GpuSpeeds(
@@ -410,8 +408,8 @@ def gpu_speed_findings(
     speeds = report if isinstance(report, ProbeFailed) else gpu_speeds(report)
     if isinstance(speeds, ProbeFailed):
         text = (
-            f"{gpu}: nothing could be measured ({speeds.reason}); see `kvferry bench transfer "
-            "--device cuda`"
+            f"{gpu}: the speed could not be measured ({speeds.reason}); see `kvferry bench "
+            "transfer --device cuda`"
         )
         return [Finding(Severity.ADVICE, "GPU speed", text)]
     return [
@@ -436,13 +434,16 @@ def ucx_settings_finding(settings: Mapping[str, str], environ: Mapping[str, str]
     `settings` are the values that the nixl transport sets unless the user has set the variable.
     """
     shown = [
-        f"{name}={environ.get(name, value)} ({'yours' if name in environ else 'set by kvferry'})"
+        (
+            f"{name}={environ.get(name, value)} "
+            f"({'set by you' if name in environ else 'set by kvferry'})"
+        )
         for name, value in sorted(settings.items())
     ]
     if environ.get(GET_ZCOPY, "y").lower() not in ("y", "yes", "on", "1", "try"):
         text = (
             f"{', '.join(shown)}; without {GET_ZCOPY}=y NIXL reads GPU memory through host TCP, "
-            "thousands of times slower: unset it"
+            "thousands of times slower: unset the variable"
         )
         return Finding(Severity.ADVICE, "UCX on GPUs", text)
     return Finding(Severity.OK, "UCX on GPUs", ", ".join(shown))
@@ -471,17 +472,20 @@ def _choice(gpu: str, speeds: GpuSpeeds, default_bounce_bytes: int) -> Finding:
     across = _advice_across_hosts(speeds, default_bounce_bytes)
     if speeds.cuda_ipc is None:
         text = (
-            f"{gpu}: nixl everywhere, because cuda_ipc does not work here (see the log of an "
-            f"engine); {across}"
+            f"{gpu}: nixl within this host too, because cuda_ipc does not work here (the log of "
+            f"an engine says why); {across}"
         )
         return Finding(Severity.ADVICE, "GPU transport", text)
     share = speeds.cuda_ipc / speeds.copy
-    text = f"{gpu}: cuda_ipc within this host, at {share:.2f} of the device's own copy; {across}"
+    text = (
+        f"{gpu}: cuda_ipc within this host, at {share:.2f} of the speed of the device's own copy; "
+        f"{across}"
+    )
     if share < GOOD_SHARE:
         return Finding(
             Severity.ADVICE,
             "GPU transport",
-            f"{text}; that is little: is something else running on this GPU?",
+            f"{text}; that is slow: is another process using this GPU?",
         )
     return Finding(Severity.OK, "GPU transport", text)
 
@@ -489,13 +493,13 @@ def _choice(gpu: str, speeds: GpuSpeeds, default_bounce_bytes: int) -> Finding:
 def _advice_across_hosts(speeds: GpuSpeeds, default_bounce_bytes: int) -> str:
     if speeds.nixl is None:
         return (
-            "NIXL does not carry memory of this GPU, so other hosts are reached through host "
-            "memory only (kv_buffer_device cpu)"
+            "NIXL cannot move memory of this GPU, so other hosts are reached through host memory "
+            "only (kv_buffer_device cpu)"
         )
     advised = bounce_advice_bytes(speeds)
     if advised is None:
         return "nixl to other hosts"
-    setting = f"nixl to other hosts, staged where segments are below {_size(advised)}"
+    setting = f"nixl to other hosts, through bounce buffers for segments below {_size(advised)}"
     if advised == default_bounce_bytes:
         return f"{setting}, the default"
     return (

@@ -47,32 +47,34 @@ class CommandEntry:
 COMMANDS = {
     "up": CommandEntry(
         "kvferry.cli.up",
-        "prefill, decode and router on this machine; shows one request, serves until Ctrl-C",
+        "runs prefill, decode and router on this machine; shows one request, serves until Ctrl-C",
         extra="all",
     ),
     "serve": CommandEntry(
         "kvferry.cli.serve",
-        "one engine, flags as `vllm serve`",
+        "runs one engine, with the flags of `vllm serve`",
         takes_transfer_config=True,
         extra="engine",
     ),
     "proxy": CommandEntry(
         "kvferry.cli.proxy",
-        "the router in front of prefill and decode instances",
+        "runs the router in front of prefill and decode instances",
         extra="router",
     ),
     "register": CommandEntry(
-        "kvferry.cli.register", "keeps an engine in the fleets of routers while it is well"
+        "kvferry.cli.register", "keeps an engine registered with routers while it is healthy"
     ),
     "make-model": CommandEntry(
         "kvferry.cli.make_model", "writes a tiny checkpoint", extra="engine"
     ),
-    "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
+    "doctor": CommandEntry(
+        "kvferry.cli.doctor", "reports what this machine supports, and what to set"
+    ),
     "plan": CommandEntry(
         "kvferry.cli.plan",
-        "how large a model's KV cache is, how long it takes to move, what to set",
+        "computes the size of a model's KV cache, its transfer time, and what to set",
     ),
-    "bench": CommandEntry("kvferry.cli.bench", "measurements, beside what others do"),
+    "bench": CommandEntry("kvferry.cli.bench", "runs a benchmark, beside other software"),
 }
 
 
@@ -144,8 +146,8 @@ def make_parser(name: str) -> Parser:
         parser.add_argument(
             TRANSFER_CONFIG_FLAG,
             metavar="JSON",
-            help=f"KV transfer as JSON; single keys as {TRANSFER_CONFIG_FLAG}.KEY VALUE, lists "
-            "with KEY+",
+            help=f"KV transfer settings as JSON; single keys as {TRANSFER_CONFIG_FLAG}.KEY VALUE, "
+            "lists with KEY+",
         )
     return parser
 
@@ -161,13 +163,13 @@ def _overview() -> str:
         [
             "usage: kvferry COMMAND [ARGUMENTS]",
             "",
-            "Carries the KV cache of a language model from the engine that computed it to the "
+            "Moves the KV cache of a language model from the engine that computed it to the "
             "engine that needs it.",
             "",
             "commands:",
             *lines,
             "",
-            "`kvferry COMMAND --help` says more. `kvferry up` is the place to start.",
+            "`kvferry COMMAND --help` lists the flags. Start with `kvferry up`.",
         ]
     )
 

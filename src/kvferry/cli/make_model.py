@@ -23,7 +23,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="where to write it; made if it is not there"
+        "directory", metavar="DIR", type=Path, help="folder to write to; created if missing"
     )
     parser.add_argument(
         "--family",
@@ -36,11 +36,11 @@ def add_arguments(parser: Parser) -> None:
         "--heads",
         type=int,
         metavar="N",
-        help="attention heads, and half as many KV heads except with mla; they bound "
+        help="attention heads; KV heads are half as many, except with mla; the upper limit of "
         "--tensor-parallel-size (default: 4)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the random weights (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
     )
 
 

@@ -231,8 +231,8 @@ def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, An
 
 
 DESCRIPTION = (
-    "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many "
-    "segments it falls, and what to set."
+    "Compute how large a model's KV cache is, how long a prompt's KV takes over a link, how many "
+    "segments that makes, and what to set."
 )
 EXAMPLES = """\
   kvferry plan /models/tiny
@@ -263,32 +263,32 @@ def add_arguments(parser: Parser) -> None:
         "--layers",
         type=count_to(MAX_LAYERS),
         metavar="N",
-        help="layers, instead of MODEL; with --kv-heads and --head-dim",
+        help="number of layers, instead of MODEL; with --kv-heads and --head-dim",
     )
     parser.add_argument(
         "--kv-heads",
         type=count_to(MAX_HEADS),
         metavar="N",
-        help="KV heads of a layer, instead of MODEL",
+        help="KV heads per layer, instead of MODEL",
     )
     parser.add_argument(
         "--head-dim",
         type=count_to(MAX_HEAD_DIM),
         metavar="N",
-        help="numbers in a head, instead of MODEL",
+        help="numbers per head, instead of MODEL",
     )
     dtypes = ", ".join([*DTYPE_BYTES, LATENT_DTYPE])
     parser.add_argument(
         "--dtype",
         default="auto",
-        help=f"of the cache: {dtypes} (default: what MODEL says, else bfloat16)",
+        help=f"dtype of the cache: {dtypes} (default: the dtype of MODEL, else bfloat16)",
     )
     parser.add_argument(
         "--block-size",
         type=count_to(MAX_BLOCK_SIZE),
         default=16,
         metavar="N",
-        help="tokens in a block (default: %(default)s)",
+        help="tokens per block (default: %(default)s)",
     )
     parser.add_argument(
         "--tp",
@@ -296,7 +296,7 @@ def add_arguments(parser: Parser) -> None:
         type=count_to(MAX_TP),
         default=1,
         metavar="N",
-        help="ranks (default: %(default)s)",
+        help="tensor-parallel ranks (default: %(default)s)",
     )
     parser.add_argument(
         "--peer-tp",
@@ -327,9 +327,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="1 GB is 1,000,000,000 bytes everywhere, also in the times",
+        help="count 1 GB as 1,000,000,000 bytes everywhere, also for the times",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -379,7 +379,9 @@ def count_to(most: int) -> Callable[[str], int]:
 
     def parse_count(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
-            raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text[:80]!a}")
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least 1, got {text[:80]!a}"
+            )
         if int(text) > most:
             raise argparse.ArgumentTypeError(f"must be at most {most:,}, got {text[:80]!a}")
         return int(text)
@@ -392,13 +394,13 @@ def parse_tokens(text: str) -> int:
     match = TOKENS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(
-            f"{text[:80]!a} is no prompt length; write it like 4000 or 4K"
+            f"{text[:80]!a} is not a prompt length; write it like 4000 or 4K"
         )
     tokens = int(match[1]) * FACTORS[match[2].lower()]
     if tokens > MAX_TOKENS:
         raise argparse.ArgumentTypeError(
-            f"a prompt of {text[:80]!a} is too long to plan; {MAX_TOKENS // FACTORS['m']:,}M is "
-            "the most"
+            f"a prompt of {text[:80]!a} is too long to plan; the limit is "
+            f"{MAX_TOKENS // FACTORS['m']:,}M"
         )
     return tokens
 
@@ -412,7 +414,7 @@ def parse_link(text: str) -> NetworkLink:
         gbit = math.nan
     if not name.strip() or not name.isprintable() or not MIN_GBIT <= gbit < 1e9:
         raise argparse.ArgumentTypeError(
-            f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s"
+            f"{text[:80]!a} is not a link; write it like 'Ethernet=100', a name and its Gbit/s"
         )
     return NetworkLink(name.strip(), gbit)
 
@@ -426,7 +428,7 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[st
     ]
     if arguments.model is not None and given:
         raise ConfigError(
-            f"MODEL and {', '.join(FLAG_WIDTHS)} say the same thing twice; give one or the other"
+            f"MODEL and {', '.join(FLAG_WIDTHS)} both describe a model; give one or the other"
         )
     if arguments.model is not None:
         return _shape_of_model(arguments.model, arguments.dtype)
@@ -447,7 +449,7 @@ def _shape_of_model(model: str, requested_dtype: str) -> tuple[str, ModelCacheSh
     config = _read(path)
     config_dtype = auto_dtype(config) if requested_dtype == "auto" else None
     notes = (
-        ["config.json does not say its dtype; bfloat16 is assumed, --dtype says otherwise"]
+        ["config.json does not name a dtype; bfloat16 is assumed, --dtype sets another"]
         if requested_dtype == "auto" and not config_dtype
         else []
     )
@@ -474,7 +476,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise ConfigError(f"{shown(str(path))} is not JSON; name a model's config.json") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{shown(str(path))} is no JSON object; name a model's config.json")
+        raise ConfigError(f"{shown(str(path))} is not a JSON object; name a model's config.json")
     return content
 
 
@@ -496,7 +498,7 @@ def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]
     if max(block, other_block) > MAX_BLOCK_RATIO * min(block, other_block):
         raise ConfigError(
             f"--peer-block-size {other_block} and --block-size {block} are too far apart to plan; "
-            f"{MAX_BLOCK_RATIO} times is the most"
+            f"the larger may be at most {MAX_BLOCK_RATIO} times the smaller"
         )
     both = [Sides(tp, tp, block, block)]
     if other_tp != tp:
@@ -528,19 +530,19 @@ def _notes(shape: ModelCacheShape, tp: int) -> list[str]:
     if any(group.window is not None for group in shape.groups):
         late = shape.bytes_per_late_token()
         notes.append(
-            "layers with a window hold at most that many tokens: beyond them a token adds "
-            f"{late:,} bytes, and a prompt's size is less"
+            "layers with a sliding window hold at most that many tokens: after them a token adds "
+            f"{late:,} bytes, and long prompts are smaller than bytes per token suggest"
         )
     if any(group.kind is LayerCacheKind.LATENT for group in shape.groups):
         notes.append(
             "latent attention caches one vector for all heads: every rank holds and reads all of "
-            "it, whatever the TP"
+            "it, at any tensor-parallel size"
         )
     if tp > 1 and any(
         group.kind is not LayerCacheKind.LATENT and group.kv_heads < tp for group in shape.groups
     ):
         notes.append(
-            "there are more ranks than KV heads: neighbours hold the same head, so all ranks "
-            "together hold more than once the bytes"
+            "there are more ranks than KV heads: neighbouring ranks hold the same head, so all "
+            "ranks together hold some bytes more than once"
         )
     return notes

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
 DESCRIPTION = (
-    "Serve the OpenAI API by sending each prompt to a prefill instance and its KV to a decode "
-    "instance."
+    "Serve the OpenAI API: send each prompt to a prefill instance, and let a decode instance "
+    "fetch its KV and generate."
 )
 EXAMPLES = """\
   kvferry proxy --port 8192 --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost --decoder-ports 8200
@@ -59,14 +59,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="settings as TOML (docs/router.md lists them); flags come before them",
+        help="TOML file with settings (docs/router.md lists them); flags override it",
     )
     parser.add_argument("--host", help="address to listen on (default: localhost)")
     parser.add_argument(
-        "--port", type=parse_port, help="port to listen on; 0: any free one (default: 8000)"
+        "--port", type=parse_port, help="port to listen on; 0: any free port (default: 8000)"
     )
     for role, name in _FLAGS.items():
-        hosts = f"hosts of the {name}s, one per port or one for all (default: localhost)"
+        hosts = f"hosts of the {name}s, one per port or one for all ports (default: localhost)"
         parser.add_argument(
             f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts
         )
@@ -91,41 +91,45 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--without-prefill",
         choices=policies,
-        help="with no prefill instance available: recompute lets decode instances compute prompts, "
-        "fail refuses (default: recompute)",
+        help="if no prefill instance is available: recompute lets decode instances compute "
+        "prompts, fail rejects requests (default: recompute)",
     )
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys that clients must have, `TENANT KEY` or `KEY` in each line",
+        help="file with the keys that clients must send, `TENANT KEY` or `KEY` in each line",
     )
     parser.add_argument(
         "--admin-key-file",
         metavar="FILE",
-        help="the key for /admin and /dashboard (default: this machine only, no key)",
+        help="file with the key for /admin and /dashboard (default: this machine only, no key)",
     )
     parser.add_argument(
-        "--instance-key-file", metavar="FILE", help="the API key that the instances want"
+        "--instance-key-file",
+        metavar="FILE",
+        help="file with the API key that the router sends to instances",
     )
     parser.add_argument(
-        "--instance-ca-file", metavar="FILE", help="who vouches for instances that are https://"
+        "--instance-ca-file",
+        metavar="FILE",
+        help="CA certificates to check the certificates of https:// instances",
     )
-    parser.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
-    parser.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate file to serve TLS with")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key file of the certificate")
     parser.add_argument(
         "--cors-origins",
         nargs="+",
         metavar="ORIGIN",
-        help="web pages that browsers may ask us from; * for all",
+        help="origins of web pages that may call the router from a browser; * for all",
     )
     parser.add_argument(
-        "--access-log", action="store_true", default=None, help="one line in the log per request"
+        "--access-log", action="store_true", default=None, help="log one line per request"
     )
     parser.add_argument(
         "--log-format",
         choices=["text", "json"],
         default="text",
-        help="of the log (default: %(default)s)",
+        help="log format (default: %(default)s)",
     )
 
 

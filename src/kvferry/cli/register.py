@@ -53,7 +53,7 @@ def check_router_url(url: str) -> str:
     except ValueError:
         is_good = False
     if not is_good:
-        raise ConfigError(f"{url!r:.200} is no address of a router; give http://HOST:PORT")
+        raise ConfigError(f"{url!r:.200} is not the address of a router; give http://HOST:PORT")
     return url.rstrip("/")
 
 
@@ -91,7 +91,7 @@ class Registration:
             with _open(f"{self.instance.url}/health", timeout=_CALL_S) as answer:
                 return bool(answer.status == 200)
         except (OSError, ValueError) as error:
-            _log.warning("not registered: %s is not well (%s)", self.instance, error)
+            _log.warning("not registered: instance %s is not healthy (%s)", self.instance, error)
             return False
 
     def _send(self, router: str, is_leaving: bool = False) -> None:
@@ -129,8 +129,8 @@ def _error_text(error: Exception) -> str:
 
 
 DESCRIPTION = (
-    "Keep an instance in the fleets of routers for as long as it is well; it leaves them when "
-    "this is stopped."
+    "Keep an instance registered with routers while it is healthy; stopping this command removes "
+    "it."
 )
 EXAMPLES = """\
   kvferry register --router http://router:8000 --role decode --url http://10.0.0.3:8000"""
@@ -138,21 +138,24 @@ EXAMPLES = """\
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "--router", nargs="+", required=True, metavar="URL", help="where the routers are"
+        "--router", nargs="+", required=True, metavar="URL", help="addresses of the routers"
     )
     parser.add_argument(
         "--role",
         choices=[role.value for role in Role],
         required=True,
-        help="what the instance is for",
+        help="role of the instance",
     )
-    parser.add_argument("--url", required=True, help="where routers reach it: http://HOST:PORT")
+    parser.add_argument(
+        "--url", required=True, help="address at which routers reach the instance: http://HOST:PORT"
+    )
     parser.add_argument(
         "--ttl",
         type=float,
         default=DEFAULT_TTL_S,
         metavar="SECONDS",
-        help="it is out when unwell for so long (default: %(default)s)",
+        help="the routers drop the instance when it has been unhealthy for this long (default: "
+        "%(default)s)",
     )
 
 

@@ -74,20 +74,20 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--host",
-        help="address to listen on (default: localhost; every interface when the side channel is "
-        "for others)",
+        help="address to listen on (default: localhost; every interface if other hosts can reach "
+        "the side channel)",
     )
     parser.add_argument(
         "--port",
         type=parse_port,
         default=8000,
-        help="port to listen on; 0: any free one (default: %(default)s)",
+        help="port to listen on; 0: any free port (default: %(default)s)",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
         default="",
-        help="what clients call the model (default: MODEL)",
+        help="model name that clients use (default: MODEL)",
     )
     _add_model_arguments(parser)
     _add_cache_arguments(parser)
@@ -95,27 +95,27 @@ def add_arguments(parser: Parser) -> None:
         "--router",
         nargs="+",
         metavar="URL",
-        help="routers to register with, for as long as this engine serves",
+        help="routers to register with while this engine serves",
     )
     parser.add_argument(
         "--router-role",
         choices=[role.value for role in Role],
-        help="what for; needed with --router",
+        help="role to register for; required with --router",
     )
     parser.add_argument(
         "--router-url",
         metavar="URL",
-        help="where routers reach this engine (default: the side channel's host)",
+        help="address at which routers reach this engine (default: the side channel's host)",
     )
     parser.add_argument(
         "--log-level",
         choices=LOG_LEVELS,
         default="info",
-        help="how much is logged (default: %(default)s)",
+        help="log level (default: %(default)s)",
     )
     for name in DATA_PARALLEL:
         parser.add_unsupported(
-            name, advice="start several engines and name them all to `kvferry proxy`"
+            name, advice="start several engines and list them all for `kvferry proxy`"
         )
     for name in ("--pipeline-parallel-size", "-pp"):
         parser.add_unsupported(name, advice="use --tensor-parallel-size to split a model")
@@ -126,20 +126,20 @@ def _add_model_arguments(parser: Parser) -> None:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="of weights and activations (default: %(default)s)",
+        help="dtype of weights and activations (default: %(default)s)",
     )
     parser.add_argument(
         "--compute-dtype",
         choices=(*DTYPES, "float64"),
         default="auto",
-        help="of arithmetic (default: %(default)s)",
+        help="dtype of the arithmetic (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
         type=parse_device,
         default=DEFAULTS["device"],
-        help="what computes: cpu, cuda or cuda:N; further ranks take the next GPUs (default: "
-        "%(default)s)",
+        help="device to compute on: cpu, cuda or cuda:N; further ranks take the next GPUs "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--num-threads",
@@ -152,54 +152,56 @@ def _add_model_arguments(parser: Parser) -> None:
         type=float,
         default=DEFAULTS["shutdown_timeout_s"],
         metavar="SECONDS",
-        help="for requests to finish after Ctrl-C (default: %(default)s)",
+        help="seconds for requests to finish after Ctrl-C (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=float,
         default=DEFAULTS["drain_timeout_s"],
         metavar="SECONDS",
-        help="after SIGTERM, for requests to finish and peers to fetch what is kept for them; 0: "
+        help="seconds after SIGTERM for requests to finish and for peers to read their blocks; 0: "
         "none (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=DEFAULTS["seed"],
-        help="of sampling without a seed (default: %(default)s)",
+        help="seed for requests without a seed (default: %(default)s)",
     )
     parser.add_argument(
         "--max-model-len",
         type=parse_size,
         default=DEFAULTS["max_model_len"],
-        help="tokens (default: the checkpoint's limit)",
+        help="most tokens per request, prompt included (default: the checkpoint's limit)",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
         type=int,
         default=DEFAULTS["tensor_parallel_size"],
-        help="ranks, one process each (default: 1)",
+        help="tensor-parallel ranks, one process each (default: 1)",
     )
     parser.add_argument(
         "--max-num-seqs",
         type=int,
         default=DEFAULTS["max_num_seqs"],
-        help="sequences per step (default: %(default)s)",
+        help="most sequences per step (default: %(default)s)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         type=parse_size,
         default=DEFAULTS["max_num_batched_tokens"],
-        help="per step (default: %(default)s)",
+        help="most tokens per step (default: %(default)s)",
     )
     parser.add_switch(
         "--enable-chunked-prefill",
         default=True,
-        meaning="compute long prompts in chunks, between steps of other requests",
+        meaning="compute long prompts in chunks, so that other requests get steps in between",
     )
     parser.add_argument(
-        "--enforce-eager", action="store_true", help="accepted; this engine is always eager"
+        "--enforce-eager",
+        action="store_true",
+        help="accepted without effect; this engine is always eager",
     )
 
 
@@ -208,7 +210,7 @@ def _add_cache_arguments(parser: Parser) -> None:
         "--kv-cache-dtype",
         choices=CACHE_DTYPES,
         default="auto",
-        help="how the KV cache is stored; fp8 is fp8_e4m3 (default: %(default)s, as --dtype)",
+        help="dtype of the KV cache; fp8 is fp8_e4m3 (default: %(default)s, as --dtype)",
     )
     parser.add_argument(
         "--block-size",
@@ -221,24 +223,26 @@ def _add_cache_arguments(parser: Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="blocks in the cache (default: what fits)",
+        help="blocks in the cache (default: as many as fit)",
     )
     parser.add_argument(
         "--kv-cache-memory-bytes",
         type=parse_size,
-        help="cache per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves on "
-        "GPUs)",
+        help="cache size per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves "
+        "on GPUs)",
     )
     parser.add_switch(
-        "--enable-prefix-caching", default=True, meaning="keep blocks for prompts that begin alike"
+        "--enable-prefix-caching",
+        default=True,
+        meaning="reuse cached blocks for prompts with the same beginning",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=DEFAULTS["gpu_memory_utilization"],
         metavar="SHARE",
-        help="of a GPU's memory that may be in use, by whomever, once the cache is there (default: "
-        "%(default)s)",
+        help="share of a GPU's memory that may be in use, by all processes, after the cache is "
+        "allocated (default: %(default)s)",
     )
 
 

@@ -75,40 +75,40 @@ def add_arguments(parser: Parser) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+        help="checkpoint in the layout of Hugging Face (default: a tiny generated one)",
     )
     parser.add_argument(
         "--port",
         type=parse_port,
         default=8000,
-        help="the router's port; 0: any free one (default: %(default)s)",
+        help="port of the router; 0: any free port (default: %(default)s)",
     )
     parser.add_argument(
         "--transports",
         choices=("shm", "cuda_ipc", "nixl", "tcp"),
-        help="data transport to use (default: the best that works here)",
+        help="data transport to use (default: the fastest that works here)",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="K",
-        help="ranks of each engine (default: %(default)s)",
+        help="tensor-parallel ranks of each engine (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
         type=parse_device,
         default="cpu",
-        help="of all engines: cpu, cuda or cuda:N (default: %(default)s)",
+        help="device of all engines: cpu, cuda or cuda:N (default: %(default)s)",
     )
-    modes = "pull, when prefill is through; push: while it computes (default: %(default)s)"
+    modes = "pull: after prefill; push: while prefill computes (default: %(default)s)"
     parser.add_argument(
         "--mode",
         choices=tuple(CONNECTORS),
         default="pull",
-        help=f"when decode gets the KV: {modes}",
+        help=f"when decode gets the KV; {modes}",
     )
-    parser.add_argument("--once", action="store_true", help="stop after the sample request")
+    parser.add_argument("--once", action="store_true", help="exit after the sample request")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -201,13 +201,13 @@ def _show_sample(
             f"{part.transfers} transfer(s){rate}"
         )
     if not totals:
-        _print("moved:  nothing; the decode instance computed the prompt itself")
+        _print("moved:  nothing; the decode instance computed the prompt")
     return totals
 
 
 def _show_address(router: Address, options: UpOptions) -> None:
     _print(f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
-    _print(f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
+    _print(f"dashboard: http://{router}/dashboard\nCtrl-C stops all processes.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:

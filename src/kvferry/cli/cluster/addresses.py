@@ -54,8 +54,8 @@ def check_listenable(address: Address) -> None:
         )
     if refused is not None:
         raise ConfigError(
-            f"port {address.port} cannot be used ({refused.strerror}); stop what listens there or "
-            "choose another --port"
+            f"port {address.port} cannot be used ({refused.strerror}); stop the process that "
+            "listens there or choose another --port"
         )
 
 

@@ -77,7 +77,9 @@ def read_transport_totals(address: Address) -> list[TransportTotals]:
     try:
         return sum_transport_totals(_samples(body.decode()))
     except (ValueError, LookupError) as error:
-        raise TransportError(f"the /metrics of {address} cannot be read: {error}") from error
+        raise TransportError(
+            f"the answer of {address} to /metrics cannot be parsed: {error}"
+        ) from error
 
 
 def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTotals]:

@@ -66,7 +66,7 @@ class UpOptions:
         if self.model is not None and not self.model.is_dir():
             raise ConfigError(
                 f"--model {self.model} is not a directory; name a folder with config.json and "
-                "safetensors, or leave it out"
+                "safetensors, or leave the flag out"
             )
 
     @property

@@ -81,8 +81,8 @@ class ProcessGroup:
             code = guardian.wait(_REAP_S)
         if code != 0:
             raise KVFerryError(
-                f"some processes of group {guardian.pid} could not be stopped in time; look for "
-                "them with `ps -eo pid,pgid,args`"
+                f"some processes of group {guardian.pid} did not exit in time; find them with `ps "
+                "-eo pid,pgid,args`"
             )
 
     def __exit__(
@@ -209,7 +209,7 @@ class ChildProcess:
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
-                else f"ended with exit code {code}"
+                else f"exited with code {code}"
             )
             raise KVFerryError(f"{self.name} {how}")
 
@@ -225,7 +225,7 @@ class ChildProcess:
                 self._wait_for_end()
                 self.check_alive()
                 raise KVFerryError(
-                    f"{self.name} closed its announcement without saying where it listens"
+                    f"{self.name} closed its announcement pipe without reporting an address"
                 )
         if self._address is None:
             self.check_alive()
@@ -239,7 +239,7 @@ class ChildProcess:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise KVFerryError(f"{self.name} did not end within {timeout_s:g} s") from None
+            raise KVFerryError(f"{self.name} did not exit within {timeout_s:g} s") from None
         if code != 0:
             self.check_alive()
 
