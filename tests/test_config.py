@@ -240,11 +240,11 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
         ({"backends": []}, 'backends must name at least one NIXL backend, for example ["UCX"]'),
         (
             {"transports": ["smh"]},
-            'transports names "smh", which is no data transport; did you mean shm?',
+            'transports has "smh", which is not a data transport; did you mean shm?',
         ),
         (
             {"peers": ["10.0.0.7"]},
-            'peers has "10.0.0.7", which is no address; write host:port, for example 10.0.0.7:5600',
+            'peers has "10.0.0.7", which is not an address; write host:port, for example 10.0.0.7:5600',
         ),
     ],
 )
@@ -329,7 +329,10 @@ def test_the_connectors_of_a_multi_connector_share_its_engine_id() -> None:
             "connectors[1].kv_connector_extra_config.backnds is not a setting of",
         ),
         ({**PULL, "engine_id": "x"}, "connectors[1].engine_id cannot be set"),
-        (multi(PULL), "connectors[1].kv_connector cannot be MultiConnector again"),
+        (
+            multi(PULL),
+            "connectors[1].kv_connector cannot be MultiConnector inside a MultiConnector",
+        ),
         (3, "connectors[1] must be an object, got 3"),
     ],
 )
@@ -517,7 +520,7 @@ def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(SECRET)
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read or write; run `chmod 600"):
+    with pytest.raises(ConfigError, match="other users may read or write; run `chmod 600"):
         ClusterSecret.load({"KVFERRY_SECRET_FILE": str(path)})
 
 
@@ -561,7 +564,7 @@ def test_a_made_secret_behind_a_link_or_open_to_others_is_refused(tmp_path: Path
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     path = Path(ClusterSecret.load(environ).source)
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match="can be opened by others"):
+    with pytest.raises(ConfigError, match="can be opened by other users"):
         ClusterSecret.load(environ)
     path.chmod(0o600)
     path.rename(tmp_path / "elsewhere")
@@ -583,7 +586,7 @@ def test_a_directory_that_is_a_link_or_open_to_others_is_refused(tmp_path: Path)
 def test_an_emptied_secret_file_is_refused_not_used(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     Path(ClusterSecret.load(environ).source).write_text("")
-    with pytest.raises(ConfigError, match="delete it and it will be made anew"):
+    with pytest.raises(ConfigError, match="delete it and kvferry makes a new one"):
         ClusterSecret.load(environ)
 
 

@@ -79,8 +79,8 @@ def find_checkpoint(model: str, environ: Mapping[str, str]) -> Path:
             return cached
     raise ConfigError(
         f"MODEL is {shown(model)}, which is neither a folder nor in the Hugging Face cache; "
-        "kvferry downloads nothing, so name a folder "
-        "or make a tiny model with `kvferry make-model DIR`"
+        "kvferry does not download models: name a folder, or make a tiny model with `kvferry "
+        "make-model DIR`"
     )
 
 

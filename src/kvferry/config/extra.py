@@ -161,7 +161,7 @@ class NixlExtraConfig(ExtraConfig):
         for transport in self.transports:
             if transport not in KNOWN_TRANSPORTS:
                 raise ConfigError(
-                    f"transports names {shown(transport)}, which is no data transport; "
+                    f"transports has {shown(transport)}, which is not a data transport; "
                     f"{nearest(transport, KNOWN_TRANSPORTS)}"
                 )
         if self.push_write not in PUSH_WRITES:
@@ -226,12 +226,12 @@ class OffloadingExtraConfig(ExtraConfig):
         check_fields(self)
         if self.cpu_bytes_to_use == 0:
             raise ConfigError(
-                "cpu_bytes_to_use is missing; set it to the bytes of host memory to use, for "
-                "example 1073741824"
+                "cpu_bytes_to_use is missing; set it to the number of bytes of host memory to "
+                "use, for example 1073741824"
             )
         if self.block_size and self.blocks_per_chunk:
             raise ConfigError(
-                "block_size and blocks_per_chunk both say how large a chunk is; keep one of them"
+                "block_size and blocks_per_chunk both set the size of a chunk; keep one of them"
             )
 
 
@@ -268,6 +268,6 @@ def _check_peer(peer: str) -> None:
     host, separator, port = peer.rpartition(":")
     if not (host and separator and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         raise ConfigError(
-            f"peers has {shown(peer)}, which is no address; write host:port, for example "
+            f"peers has {shown(peer)}, which is not an address; write host:port, for example "
             "10.0.0.7:5600"
         )

@@ -42,11 +42,11 @@ class ClusterSecret:
             fix = (
                 "use `openssl rand -hex 32`"
                 if self.is_explicit
-                else "delete it and it will be made anew"
+                else "delete it and kvferry makes a new one"
             )
             raise ConfigError(
-                f"{self.source} holds a secret of {len(self.key)} bytes, but {MIN_SECRET_BYTES} "
-                f"are the least; {fix}"
+                f"{self.source} holds a secret of {len(self.key)} bytes, but it needs at least "
+                f"{MIN_SECRET_BYTES}; {fix}"
             )
         if len(self.key) > MAX_SECRET_BYTES:
             raise ConfigError(
@@ -81,8 +81,8 @@ class ClusterSecret:
             f"bound to {side_channel.bind_host} and advertised as {side_channel.advertised_host}"
         )
         raise ConfigError(
-            f"{FILE_VARIABLE} must be set to the cluster's secret when the side channel is "
-            f"{reach}; without it use localhost"
+            f"{FILE_VARIABLE} must be set to the file with the cluster's secret when the side "
+            f"channel is {reach}; without a secret use localhost"
         )
 
 
@@ -117,8 +117,8 @@ def _read_given(path: Path) -> bytes:
             # The group may read the file but not write it; other users have no access.
             if found.st_mode & 0o027:
                 raise ConfigError(
-                    f"{FILE_VARIABLE} names {path}, which others may read or write; run `chmod "
-                    f"600 {path}`"
+                    f"{FILE_VARIABLE} names {path}, which other users may read or write; run "
+                    f"`chmod 600 {path}`"
                 )
             return file.read(MAX_SECRET_BYTES + 2).strip()
     except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ def _read_or_make(directory: Path) -> bytes:
             found = _read_own(opened, directory)
         if found is None:
             raise ConfigError(
-                f"{directory / FILE_NAME} disappeared while it was made; set {FILE_VARIABLE}"
+                f"{directory / FILE_NAME} disappeared while kvferry made it; set {FILE_VARIABLE}"
             )
         return found
     except OSError as error:
@@ -208,6 +208,6 @@ def _check_private(found: os.stat_result, path: Path) -> None:
         raise ConfigError(f"{path} belongs to another user; remove it or set {FILE_VARIABLE}")
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"{path} can be opened by others; run `chmod go= {path}`, or remove it if you did not "
-            "make it"
+            f"{path} can be opened by other users; run `chmod go= {path}`, or remove it if you "
+            "did not make it"
         )

@@ -38,8 +38,8 @@ class SideChannelConfig:
         for name in ("bind_host", "advertised_host"):
             if not _is_host(getattr(self, name)):
                 raise ConfigError(
-                    f"{name} is {shown(getattr(self, name))}, which is no host; use an address or "
-                    "a host name"
+                    f"{name} is {shown(getattr(self, name))}, which is not a host; use an address "
+                    "or a host name"
                 )
         if is_wildcard(self.advertised_host):
             raise ConfigError(
@@ -63,8 +63,8 @@ class SideChannelConfig:
         for name, value in ((host_name, host), (bind_name, bind)):
             if not _is_host(value):
                 raise ConfigError(
-                    f"{name} is {shown(value)}, which is no host; set it to an address or a host "
-                    "name"
+                    f"{name} is {shown(value)}, which is not a host; set it to an address or a "
+                    "host name"
                 )
         return cls(
             bind_host=numeric_host(bind),

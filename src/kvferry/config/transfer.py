@@ -218,12 +218,13 @@ def _child(index: int, child: object) -> KVTransferConfig:
     with _Prefixed(f"connectors[{index}]."):
         if "engine_id" in child:
             raise ConfigError(
-                "engine_id cannot be set, because the connectors of a MultiConnector share its "
-                "engine_id; remove it"
+                "engine_id cannot be set here, because all connectors of a MultiConnector share "
+                "its engine_id; remove it"
             )
         if child.get("kv_connector") == "MultiConnector":
             raise ConfigError(
-                "kv_connector cannot be MultiConnector again; list its connectors here instead"
+                "kv_connector cannot be MultiConnector inside a MultiConnector; list its "
+                "connectors here instead"
             )
         return KVTransferConfig.from_mapping(child)
 
