@@ -140,13 +140,13 @@ class Reader:
 def test_handshake_timeout_bounds_the_wait_for_a_producers_first_word() -> None:
     reader = Reader().track().start()
     assert reader.advance(7 - EARLIER) == []
-    assert reader.advance(7) == [f"no answer to the handshake within 7 s ({SIDE})"]
+    assert reader.advance(7) == [f"the producer did not answer the handshake within 7 s ({SIDE})"]
 
 
 def test_read_timeout_bounds_one_read() -> None:
     reader = Reader().track().shake_hands().start()
     assert reader.advance(11 - EARLIER) == []
-    assert reader.advance(11) == ["the read did not end within 11 s"]
+    assert reader.advance(11) == ["the read did not finish within 11 s"]
 
 
 def test_confirm_timeout_bounds_the_wait_for_the_confirmation() -> None:

@@ -252,7 +252,7 @@ def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
     legs.begin(ticket)
     legs.compute(ticket, [*TOKENS[:9], 7])
     legs.freed_p()
-    assert "another prompt: 8 tokens are known to be the same, 10 are needed" in legs.failure()
+    assert "another prompt: 8 tokens are known to be the same, but 10 are needed" in legs.failure()
     assert legs.has_arrived([], [])
 
 
@@ -316,7 +316,7 @@ def test_a_p_that_dies_while_d_waits_fails_d(legs: Legs) -> None:
 
 def test_a_p_that_never_comes_fails_d_by_its_deadline(short: Legs) -> None:
     short.begin(short.ticket())
-    assert short.failure() == "the prefill side had nothing to hand over within 1 s"
+    assert short.failure() == "the prefill engine offered no blocks within 1 s"
 
 
 def test_a_d_that_never_comes_leaves_p_to_its_lease_and_is_told_when_it_does(short: Legs) -> None:
@@ -324,7 +324,7 @@ def test_a_d_that_never_comes_leaves_p_to_its_lease_and_is_told_when_it_does(sho
     short.compute(ticket)
     short.freed_p()
     short.begin(ticket)
-    assert "the prefill's lease ran out before" in short.failure()
+    assert "the prefill's lease expired before the reader arrived" in short.failure()
 
 
 def test_a_d_that_dies_after_it_registered_leaves_nothing_behind(short: Legs) -> None:

@@ -106,7 +106,7 @@ def test_two_requests_of_one_id_are_refused_when_their_prefill_comes(legs: Legs)
     legs.until("num_registrations", 2)
     legs.compute(None)
     step_until(lambda: {"cmpl-x-0-cccccccc", D_ID} <= legs.d.seen.failed_recving, legs.p, legs.d)
-    assert "2 requests of decode sides match prefill" in legs.d.seen.failure_reasons[D_ID]
+    assert "2 requests of decode engines match prefill" in legs.d.seen.failure_reasons[D_ID]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_second_request_needs_no_second_handshake(legs: Legs) -> None:
         ({"remote_engine_id": ["p"]}, "ticket"),
         (
             {"remote_engine_id": "q"},
-            "engine p answers at this address, the router has named engine q",
+            "engine p answers at this address, but the router named engine q",
         ),
         ({"tp_size": 2}, "rank 0 is one of 1"),
     ],

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 SILENCE = (
     "no longer answers heartbeats",
     "did not confirm",
-    "no answer to the handshake",
+    "did not answer the handshake",
     "was lost",
 )
 

@@ -437,7 +437,7 @@ def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_na
         async with new_session() as session:
             with Channels.opened(p) as channels:
                 channels.all(FaultProxy.stall)
-                await assert_overdue(session, hasty, "no answer to the handshake within 1 s")
+                await assert_overdue(session, hasty, "did not answer the handshake within 1 s")
                 await assert_overdue(session, patient, "did not arrive within 2 s")
                 channels.flow()
                 for d in (hasty, patient):

@@ -150,7 +150,7 @@ def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(
         ]
         with network.cut():
             for part, tickets, reasons in zip(
-                prompts, params, (SILENCE, ("no answer to the handshake", *SILENCE)), strict=True
+                prompts, params, (SILENCE, ("did not answer the handshake", *SILENCE)), strict=True
             ):
                 right = await right_answers(plain, part)
                 asked = (
@@ -236,7 +236,7 @@ def test_a_read_slower_than_its_deadline_ends_by_it(network: Network, plain: Eng
                     await task,
                     right[policy],
                     policy,
-                    f"did not end within {NETWORKED['read_timeout']} s",
+                    f"did not finish within {NETWORKED['read_timeout']} s",
                 )
 
     play(story, network, plain)

@@ -111,7 +111,7 @@ def test_a_p_that_never_comes_ends_d_by_its_deadline(
         await assert_all_ended_well(
             decoding,
             await ask(session, plain, prompt),
-            f"nothing to hand over within {timeout_s} s",
+            f"offered no blocks within {timeout_s} s",
         )
         await canaries.check(session, *stage.legs.decoders.values())
 
@@ -129,7 +129,7 @@ def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain:
         await assert_all_ended_well(
             legs.decode_legs(session, prompt, ticket),
             await ask(session, plain, prompt),
-            "lease ran out before",
+            "lease expired before",
         )
 
     play(story, stage, plain)
@@ -338,7 +338,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
                 for d in decoders.values():
                     d.resume()
             # Where P takes longer than D's own 10 s, D's wait for the next offer ends first.
-            reasons = "lease", "forgotten", "read did not end", "did not go on"
+            reasons = "lease", "forgotten", "read did not end", "made no progress"
             await assert_all_ended_well(begun.decoding, right, *reasons, *SILENCE)
             for d in decoders.values():
                 assert await ask(session, d, begun.prompt) == right, (

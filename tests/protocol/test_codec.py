@@ -108,7 +108,7 @@ def test_a_damaged_message_is_a_message_or_a_remote_error(
     ],
 )
 def test_names_that_an_answer_would_echo_are_bounded(message: Message) -> None:
-    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+    with pytest.raises(RemoteProtocolError, match="cannot be decoded"):
         codec.decode(codec.encode(message))
 
 

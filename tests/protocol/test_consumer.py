@@ -250,7 +250,7 @@ def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
-@pytest.mark.parametrize(("now", "says"), [(31.0, "did not end within 30 s")])
+@pytest.mark.parametrize(("now", "says"), [(31.0, "did not finish within 30 s")])
 def test_a_read_has_a_deadline(now: float, says: str) -> None:
     consumer = reading(make_consumer())
     assert consumer.next_deadline() == 5
@@ -275,7 +275,7 @@ def test_a_handshake_has_a_deadline_and_a_memory() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.advance(now=5)
-    assert "no answer to the handshake within 5 s" in failures(consumer)[0]
+    assert "the producer did not answer the handshake within 5 s" in failures(consumer)[0]
     consumer.take_actions()
     consumer.track(R2, ticket("b", 2), "T2", now=5.1)
     consumer.start(R2, [[5, 6]], range(0, 8), now=5.1)
@@ -311,7 +311,7 @@ def test_no_common_transport_fails_the_request_with_both_lists() -> None:
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.receive(SIDE, reply(1, offers=[OfferInfo("nixl", "", b"")]), now=1)
     assert failures(consumer) == [
-        "no data transport reaches the producer: ours are memory, theirs nixl"
+        "no data transport reaches the producer: this engine has memory, the producer has nixl"
     ]
 
 
@@ -375,7 +375,9 @@ def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     connect(consumer)
     consumer.start(R1, [[5, 6, 7]], range(0, 12), now=1)
-    assert failures(consumer) == ["the ticket's block list of group 0 has 2 blocks, 3 are needed"]
+    assert failures(consumer) == [
+        "the ticket's block list of group 0 has 2 blocks, but 3 are needed"
+    ]
 
 
 def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() -> None:

@@ -98,7 +98,9 @@ def test_a_placement_that_fails_is_the_reason_whatever_happened_before() -> None
     consumer = placing(make_consumer())
     consumer.disconnected(CONTROL, now=4)
     consumer.placed(R1, "no memory", now=5)
-    assert failures(consumer) == ["putting the blocks into our order failed: no memory"]
+    assert failures(consumer) == [
+        "rearranging the blocks into this engine's layout failed: no memory"
+    ]
 
 
 @pytest.mark.usefixtures("_other_order")

@@ -147,7 +147,7 @@ def test_a_registration_that_the_producer_has_forgotten_fails_the_request() -> N
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.advance(now=5)
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=5)
-    assert failures(consumer) == ["the producer has forgotten the registration"]
+    assert failures(consumer) == ["the producer no longer has the registration"]
 
 
 def test_a_refused_registration_fails_the_request_with_the_reason() -> None:
@@ -202,7 +202,7 @@ def test_the_wait_for_the_offer_has_a_deadline_of_its_own_and_the_rest_another()
     answer_heartbeats(consumer, until=479)
     assert failures(consumer) == []
     consumer.advance(now=480)
-    assert failures(consumer) == ["the prefill side had nothing to hand over within 480 s"]
+    assert failures(consumer) == ["the prefill engine offered no blocks within 480 s"]
     expect(consumer, now=480)
     consumer.start(R1, [[5, 6]], range(0, 8), now=480)
     offer(consumer, ticket(), "T1", now=900)
@@ -229,8 +229,8 @@ def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, sha
     consumer.start(R1, [[5, 6, 7]], range(0, end), now=0)
     offer(consumer, ticket(), "T1", now=1)
     assert failures(consumer) == [
-        f"the prefill was of another prompt: {shared} tokens are known to be the same, {end} are "
-        "needed"
+        f"the prefill was of another prompt: {shared} tokens are known to be the same, but {end} "
+        "are needed"
     ]
     assert of(consumer.take_actions(), StartRead) == []
 
@@ -325,7 +325,7 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
         "tcp://p-host:5600", msgspec.structs.replace(reply(asked.nonce), **changes), now=0
     )
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
-    assert "answers at this address, the router has named engine p" in failures(consumer)[0]
+    assert "answers at this address, but the router named engine p" in failures(consumer)[0]
     consumer.take_actions()
     expect_from(consumer, R2, now=0.1)
     assert sent(consumer.take_actions(), HandshakeRequest) == []

@@ -131,7 +131,7 @@ def test_a_prefill_that_goes_on_is_not_given_up_and_one_that_stands_still_is() -
         for beat in sent(consumer.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
-    assert failures(consumer) == ["the prefill did not go on within 480 s"]
+    assert failures(consumer) == ["the prefill made no progress within 480 s"]
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
@@ -227,7 +227,7 @@ def test_a_shorter_prompt_than_ours_is_not_waited_for() -> None:
     )
     consumer.offered(CONTROL, READER, short, "T1", 3, 0)
     assert failures(consumer) == [
-        "the prefill was of another prompt: 0 tokens are known to be the same, 16 are needed"
+        "the prefill was of another prompt: 0 tokens are known to be the same, but 16 are needed"
     ]
 
 
@@ -284,7 +284,7 @@ def test_blocks_that_come_after_the_first_offer_leave_the_producer_as_much_time(
     ended(consumer, now=10)
     consumer.take_actions()
     assert silent_until(consumer, range(11, 490)) == []
-    assert silent_until(consumer, range(490, 492)) == ["the prefill did not go on within 480 s"]
+    assert silent_until(consumer, range(490, 492)) == ["the prefill made no progress within 480 s"]
 
 
 def test_a_producer_that_only_repeats_itself_is_given_up() -> None:
@@ -298,7 +298,7 @@ def test_a_producer_that_only_repeats_itself_is_given_up() -> None:
         offer(consumer, 4, now=again, serial=serial + 1)
         ended(consumer, now=again)
     consumer.take_actions()
-    assert silent_until(consumer, range(451, 482)) == ["the prefill did not go on within 480 s"]
+    assert silent_until(consumer, range(451, 482)) == ["the prefill made no progress within 480 s"]
 
 
 def test_an_offer_while_we_ask_for_confirmation_gives_the_producer_no_more_time() -> None:

@@ -353,7 +353,7 @@ def test_a_prefill_that_stands_still_between_two_writes_is_given_up() -> None:
         for beat in sent(consumer.take_actions(), Heartbeat):
             assert isinstance(beat, Heartbeat)
             consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
-    reason = "the prefill did not go on within 480 s"
+    reason = "the prefill made no progress within 480 s"
     assert consumer.take_events() == [TransferAbandoned(R1, reason)], "no progress, no more time"
     consumer.receive(CONTROL, WriteFailed(READER, 1, "too late to matter"), now=491)
     consumer.receive(CONTROL, Written(READER, 1, 8, is_last=False), now=491)

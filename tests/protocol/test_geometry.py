@@ -108,7 +108,7 @@ def test_blocks_whose_tokens_are_packed_can_be_cut_by_heads_but_not_by_tokens() 
     for form in (Form(block_size=8), Form(block_size=2)):
         with pytest.raises(IncompatiblePeer, match="block_size: ours 4, theirs"):
             check_geometry("p", packed(Form()), packed(form))
-    with pytest.raises(IncompatiblePeer, match=r"order in a block: ours .*4 tokens.*, theirs"):
+    with pytest.raises(IncompatiblePeer, match=r"order within a block: ours .*4 tokens.*, theirs"):
         check_geometry("p", packed(Form()), make())
 
 
@@ -140,7 +140,7 @@ def test_engines_that_do_not_understand_different_layers_do_not_meet() -> None:
     ours = replace(made, regions=(first, replace(second, axes=None)))
     theirs = replace(made, regions=(replace(first, axes=None), second))
     check_geometry("p", ours, ours)
-    with pytest.raises(IncompatiblePeer, match="order in a block"):
+    with pytest.raises(IncompatiblePeer, match="order within a block"):
         check_geometry("p", ours, theirs)
 
 

@@ -74,7 +74,7 @@ def test_whatever_is_asked_gets_an_answer(version: int, rank: int) -> None:
 def test_a_refusal_says_which_ranks_there_are() -> None:
     assert answer(
         serve(r0=make_layout()), HandshakeRequest(1, WIRE_VERSION, 7)
-    ) == HandshakeRefused(1, "there is no rank 7, only [0]")
+    ) == HandshakeRefused(1, "this engine has no rank 7, only [0]")
 
 
 def test_different_factors_are_named_with_both_values_before_the_layout_is_looked_at() -> None:
@@ -103,13 +103,13 @@ def test_malformed_answers_are_refused() -> None:
     good = ask(serve(r0=make_layout()))
     with pytest.raises(RemoteProtocolError, match="wire version"):
         check_reply(msgspec.structs.replace(good, wire_version=9), FACTORS, ENGINE, EPOCH, 0)
-    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+    with pytest.raises(RemoteProtocolError, match="cannot be decoded"):
         check_reply(
             msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0
         )
     with pytest.raises(RemoteProtocolError, match="asked for rank 1"):
         check_reply(good, FACTORS, ENGINE, EPOCH, 1)
-    with pytest.raises(RemoteProtocolError, match="transports offered"):
+    with pytest.raises(RemoteProtocolError, match="transports, but at most"):
         check_reply(ask(serve(r0=make_layout(offers=MAX_OFFERS + 1))), FACTORS, ENGINE, EPOCH, 0)
 
 

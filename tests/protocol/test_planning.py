@@ -270,7 +270,7 @@ def test_ranks_that_arrange_their_blocks_differently_are_not_placed() -> None:
         Cache(Model(heads=4), replace(form, tp_size=2), rank).geometry
         for rank, form in enumerate((HND, NHD))
     ]
-    with pytest.raises(RemoteProtocolError, match="differently"):
+    with pytest.raises(RemoteProtocolError, match="different orders"):
         plan_permutations(ours, theirs, [[0]], range(4))
 
 

@@ -150,8 +150,8 @@ def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None
 @pytest.mark.parametrize(
     ("has_read", "reason"),
     [
-        (False, "the prefill was given up before"),
-        (True, "the prefill has been handed over already"),
+        (False, "the prefill was released before the reader arrived"),
+        (True, "another reader has already received the prefill"),
     ],
 )
 def test_one_that_comes_after_all_is_over_is_told_at_once(has_read: bool, reason: str) -> None:

@@ -138,7 +138,10 @@ def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(
     for number in range(100):
         producer.receive(ROUTE, registration(f"x{number}"), now=0)
     refused = [message for message in said(producer) if isinstance(message, Refused)]
-    assert (len(refused), refused[0].reason) == (51, "more than 50 readers are registered here")
+    assert (len(refused), refused[0].reason) == (
+        51,
+        "more than 50 readers are registered with this engine",
+    )
     producer.publish(A, "h1", TICKET, 8, now=0)
     assert len(said(producer)) == 50
     producer.withdraw(A, 1, now=1)

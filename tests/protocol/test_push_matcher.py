@@ -94,7 +94,7 @@ def test_two_registrations_that_match_one_prefill_are_both_refused() -> None:
     matcher.register(route(), registration("x-00000000"), now=0)
     matcher.register(route(), registration("x-11111111"), now=0)
     matcher.publish(RequestId("x-22222222"), "", "T", 8)
-    assert refusals(matcher) == ["2 requests of decode sides match prefill x-22222222"] * 2
+    assert refusals(matcher) == ["2 requests of decode engines match prefill x-22222222"] * 2
     assert matcher.num_waiting == 0
 
 
@@ -189,10 +189,10 @@ def test_a_registration_lives_by_its_heartbeats() -> None:
 def test_who_comes_after_the_lease_of_its_prefill_has_run_out_is_told() -> None:
     matcher = PushMatcher(LEASE_S)
     matcher.publish(P_ID, "h1", "T", 8)
-    matcher.end(P_ID, "the prefill's lease ran out before")
+    matcher.end(P_ID, "the prefill's lease expired before the reader arrived")
     matcher.advance(now=30)
     matcher.register(route(), registration(match_id="h1"), now=31)
-    assert refusals(matcher) == ["the prefill's lease ran out before"]
+    assert refusals(matcher) == ["the prefill's lease expired before the reader arrived"]
 
 
 def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten() -> None:
@@ -200,7 +200,9 @@ def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten(
     for number in range(push_desk.MAX_READERS):
         matcher.register(route(), registration(f"r{number}"), now=0)
     matcher.register(route(), registration("one more"), now=0)
-    assert refusals(matcher) == [f"more than {push_desk.MAX_READERS} readers are registered here"]
+    assert refusals(matcher) == [
+        f"more than {push_desk.MAX_READERS} readers are registered with this engine"
+    ]
     matcher.register(route(), registration("r0"), now=0)
     assert (answers(matcher), matcher.num_waiting) == ([], push_desk.MAX_READERS)
     for number in range(push_endings.MAX_TOMBSTONES + 100):

@@ -147,7 +147,7 @@ def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
     side = Side().register()
     side.consumer.receive(SIDE, HandshakeRefused(1, "no"), now=1)
     assert side.said() == failed(
-        "the decode side cannot be reached: the producer refused the handshake: no"
+        "the decode engine cannot be reached: the producer refused the handshake: no"
     )
     assert len(side.writers) == 0
     assert side.writers.incarnations() == set()
@@ -160,13 +160,14 @@ def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"transport": "shm"}, "rank 0 of the decode side is not reached by shm from here"),
+        ({"transport": "shm"}, "shm does not reach rank 0 of the decode engine"),
         ({"local_block_ids": [[9, 99]]}, "our block list names blocks outside 0..15"),
-        ({"local_block_ids": [[9]]}, "our block list of group 0 has 1 blocks, 2 are needed"),
-        ({"needed_from": [0, 0]}, "the lease speaks of other groups than it has blocks for"),
+        ({"local_block_ids": [[9]]}, "our block list of group 0 has 1 blocks, but 2 are needed"),
+        ({"needed_from": [0, 0]}, "the write grant names other groups than it has blocks for"),
         (
             {"tokens": fingerprint(range(1, 9), 4, "")},
-            "the prefill was of another prompt: 0 tokens are known to be the same, 8 are needed",
+            "the prefill was of another prompt: 0 tokens are known to be the same, but 8 are "
+            "needed",
         ),
     ],
 )
@@ -200,7 +201,7 @@ def test_a_lease_that_makes_no_sense_is_refused_and_nobody_is_dialled(
     changes: dict[str, Any],
 ) -> None:
     side = Side().register(**changes)
-    assert side.said() == failed("this producer cannot write there")
+    assert side.said() == failed("this producer cannot write to the decode engine")
     assert side.consumer.take_actions() == []
 
 
@@ -238,7 +239,7 @@ def test_a_write_that_a_preemption_cuts_off_is_not_followed_by_another_into_the_
     write = side.started().write
     side.writers.withdraw(READER)
     assert side.writers.take_actions() == [StopWrite(write)]
-    assert side.said() == failed("the prefill was preempted while it was written")
+    assert side.said() == failed("the prefill was preempted while its blocks were being written")
     side.writers.revoke(ROUTE, Revoke("e0", READER, 7))
     assert side.said() == []
     side.writers.write_ended(write, "cancelled", now=3)

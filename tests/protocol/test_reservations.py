@@ -135,7 +135,7 @@ def test_a_promise_is_given_back_when_no_blocks_come() -> None:
     assert consumer.take_events() == []
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
     consumer.advance(now=6)
-    assert refused(consumer) == "the engine had no blocks for it within 5 s"
+    assert refused(consumer) == "the decode engine allocated no blocks within 5 s"
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 

@@ -234,7 +234,7 @@ def test_one_dead_producer_delays_nobody(
         peer_world.clock.advance(5)
         peer_world.run(lambda: bool(peer_world.d.failed()), "the dead one's deadline")
         assert (
-            f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})"
+            f"the producer did not answer the handshake within 5 s (tcp://127.0.0.1:{port})"
             in peer_world.d.failed()[0]
         )
         assert not peer_world.d.memory[:, 31].any()

@@ -222,7 +222,7 @@ def test_ranks_that_say_another_size_than_the_ticket_are_not_read() -> None:
         ticket = world.issue("a", [3])
         world.tell(world.d, PrepareLoad(R, ticket), StartLoad(R, ((5,),), 0, 4))
         world.run()
-        assert world.d[0].failed() == ["rank 0 is one of 1, its engine's tickets say 2"]
+        assert world.d[0].failed() == ["rank 0 reports 1 ranks, but its engine's tickets report 2"]
 
 
 @given(st.data())

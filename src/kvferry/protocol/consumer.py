@@ -181,7 +181,9 @@ class Consumer:
         transfer = self._transfers.get(request)
         if transfer is None:
             self._context.events.append(
-                TransferFailed(request, "the transfer was not announced before its blocks")
+                TransferFailed(
+                    request, "the transfer was not announced before its blocks were allocated"
+                )
             )
             return
         transfer.to = Destination(blocks, tokens, needed_from)
@@ -341,7 +343,7 @@ class Consumer:
         if transfer is not None:
             event = _E.PLACED if error is None else _E.PLACING_FAILED
             self._context.post(
-                transfer, event, f"putting the blocks into our order failed: {error}"
+                transfer, event, f"rearranging the blocks into this engine's layout failed: {error}"
             )
             self._process_events(now)
 
@@ -449,7 +451,7 @@ class Consumer:
                 lost = (
                     "the producer's lease ran out"
                     if transfer.is_offered
-                    else "the producer has forgotten the registration"
+                    else "the producer no longer has the registration"
                 )
                 self._context.post(transfer, _E.REFUSED, lost)
 

@@ -78,21 +78,19 @@ class ConsumerSettings:
         """Return the failure reason for a transfer whose deadline has passed."""
         match transfer.state:
             case TransferState.CAUGHT_UP:
-                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
+                return f"the prefill made no progress within {self.offer_timeout_s:g} s"
             case TransferState.MOVING if now < transfer.to.give_up_at:
-                return f"the read did not end within {self.read_timeout_s:g} s"
+                return f"the read did not finish within {self.read_timeout_s:g} s"
             case TransferState.FILLING if transfer.arrival.ready:
-                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
+                return f"the prefill made no progress within {self.offer_timeout_s:g} s"
             case TransferState.CONFIRMING if now < transfer.to.give_up_at:
                 return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
             case TransferState.WAITING | TransferState.FILLING if not transfer.is_offered:
-                return (
-                    f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
-                )
+                return f"the prefill engine offered no blocks within {self.offer_timeout_s:g} s"
             case TransferState.TRACKED:
                 return f"the producer did not answer within {self.confirm_timeout_s:g} s"
             case TransferState.READY:
-                return f"the engine had no blocks for it within {self.confirm_timeout_s:g} s"
+                return f"the decode engine allocated no blocks within {self.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"
 

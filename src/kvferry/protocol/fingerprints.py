@@ -49,12 +49,12 @@ class Fingerprint(msgspec.Struct, frozen=True):
         """Raise RemoteProtocolError unless the three fields fit together."""
         if self.step < 1 or self.num_tokens < 0:
             raise RemoteProtocolError(
-                f"a fingerprint with step {self.step} over {self.num_tokens} tokens"
+                f"fingerprint with step {self.step} over {self.num_tokens} tokens is not valid"
             )
         points = -(-self.num_tokens // self.step)
         if points > MAX_CHAIN_POINTS or len(self.digests) != points * DIGEST_BYTES:
             raise RemoteProtocolError(
-                f"a fingerprint of {len(self.digests)} bytes for {points} points"
+                f"fingerprint has {len(self.digests)} bytes for {points} points"
             )
 
 

@@ -54,12 +54,14 @@ def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | 
     if request.wire_version != WIRE_VERSION:
         return HandshakeRefused(
             request.nonce,
-            f"wire version {request.wire_version} is not spoken here, {WIRE_VERSION} is",
+            f"this engine does not support wire version {request.wire_version}, only "
+            f"{WIRE_VERSION}",
         )
     layout = served.layouts.get(request.tp_rank)
     if layout is None:
         return HandshakeRefused(
-            request.nonce, f"there is no rank {request.tp_rank}, only {sorted(served.layouts)}"
+            request.nonce,
+            f"this engine has no rank {request.tp_rank}, only {sorted(served.layouts)}",
         )
     return HandshakeReply(
         request.nonce,
@@ -85,11 +87,12 @@ def check_reply(
     """
     if reply.wire_version != WIRE_VERSION:
         raise RemoteProtocolError(
-            f"the producer speaks wire version {reply.wire_version}, this engine {WIRE_VERSION}"
+            f"the producer uses wire version {reply.wire_version}, but this engine uses "
+            f"{WIRE_VERSION}"
         )
     if reply.engine != engine:
         raise RemoteProtocolError(
-            f"engine {reply.engine} answers at this address, the ticket is of engine {engine}"
+            f"engine {reply.engine} answers at this address, but the ticket is of engine {engine}"
         )
     if reply.epoch != epoch:
         raise RemoteProtocolError(f"engine {engine} has restarted since the ticket was issued")
@@ -98,10 +101,12 @@ def check_reply(
         raise IncompatiblePeer(engine, differences)
     layout = decode_layout(bytes(reply.layout))
     if layout.tp_rank != tp_rank:
-        raise RemoteProtocolError(f"asked for rank {tp_rank}, got rank {layout.tp_rank}")
+        raise RemoteProtocolError(
+            f"the handshake asked for rank {tp_rank}, but the reply is of rank {layout.tp_rank}"
+        )
     if len(layout.offers) > MAX_OFFERS:
         raise RemoteProtocolError(
-            f"{len(layout.offers)} transports offered, at most {MAX_OFFERS} are looked at"
+            f"the peer offers {len(layout.offers)} transports, but at most {MAX_OFFERS} are allowed"
         )
     return layout
 
@@ -126,7 +131,7 @@ def candidate_transports(
     # The sort is stable, so our order of preference holds within each half.
     common.sort(key=lambda name: local[name].near != remote[name].near)
     return [
-        TransportChoice(name, "first in preference that both sides have and that reaches across")
+        TransportChoice(name, "first in our order of preference that works between both sides")
         for name in common
     ]
 

@@ -341,7 +341,7 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
             layout.total_kv_heads,
         )
     except ValueError as error:
-        raise RemoteProtocolError(f"a layout that cannot be read: {error}") from None
+        raise RemoteProtocolError(f"the layout cannot be decoded: {error}") from None
     sizes = (
         layout.tp_size,
         layout.block_size,
@@ -360,7 +360,7 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
         and all(_makes_sense(region, geometry) for region in geometry.regions)
     )
     if not is_good:
-        raise RemoteProtocolError("a layout whose numbers do not fit together")
+        raise RemoteProtocolError("the numbers of the layout contradict each other")
     return geometry
 
 
@@ -412,7 +412,7 @@ def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
                 [r.block_bytes for r in local.regions],
                 [r.block_bytes for r in remote.regions],
             ),
-            "order in a block": (_described(local), _described(remote)),
+            "order within a block": (_described(local), _described(remote)),
         }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -155,7 +155,7 @@ class LeaseTable:
         """Turn an open lease into an ordinary one, because the engine has filled the blocks."""
         lease = self._leases.get(request)
         if lease is None or not lease.is_open:
-            raise LocalProtocolError(f"no lease of {request} is open")
+            raise LocalProtocolError(f"{request} has no open lease")
         lease.is_open = False
         self._run_until(request, lease, now + self.ttl_s)
 

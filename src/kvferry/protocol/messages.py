@@ -506,4 +506,4 @@ def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T], what
         RecursionError,
         UnicodeDecodeError,
     ) as error:
-        raise RemoteProtocolError(f"a {what} that cannot be read: {error}") from None
+        raise RemoteProtocolError(f"a {what} cannot be decoded: {error}") from None

@@ -319,7 +319,10 @@ class PeerTable:
     def advance(self, now: float) -> list[LostPeer]:
         """Drop and return the peers whose handshake has timed out."""
         overdue = [peer.incarnation for peer in self._unready.values() if peer.deadline <= now]
-        reason = f"no answer to the handshake within {self._settings.handshake_timeout_s:g} s"
+        reason = (
+            "the producer did not answer the handshake within "
+            f"{self._settings.handshake_timeout_s:g} s"
+        )
         return [
             lost
             for incarnation in overdue
@@ -382,7 +385,7 @@ class PeerTable:
         """
         if reply.engine != peer.incarnation.engine or not reply.epoch:
             raise RemoteProtocolError(
-                f"engine {reply.engine} answers at this address, the router has named engine "
+                f"engine {reply.engine} answers at this address, but the router named engine "
                 f"{peer.incarnation.engine}"
             )
         old, new = peer.incarnation, EngineIncarnation(peer.incarnation.engine, Epoch(reply.epoch))
@@ -408,7 +411,8 @@ class PeerTable:
         geometry = geometry_from_layout(layout)
         if geometry.tp_size != peer.tp_size:
             raise RemoteProtocolError(
-                f"rank {rank} is one of {geometry.tp_size}, its engine's tickets say {peer.tp_size}"
+                f"rank {rank} reports {geometry.tp_size} ranks, but its engine's tickets report "
+                f"{peer.tp_size}"
             )
         check_geometry(peer.incarnation.engine, settings.geometry, geometry)
         choices = candidate_transports(settings.offers, layout.offers, settings.pinned_transports)
@@ -452,6 +456,6 @@ def _no_transport(settings: PeerSettings, layout: RankLayout) -> str:
     ours = settings.pinned_transports or tuple(offer.transport for offer in settings.offers)
     theirs = tuple(offer.transport for offer in layout.offers)
     return (
-        f"no data transport reaches the producer: ours are {', '.join(ours) or 'none'}, theirs "
-        f"{', '.join(theirs) or 'none'}"
+        f"no data transport reaches the producer: this engine has {', '.join(ours) or 'none'}, "
+        f"the producer has {', '.join(theirs) or 'none'}"
     )

@@ -203,7 +203,7 @@ def plan_permutations(
         # rearrangement needs a single order for the whole block.
         if len(orders[index]) > 1:
             raise RemoteProtocolError(
-                "the producer's ranks or layers arrange their blocks differently"
+                "the producer's ranks or layers store their blocks in different orders"
             )
         came = orders[index].pop()
         if came is None or region.axes is None or came == region.axes:
@@ -408,7 +408,7 @@ def _block_slice(
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0
         raise RemoteProtocolError(
-            f"{whose} block list of group {group} has {held} blocks, {end} are needed"
+            f"{whose} block list of group {group} has {held} blocks, but {end} are needed"
         )
     return np.asarray(blocks[group][first:end], dtype=np.int64)
 
@@ -417,7 +417,7 @@ def _existing(chosen: Offsets, num_blocks: int, whose: str) -> Offsets:
     """Return `chosen` unchanged; RemoteProtocolError for a hole or a block id out of range."""
     if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks):
         what = (
-            "has a hole where a block is needed"
+            "has no block where one is needed"
             if HOLE in chosen
             else f"names blocks outside 0..{num_blocks - 1}"
         )

@@ -53,10 +53,10 @@ class ProducerSettings:
 
 
 _END_REASONS = {
-    LeaseEnd.CONFIRMED: "the prefill has been handed over already",
-    LeaseEnd.RELEASED: "the prefill was given up before",
-    LeaseEnd.EXPIRED: "the prefill's lease ran out before",
-    LeaseEnd.LAPSED: "nobody came in time for what was kept",
+    LeaseEnd.CONFIRMED: "another reader has already received the prefill",
+    LeaseEnd.RELEASED: "the prefill was released before the reader arrived",
+    LeaseEnd.EXPIRED: "the prefill's lease expired before the reader arrived",
+    LeaseEnd.LAPSED: "the reader did not come for the retained blocks in time",
 }
 
 
@@ -115,7 +115,7 @@ class PushCoordinator:
                 self._matcher.leave(reader)
                 self._possibly_ended.append(request)
             else:
-                self.writers.fail(reader, "the lease ended before all was written")
+                self.writers.fail(reader, "the lease ended before all blocks were written")
 
     # -- messages from consumers --
 
@@ -210,7 +210,7 @@ class PushCoordinator:
         return (
             None
             if shown == (self.settings.engine, self.settings.epoch, message.match_id)
-            else "the push ticket is for something else"
+            else "the push ticket is for another engine or another request"
         )
 
     def _refusal_reason_without_ticket(
@@ -225,13 +225,16 @@ class PushCoordinator:
             return (
                 None
                 if self._matcher.renew([message.reader], now)
-                else "nobody has registered under that name"
+                else "no reader is registered under this id"
             )
         address = str(Address(message.decode_host, message.decode_port))
         return (
             None
             if address in self.settings.peers
-            else f"there is no push ticket, and {address} is not among this engine's `peers`"
+            else (
+                f"the registration has no push ticket, and {address} is not in this engine's "
+                "`peers`"
+            )
         )
 
     def _drain_matcher(self, now: float) -> None:

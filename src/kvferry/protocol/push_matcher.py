@@ -326,7 +326,7 @@ class PushMatcher:
             return
         for registration_key in found:
             self._refuse_all(
-                registration_key, f"{len(found)} requests of decode sides match prefill {request}"
+                registration_key, f"{len(found)} requests of decode engines match prefill {request}"
             )
         self._ready.add(request, name)
         if not found and self._tombstones.is_declined(name):
@@ -402,7 +402,9 @@ class PushMatcher:
         )
         if len(self._waiting) + len(self._offered_to) >= MAX_READERS:
             self._refuse(
-                route, message.reader, f"more than {MAX_READERS} readers are registered here"
+                route,
+                message.reader,
+                f"more than {MAX_READERS} readers are registered with this engine",
             )
         elif len(found) == 1:
             self._wait(message.reader, waiting, now)

@@ -219,7 +219,11 @@ class PushWriter:
             self._replies.append(
                 WriterReply(
                     route,
-                    WriteFailed(message.reader, lease.grant_id, "this producer cannot write there"),
+                    WriteFailed(
+                        message.reader,
+                        lease.grant_id,
+                        "this producer cannot write to the decode engine",
+                    ),
                 )
             )
             return
@@ -241,7 +245,7 @@ class PushWriter:
             now,
         )
         if isinstance(peer, LostPeer):
-            self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
+            self.fail(message.reader, f"the decode engine cannot be reached: {peer.reason}")
 
     def _rank_mapping(self, message: PushRegistration) -> RankMapping | None:
         """Return what this reader needs from our rank; None if we cannot write for this reader.
@@ -336,7 +340,7 @@ class PushWriter:
         writing.progress = None
         self._landed.pop(reader, None)
         if writing.posted:
-            self.fail(reader, "the prefill was preempted while it was written")
+            self.fail(reader, "the prefill was preempted while its blocks were being written")
 
     # -- peers and completions --
 
@@ -346,7 +350,7 @@ class PushWriter:
 
     def peer_lost(self, lost: LostPeer) -> None:
         for reader in sorted(self._by_incarnation.get(lost.incarnation, ())):
-            self.fail(reader, f"the decode side cannot be reached: {lost.reason}")
+            self.fail(reader, f"the decode engine cannot be reached: {lost.reason}")
 
     def incarnations(self) -> set[EngineIncarnation]:
         return set(self._by_incarnation)
@@ -488,20 +492,19 @@ class PushWriter:
         theirs = peer.geometries.get(lease.tp_rank)
         if theirs is None or peer.transports.get(lease.tp_rank) != lease.transport:
             raise RemoteProtocolError(
-                f"rank {lease.tp_rank} of the decode side is not reached by {lease.transport} "
-                "from here"
+                f"{lease.transport} does not reach rank {lease.tp_rank} of the decode engine"
             )
         last_group = max(region.group for region in theirs.regions)
         if (
             lease.needed_from
             and not len(lease.needed_from) == len(lease.local_block_ids) > last_group
         ):
-            raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
+            raise RemoteProtocolError("the write grant names other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
         if shared < lease.end_token:
             raise RemoteProtocolError(
                 f"the prefill was of another prompt: {shared} tokens are known to be the same, "
-                f"{lease.end_token} are needed"
+                f"but {lease.end_token} are needed"
             )
         tokens = next_tokens(
             writing.wanted,
@@ -512,7 +515,8 @@ class PushWriter:
         rank_mapping = self._rank_mapping_of(lease.tp_rank, theirs.tp_size)
         if rank_mapping is None:
             raise RemoteProtocolError(
-                f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}"
+                f"rank {lease.tp_rank} of the decode engine shares no heads with rank "
+                f"{ours.tp_rank}"
             )
         # Plan the consumer's read with the consumer's planner, then swap the two sides.
         plan = plan_read(

@@ -548,13 +548,13 @@ def _plan_reads(
     for geometry in visited.values():
         if geometry.block_size != ticket.block_size:
             raise RemoteProtocolError(
-                f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold "
-                f"{geometry.block_size}"
+                f"the ticket counts blocks of {ticket.block_size} tokens, but its engine's blocks "
+                f"hold {geometry.block_size}"
             )
     shared = transfer.origin.shared_tokens
     if shared is not None and shared < to.tokens.stop:
         raise RemoteProtocolError(
-            f"the prefill was of another prompt: {shared} tokens are known to be the same, "
+            f"the prefill was of another prompt: {shared} tokens are known to be the same, but "
             f"{to.tokens.stop} are needed"
         )
     to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))

@@ -124,7 +124,7 @@ class Seal:
         Accepts any object, because a client may have sent anything.
         """
         if not isinstance(text, str) or not text:
-            raise InvalidTicket("kv_transfer_params carry no ticket")
+            raise InvalidTicket("kv_transfer_params has no ticket")
         if len(text) > MAX_TICKET_CHARS:
             raise InvalidTicket(
                 f"a ticket of {len(text)} characters is over the limit of {MAX_TICKET_CHARS}"
@@ -184,14 +184,14 @@ def _decode(payload: bytes) -> Ticket:
         ticket = msgspec.msgpack.decode(payload, type=Ticket)
         if ticket.version != TICKET_VERSION:
             raise InvalidTicket(
-                f"the ticket has version {ticket.version}, this engine reads {TICKET_VERSION}"
+                f"the ticket has version {ticket.version}, but this engine reads {TICKET_VERSION}"
             )
         ticket.tokens.check()
     except (msgspec.DecodeError, msgspec.ValidationError, RemoteProtocolError) as error:
         raise (
             error
             if isinstance(error, InvalidTicket)
-            else InvalidTicket(f"the ticket cannot be read: {error}")
+            else InvalidTicket(f"the ticket cannot be decoded: {error}")
         ) from None
     _check_ranges(ticket)
     return ticket
@@ -265,10 +265,10 @@ class PushTicketKey:
         try:
             ticket = msgspec.msgpack.decode(self._seal.open(text), type=PushTicket)
         except msgspec.MsgspecError as error:
-            raise InvalidTicket(f"the push ticket cannot be read: {error}") from None
+            raise InvalidTicket(f"the push ticket cannot be decoded: {error}") from None
         if ticket.version != PUSH_TICKET_VERSION:
             raise InvalidTicket(
-                f"the push ticket has version {ticket.version}, this engine reads "
+                f"the push ticket has version {ticket.version}, but this engine reads "
                 f"{PUSH_TICKET_VERSION}"
             )
         names = (ticket.match_id, ticket.engine, ticket.epoch, ticket.host)

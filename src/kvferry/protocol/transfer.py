@@ -211,7 +211,9 @@ def next_state(state: TransferState, event: TransferEvent) -> TransferState:
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise LocalProtocolError(f"a transfer that is {state} cannot meet: {event}") from None
+        raise LocalProtocolError(
+            f"a transfer in state {state} cannot handle the event {event}"
+        ) from None
 
 
 # -- transfers --

@@ -140,7 +140,7 @@ class SideChannel:
                     self._control.reply(received.route, codec.encode(reply))
                 case _:
                     raise RemoteProtocolError(
-                        f"a {type(message).__name__} is not for a side channel"
+                        f"a side channel does not accept a {type(message).__name__}"
                     )
         except KVFerryError as error:
             self._num_dropped += 1
@@ -160,6 +160,6 @@ class SideChannel:
     def _release(self, text: str) -> None:
         ticket = self._key.open(text)
         if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
-            raise InvalidTicket("a ticket of another engine incarnation was handed back")
+            raise InvalidTicket("a router released a ticket of another incarnation of this engine")
         self._released.append(ReleaseTicket(ticket.lease, ticket.serial))
         self._wake_engine()

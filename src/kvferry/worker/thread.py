@@ -134,7 +134,7 @@ class TransferWorkerThread:
                 self._tick()
         # Top of the thread: the engine must be notified, or requests would wait for ever.
         except Exception as error:
-            _log.exception("ferry stopped by an error of its own")
+            _log.exception("transfer worker stopped because of a bug")
             self._failure = f"{type(error).__name__}: {error}"
             self._wake_engine()
         finally:

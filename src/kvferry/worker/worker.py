@@ -282,7 +282,9 @@ class TransferWorker:
         elif not is_inbound and isinstance(message, PushOffer):
             self._take_offer(control_event.route.dialled, message, now)
         else:
-            self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
+            self._events.append(
+                MessageDropped(f"the worker does not expect a {type(message).__name__} here")
+            )
 
     def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
         try:
@@ -295,7 +297,7 @@ class TransferWorker:
                 now,
             )
         except InvalidTicket as error:
-            self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
+            self._events.append(MessageDropped(f"an offer has no valid ticket: {error}"))
 
     def _execute(self, command: WorkerCommand, now: float) -> None:
         if isinstance(command, ProducerCommand):
