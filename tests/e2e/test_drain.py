@@ -171,7 +171,7 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narr
             waiting = asyncio.create_task(ask(session, narrow, fetched, kv_transfer_params=params))
             await until("D has met P", lambda: _has_peer(session, narrow))
             await ended(p, tell(p))
-            await assert_said(p, "stopping with blocks that peers have not fetched leases=2")
+            await assert_said(p, "stopping although peers have not read all blocks leases=2")
             await release(occupants)
             answer = await waiting
             assert answer.status == 502

@@ -377,7 +377,7 @@ def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing
             await client.close()
             await client.close()
         assert [output.finish_reason async for output in stream][-1] == "error"
-        assert "exit code 0" in await client.died()
+        assert "exited with code 0" in await client.died()
         assert newcomers(before) == []
 
     do(loop, story())

@@ -22,7 +22,7 @@ def test_frames_survive_any_chopping_of_the_stream(payloads: list[bytes], cuts: 
 
 
 def test_a_length_beyond_the_limit_is_an_error_not_an_allocation() -> None:
-    with pytest.raises(TransportError, match="claims"):
+    with pytest.raises(TransportError, match="announces"):
         FrameAssembler().feed((MAX_FRAME_BYTES + 1).to_bytes(4))
 
 

@@ -287,11 +287,11 @@ REFUSED = [
             "sliding_window": 32,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        "layer_types says other than sliding_window",
+        "layer_types contradicts sliding_window",
     ),
     (
         {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}},
-        "rope_parameters differ by kind of layer",
+        "rope_parameters differ between layer types",
     ),
     (
         GEMMA | {"rope_parameters": {"rope_theta": 7.0}},

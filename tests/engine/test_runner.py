@@ -69,8 +69,8 @@ def test_the_number_of_blocks_follows_from_the_memory(options: EngineOptions) ->
     with (
         pytest.raises(
             ConfigError,
-            match=f"--kv-cache-memory-bytes {block_bytes - 1} holds no block; one takes "
-            f"{block_bytes} bytes",
+            match=f"--kv-cache-memory-bytes {block_bytes - 1} is too small for one block, which "
+            f"takes {block_bytes} bytes",
         ),
         one_rank(replace(options, num_blocks=0, kv_cache_memory_bytes=block_bytes - 1)),
     ):

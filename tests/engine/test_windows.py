@@ -58,8 +58,8 @@ def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_nee
         with (
             pytest.raises(
                 ConfigError,
-                match=f"would have {needed - 1} blocks and this model needs at least {needed}, one "
-                "for each group",
+                match=f"would have {needed - 1} blocks, but this model needs at least {needed}, "
+                "one for each group",
             ),
             one_rank(few),
         ):
@@ -131,10 +131,12 @@ def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(
                 SequenceSlice("a", (1, 2, 3, 4, 5), start, pierced, GREEDY),
             ]
             with pytest.raises(
-                LocalProtocolError, match="request a was scheduled with a hole where tokens"
+                LocalProtocolError, match="request a was scheduled with a null block where tokens"
             ):
                 runner.run(step)
-        with pytest.raises(LocalProtocolError, match="a hole where tokens 0 to 64 are needed"):
+        with pytest.raises(
+            LocalProtocolError, match="a null block where tokens 0 to 64 are needed"
+        ):
             runner.run([SequenceSlice("a", (1,), 64, ((HOLE, *table[0][1:]), *table[1:]), GREEDY)])
         assert all(not cache.any() for cache in runner.kv_caches.values())
         pierced = (table[0], (HOLE, *table[1][1:]), (HOLE, *table[2][1:]))

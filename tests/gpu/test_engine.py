@@ -200,7 +200,7 @@ def test_the_cache_takes_what_its_share_of_the_gpu_leaves(options: EngineOptions
     with (
         pytest.raises(
             ConfigError,
-            match=r"--gpu-memory-utilization 0.0001 leaves none of them to the KV cache",
+            match=r"--gpu-memory-utilization 0.0001 leaves none of them for the KV cache",
         ),
         one_rank(replace(options, num_blocks=0, gpu_memory_utilization=0.0001)),
     ):
@@ -220,7 +220,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(
         ConfigError,
-        match=f"--device cuda:{count}: there is no such GPU here, the last is cuda:{count - 1}",
+        match=f"--device cuda:{count}: this machine has no such GPU, the last is cuda:{count - 1}",
     ):
         open_device(f"cuda:{count}", ParallelConfig())
 

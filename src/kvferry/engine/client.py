@@ -221,7 +221,7 @@ class CoreLink(asyncio.Protocol):
             return pack_frame(self._encode(requests))
         except (OverflowError, TypeError, ValueError, RecursionError, TransportError) as error:
             raise RemoteProtocolError(
-                f"the request cannot be handed to the engine: {error}"
+                f"the request cannot be sent to the engine core: {error}"
             ) from error
 
     def abort(self, request_id: str) -> None:
@@ -492,10 +492,10 @@ class EngineClient:
                 if self._link.ready.done() and self._link.exit_reason is None
                 else logging.DEBUG
             )
-            _log.log(level, "the engine core did not stop within %g s and is killed", grace_s)
+            _log.log(level, "the engine core did not stop within %g s, so it is killed", grace_s)
             self._process.kill()
             await loop.run_in_executor(None, self._process.join, _KILL_TIMEOUT_S)
-        self._link.mark_lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
+        self._link.mark_lost(f"the engine core {_describe_exit(self._process.exitcode)}")
 
     async def _abandon(self, sock: socket.socket) -> None:
         # Send SIGTERM before closing the pipe: a core that finds its pipe closed while loading logs
@@ -511,8 +511,8 @@ class EngineClient:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "in a way the operating system does not tell"
-    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return "exited with an unknown code"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 def _ignore_stage(stage: str) -> None:

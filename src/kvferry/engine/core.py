@@ -111,7 +111,7 @@ class Executor:
                 handshakes[rank] = ready.handshake
                 if ready.num_blocks != worker.kv_cache_config.num_blocks:
                     raise TransportError(
-                        f"rank {rank} has {ready.num_blocks} blocks, rank 0 "
+                        f"rank {rank} has {ready.num_blocks} blocks, but rank 0 has "
                         f"{worker.kv_cache_config.num_blocks}"
                     )
             undo.pop_all()
@@ -432,18 +432,18 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
 def _report_failure(api: _ApiPipe, error: Exception) -> int:
     """Report the failure to the API process and return the exit code."""
     if not api.is_open:
-        _log.warning("the API process is gone, and so is the engine core")
+        _log.warning("the API process is gone, so the engine core stops")
         return 1
     is_config = isinstance(error, ConfigError)
     if isinstance(error, KVFerryError):
         # The API process reports a ConfigError to the operator, so log only at DEBUG level here.
-        _log.log(logging.DEBUG if is_config else logging.ERROR, "the engine core ends: %s", error)
+        _log.log(logging.DEBUG if is_config else logging.ERROR, "engine core stops: %s", error)
         reason = str(error)
     else:
-        _log.exception("the engine core ends because of a bug")
+        _log.exception("engine core stops because of a bug")
         reason = (
-            f"the engine core failed in an unexpected way ({type(error).__name__}: {error}); its "
-            "log has the details"
+            f"the engine core failed unexpectedly ({type(error).__name__}: {error}); its log has "
+            "the details"
         )
     with contextlib.suppress(TransportError):
         api.send(CoreFailed(reason, is_config))

@@ -51,7 +51,9 @@ class FrameAssembler:
             return start + _PREFIX.size
         (length,) = _PREFIX.unpack_from(self._pending, start)
         if length > MAX_FRAME_BYTES:
-            raise TransportError(f"a frame claims {length} bytes, the limit is {MAX_FRAME_BYTES}")
+            raise TransportError(
+                f"a frame announces {length} bytes, but the limit is {MAX_FRAME_BYTES}"
+            )
         return start + _PREFIX.size + int(length)
 
 
@@ -106,7 +108,7 @@ class FrameSocket:
             ) from None
         except OSError as error:
             self._is_open = False
-            raise TransportError(f"the other process has closed its end: {error}") from error
+            raise TransportError(f"the other process closed its end: {error}") from error
 
     def close(self) -> None:
         self._is_open = False

@@ -108,8 +108,8 @@ def find_validation_error(request: AddRequest, limits: SchedulerLimits) -> str |
         return "the prompt is empty; it must have at least one token"
     if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
         return (
-            f"the prompt has token ids outside of 0 to {limits.vocab_size - 1}, the model's "
-            "vocabulary"
+            "the prompt has token ids outside of the model's vocabulary, 0 to "
+            f"{limits.vocab_size - 1}"
         )
     if request.sampling.max_tokens < 1:
         return f"max_tokens must be at least 1, got {request.sampling.max_tokens}"
@@ -123,12 +123,12 @@ def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | Non
         return None
     if limits.max_total_tokens == limits.max_model_len:
         return (
-            f"the prompt has {count} tokens, the model's limit of {limits.max_model_len} leaves "
-            f"room for {most}; shorten it"
+            f"the prompt has {count} tokens, but the model's limit of {limits.max_model_len} "
+            f"leaves room for {most}; shorten it"
         )
     return (
-        f"the prompt has {count} tokens, the whole KV cache holds {most}; shorten it or start the "
-        "engine with more blocks"
+        f"the prompt has {count} tokens, but the whole KV cache holds {most}; shorten it or start "
+        "the engine with more blocks"
     )
 
 

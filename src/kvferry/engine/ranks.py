@@ -121,8 +121,8 @@ class RankProcess:
                 )
             case other:
                 raise TransportError(
-                    f"tensor-parallel rank {self._rank} answered {type(other).__name__} when it "
-                    "should be ready"
+                    f"tensor-parallel rank {self._rank} answered {type(other).__name__} before it "
+                    "was ready"
                 )
 
     def send(self, message: StepPlan | RankStop) -> None:
@@ -169,7 +169,7 @@ class RankProcess:
         self._link.close()
         self._process.join(_STOP_TIMEOUT_S)
         if self._process.is_alive():
-            _log.warning("tensor-parallel rank %d did not stop and is killed", self._rank)
+            _log.warning("tensor-parallel rank %d did not stop, so it is killed", self._rank)
             self._process.kill()
             self._process.join(_STOP_TIMEOUT_S)
 
@@ -201,9 +201,9 @@ class RankProcess:
         how = (
             "closed its socket"
             if code is None
-            else f"was ended by signal {-code}"
+            else f"was killed by signal {-code}"
             if code < 0
-            else f"ended with exit code {code}"
+            else f"exited with code {code}"
         )
         return f"tensor-parallel rank {self._rank} (pid {self.pid}) {how}"
 
@@ -229,9 +229,9 @@ def run_rank(
         _serve(setup, parallel, rendezvous, link, wakeup)
     except Exception as error:  # top of the process: report to the core
         if isinstance(error, ConfigError):
-            _log.debug("this rank ends: %s", error)
+            _log.debug("rank stops: %s", error)
         else:
-            _log.exception("this rank ends")
+            _log.exception("rank stops after an error")
         with contextlib.suppress(TransportError):
             _send(
                 link,
@@ -279,4 +279,4 @@ def _die_with(core_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The core may have died before prctl; then no signal arrives.
     if os.getppid() != core_pid:
-        raise SystemExit("the engine core has ended already")
+        raise SystemExit("the engine core has already exited")

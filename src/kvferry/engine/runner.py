@@ -326,7 +326,7 @@ class Worker:
             return StepResult(self._runner.run(plan.slices))
         metadata = plan.connector_metadata
         if metadata is None:
-            raise LocalProtocolError(f"step {plan.step} brings no message for the connector")
+            raise LocalProtocolError(f"step {plan.step} has no metadata for the connector")
         # The order of these calls is the connector contract (see kvferry/connectors/contract.py).
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)

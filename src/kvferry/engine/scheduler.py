@@ -380,8 +380,7 @@ class Scheduler:
         if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
             return [self._fail(seq, _fetch_error(failure), _BAD_GATEWAY)]
         self._warnings.append(
-            f"request={seq.request_id} is computed here because its KV could not be fetched: "
-            f"{failure}"
+            f"request={seq.request_id} is computed here, because fetching its KV failed: {failure}"
         )
         self._has_changed = True
         self._batcher.withdraw(seq)
@@ -405,7 +404,7 @@ class Scheduler:
             return []
         for block in block_ids:
             self._pool.forget(block)
-        reason = f"{len(block_ids)} blocks were reported as not loaded"
+        reason = f"the connector reported {len(block_ids)} blocks as not loaded"
         for request_id, seq in self._queues.loading.items():
             if any(not block_ids.isdisjoint(table.block_ids) for table in seq.tables):
                 self._load_failures.setdefault(request_id, reason)
@@ -421,7 +420,7 @@ class Scheduler:
         self._counters.unknown_transfers += 1
         self._warnings.append(
             f"the connector reported {what} of request={request_id}, which has no such transfer; "
-            "ignored"
+            "ignoring it"
         )
 
 

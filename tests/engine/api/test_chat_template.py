@@ -60,7 +60,7 @@ def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_template_does_not_take_is_a_refusal(source: str) -> None:
-    with pytest.raises(RequestRefused, match="does not take these messages"):
+    with pytest.raises(RequestRefused, match="rejects these messages"):
         ChatTemplate({"default": source}, {}).render(HELLO, None, {})
 
 

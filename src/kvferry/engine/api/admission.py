@@ -106,7 +106,7 @@ class RequestAdmission:
         room = max_model_len - prompt_tokens
         if room < 1:
             raise RequestRefused(
-                f"the prompt has {prompt_tokens} tokens, but this model takes {max_model_len} in "
+                f"the prompt has {prompt_tokens} tokens, but this model allows {max_model_len} in "
                 "all, one of them output: shorten it",
                 param="prompt",
             )
@@ -115,8 +115,8 @@ class RequestAdmission:
         if self.max_tokens > room:
             raise RequestRefused(
                 f"the prompt has {prompt_tokens} tokens and max_tokens asks for {self.max_tokens} "
-                "more, but this model takes "
-                f"{max_model_len} in all: lower max_tokens to {room} or shorten the prompt",
+                f"more, but this model allows {max_model_len} in all: lower max_tokens to {room} "
+                "or shorten the prompt",
                 param="max_tokens",
             )
         return self.max_tokens
@@ -129,8 +129,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestRefused(
-            f"{param} holds the token id {wrong}, but this model's ids go from 0 to "
-            f"{vocab_size - 1}",
+            f"{param} holds the token id {wrong}, but this model's ids are 0 to {vocab_size - 1}",
             param=param,
         )
 

@@ -137,7 +137,7 @@ async def handle_metrics(http: web.Request) -> web.Response:
     except KVFerryError as error:
         # A scrape must not fail because the core is busy or dead: exactly then the operator needs
         # the metrics of the front-end.
-        _log.warning("metrics without the core's part: %s", error)
+        _log.warning("/metrics lacks the values of the engine core: %s", error)
         status = None
     return web.Response(
         body=context.metrics.render(status),
@@ -157,9 +157,7 @@ async def handle_transfers(http: web.Request) -> web.Response:
     except KVFerryError as error:
         raise RequestRefused(str(error), status=503) from error
     if name and not records:
-        raise RequestRefused(
-            "no transfer for a request of that id is known here, or no longer", status=404
-        )
+        raise RequestRefused("no transfer of a request with this id is on record", status=404)
     return _json(TransferRecords(records))
 
 
@@ -176,7 +174,7 @@ async def handle_tokenize(http: web.Request) -> web.Response:
         tokens = await context.prompts.text(request.prompt, special)
     else:
         raise RequestRefused(
-            "there is nothing to tokenize: send prompt or messages", param="prompt"
+            "the request has no text to tokenize: send prompt or messages", param="prompt"
         )
     names = (
         [context.tokenizer.text_of(token) for token in tokens]
@@ -288,7 +286,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         # exception.
         raise
     except Exception:
-        _log.exception("a request failed method=%s path=%s", request.method, request.path)
+        _log.exception("request failed method=%s path=%s", request.method, request.path)
         return error_response(
             RequestRefused("the server failed to serve this request; its log says why", status=500)
         )

@@ -109,7 +109,7 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
     context.check_model(request.model)
     if request.echo and request.logprobs is not None:
         raise RequestRefused(
-            "echo together with logprobs is not supported by this engine: leave one of them out",
+            "this engine does not support echo together with logprobs: leave one of them out",
             param="echo",
         )
     prompts = await context.prompts.completion(request)

@@ -112,7 +112,7 @@ class RequestDrain:
     def refusal(self) -> RequestRefused:
         """The 503 error for requests that arrive, or are cancelled, while the server stops."""
         return RequestRefused(
-            "the server is stopping: send the request to another",
+            "the server is shutting down: send the request to another one",
             status=503,
             retry_after_s=_RETRY_AFTER_S,
         )
@@ -200,7 +200,7 @@ class ApiContext:
         """Raise RequestRefused with status 404 if the request names another model."""
         if model is not None and model != self.model_name:
             raise RequestRefused(
-                f"the model {model!r} does not exist here; this server has {self.model_name!r}",
+                f"the model {model!r} does not exist here; this server serves {self.model_name!r}",
                 status=404,
                 param="model",
             )
@@ -239,6 +239,6 @@ async def read_body(http: web.Request) -> bytes:
         # The text of this exception quotes the malformed bytes, so the answer does not include that
         # text.
         raise RequestRefused(
-            "the request body cannot be read: it is cut short, or its chunks or its compression "
-            "are broken"
+            "the request body cannot be read: it is truncated, or its chunks or its compression "
+            "are malformed"
         ) from error

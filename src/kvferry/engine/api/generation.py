@@ -297,7 +297,7 @@ class GenerationResponder:
 
     def _note_client_gone(self, error: ConnectionError) -> None:
         self._is_client_gone = True
-        _log.info("client gone request=%s: %s", self.request_id, error)
+        _log.info("client disconnected request=%s: %s", self.request_id, error)
 
     def _assembler(self, index: int, echo_texts: Sequence[str]) -> TextAssembler:
         request = self._request
@@ -347,7 +347,7 @@ class GenerationResponder:
                 raise
             await self._fail(events, self._context.drain.refusal)
         except Exception:
-            _log.exception("answering failed request=%s", self.request_id)
+            _log.exception("failed to answer request=%s", self.request_id)
             await self._fail(
                 events,
                 RequestRefused("the server failed while answering; its log says why", status=500),

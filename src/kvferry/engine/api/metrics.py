@@ -59,7 +59,7 @@ def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     for name, parts in NIXL_COUNTERS.items():
         yield _counter(
             f"vllm:nixl_{name}",
-            "As in vLLM.",
+            "Same metric as in vLLM.",
             sum(stats.get(part, 0) for part in parts),
             model_name,
         )
@@ -77,7 +77,7 @@ def _transport_families(status: CoreStatus) -> Iterator[Metric]:
         (
             "kvferry:transfer_planned_segments",
             "planned_segments",
-            "Segments asked for by data transport, before neighbours were joined.",
+            "Segments requested by data transport, before adjacent ones were joined.",
         ),
     ):
         family = CounterMetricFamily(name, help_text, labels=["transport"])
@@ -97,7 +97,9 @@ def _histogram(name: str, observed: Mapping[str, Any], model_name: str) -> Metri
     # The connector counts each bucket alone; Prometheus wants cumulative counts.
     counts = accumulate(observed["buckets"].get(str(index), 0) for index in range(len(bounds) + 1))
     buckets = list(zip([*(str(bound) for bound in bounds), "+Inf"], counts, strict=True))
-    family = HistogramMetricFamily(f"vllm:nixl_{name}", "As in vLLM.", labels=["model_name"])
+    family = HistogramMetricFamily(
+        f"vllm:nixl_{name}", "Same metric as in vLLM.", labels=["model_name"]
+    )
     family.add_metric([model_name], buckets, observed["sum"])
     return family
 
@@ -226,11 +228,11 @@ def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     gauges: dict[str, tuple[str, float]] = {
         "vllm:num_requests_running": ("Requests in the running batch.", status.num_running),
         "vllm:num_requests_waiting": (
-            "Requests that wait to be scheduled or for remote KV.",
+            "Requests waiting to be scheduled or for remote KV.",
             status.num_waiting,
         ),
         "kvferry:num_requests_waiting_for_remote_kvs": (
-            "Requests whose KV is on its way.",
+            "Requests whose KV is being transferred.",
             status.num_waiting_for_remote_kvs,
         ),
         "vllm:kv_cache_usage_perc": ("Used part of the KV cache; 1 is all of it.", usage),
@@ -241,7 +243,7 @@ def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
             status.num_delayed_frees,
         ),
         "kvferry:device_memory_bytes": (
-            "Memory of its GPU that rank 0 holds by way of torch; 0 on CPUs.",
+            "GPU memory that rank 0 holds through torch; 0 on CPUs.",
             status.device_bytes,
         ),
     }
@@ -264,7 +266,7 @@ def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     yield _labelled(
         CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
+            "Prompt tokens by the source of their KV.",
             labels=["model_name", "source"],
         ),
         by_source,

@@ -97,7 +97,7 @@ class ChatTemplate:
             return template.render(names)
         except _TEMPLATE_FAULTS as error:
             raise RequestRefused(
-                f"the model's chat template does not take these messages: {error}", param="messages"
+                f"the model's chat template rejects these messages: {error}", param="messages"
             ) from error
 
 
@@ -268,7 +268,7 @@ def _text_content(content: str | list[Any] | None, position: int) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise RequestRefused(
             f"messages[{position}].content may hold only parts of type text: this model reads "
-            "nothing else",
+            "text only",
             param="messages",
         )
     return "\n".join(str(text) for text in texts)

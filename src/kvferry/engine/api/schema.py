@@ -266,9 +266,7 @@ def _refuse_unserved(request: GenerationRequest) -> None:
     for name in UnservedFields.__struct_fields__:
         value = getattr(request, name)
         if value and value not in _NEUTRAL.get(name, ()):
-            raise RequestRefused(
-                f"{name} is not supported by this engine: leave it out", param=name
-            )
+            raise RequestRefused(f"this engine does not support {name}: leave it out", param=name)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         raise RequestRefused(
             "best_of is only supported when it equals n: leave it out", param="best_of"

@@ -158,7 +158,7 @@ async def open_listeners(host: str, port: int) -> list[socket.socket]:
                     raise
                 absent = error
         if not listeners:
-            raise absent or OSError("it has no address")
+            raise absent or OSError("the host has no address")
     except (OSError, UnicodeError) as error:
         for listener in listeners:
             listener.close()
@@ -356,7 +356,7 @@ async def _drain(
         left = client.remaining
         if drained not in done and left is not None and left.num_leases:
             _log.warning(
-                "stopping with blocks that peers have not fetched leases=%d blocks=%d",
+                "stopping although peers have not read all blocks leases=%d blocks=%d",
                 left.num_leases,
                 left.num_blocks,
             )
@@ -389,7 +389,7 @@ async def _finish(
             {idle, second_signal}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
         )
         if drain.num_live:
-            print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
+            print("kvferry: stopping with unfinished requests", file=sys.stderr, flush=True)
             drain.cancel_all()
             await asyncio.wait({idle}, timeout=_ERROR_REPLY_TIMEOUT_S)
     finally:

@@ -132,8 +132,7 @@ class ModelTokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                f"there is no tokenizer.json in {folder}: give a Hugging Face model folder that "
-                "has one"
+                f"{folder} has no tokenizer.json: give a Hugging Face model folder that has one"
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))

@@ -93,7 +93,7 @@ class BlockAllocator:
             for table, count in zip(allocation.tables, allocation.missing, strict=True)
         ]
         fresh = self.pool.acquire(allocation.shared, block_requests)
-        assert fresh is not None, "the caller has looked"
+        assert fresh is not None, "the caller has checked that a block is free"
         for table, blocks in zip(allocation.tables, fresh, strict=True):
             table.block_ids += blocks
         seq.tables = allocation.tables

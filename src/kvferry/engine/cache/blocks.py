@@ -282,7 +282,7 @@ class BlockPool:
         If another block already has the hash, that block keeps it and this call changes nothing.
         """
         if block < 0 or not self._holders[block]:
-            raise LocalProtocolError(f"block {block} was published while nobody holds it")
+            raise LocalProtocolError(f"block {block} was published without a holder")
         if self._hash_of[block] is None and block_hash not in self._block_of[group]:
             self._hash_of[block] = block_hash
             self._group_of[block] = group
@@ -318,8 +318,8 @@ class BlockPool:
                 if expected[block] != self._holders[block]
             )
             raise LocalProtocolError(
-                f"block {wrong} has {self._holders[wrong]} holds, {expected[wrong]} are accounted "
-                "for"
+                f"block {wrong} has {self._holders[wrong]} holds, but {expected[wrong]} are "
+                "accounted for"
             )
         blank = [
             b for b in range(self._num_blocks) if not self._holders[b] and self._hash_of[b] is None
@@ -341,7 +341,7 @@ class BlockPool:
                 for b, h in enumerate(self._hash_of)
                 if h is not None and self._group_of[b] == group
             }:
-                raise LocalProtocolError("the published hashes and the blocks' own disagree")
+                raise LocalProtocolError("the published hashes and the hashes of the blocks differ")
 
     def _take(self, block_requests: Sequence[BlockRequest]) -> list[list[int]]:
         """Return new blocks per request: adjacent blocks of `after` first, then long extents."""

@@ -227,9 +227,9 @@ def plan_cache_layout(
     )
     if num_blocks < len(groups):
         raise ConfigError(
-            f"the KV cache would have {num_blocks} blocks and this model needs at least "
-            f"{len(groups)}, one for each group of its layers; "
-            "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
+            f"the KV cache would have {num_blocks} blocks, but this model needs at least "
+            f"{len(groups)}, one for each group of its layers; raise --num-gpu-blocks-override or "
+            "--kv-cache-memory-bytes"
         )
     return CacheLayout(
         layout,
@@ -248,8 +248,8 @@ def plan_cache_layout(
 def _blocks_that_fit(total_bytes: int, block_bytes: int) -> int:
     if total_bytes < block_bytes:
         raise ConfigError(
-            f"--kv-cache-memory-bytes {total_bytes} holds no block; one takes {block_bytes} bytes "
-            "in all layers"
+            f"--kv-cache-memory-bytes {total_bytes} is too small for one block, which takes "
+            f"{block_bytes} bytes in all layers"
         )
     return total_bytes // block_bytes
 

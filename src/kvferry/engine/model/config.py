@@ -174,7 +174,7 @@ def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
         if named is not None and named != [every] * num_layers:
             raise config.fail(
                 "layer_types",
-                "says other than sliding_window, which a Mistral has in all layers or in none",
+                "contradicts sliding_window, which a Mistral has in all layers or in none",
             )
         return [every] * num_layers
     if architecture in QWENS:
@@ -218,7 +218,7 @@ def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
     unknown = [name for name in names if name not in (FULL, SLIDING)]
     if unknown:
         raise config.fail(
-            "layer_types", f"has {unknown[0]!r}, and only full and sliding attention are supported"
+            "layer_types", f"has {unknown[0]!r}, but only full and sliding attention are supported"
         )
     if len(names) != num_layers:
         raise config.fail(
@@ -239,7 +239,7 @@ def _rope(config: ConfigKeys) -> RopeConfig:
     )
     if section.has(FULL) or section.has(SLIDING):
         raise config.fail(
-            "rope_parameters", "differ by kind of layer, which is supported for Gemma 3 only"
+            "rope_parameters", "differ between layer types, which is supported for Gemma 3 only"
         )
     return _rope_of(
         config, section, section.positive("rope_theta", config.positive("rope_theta", 10000.0))
@@ -461,7 +461,7 @@ def _refuse_unsupported(config: ConfigKeys, architecture: str) -> None:
     if config.get("quantization_config") is not None:
         raise config.fail(
             "quantization_config",
-            "is set, and quantised checkpoints are not supported; use an unquantised one",
+            "is set, but quantised checkpoints are not supported; use an unquantised one",
         )
     key, only = (
         ("hidden_activation", "gelu_pytorch_tanh")
@@ -472,7 +472,7 @@ def _refuse_unsupported(config: ConfigKeys, architecture: str) -> None:
         raise config.fail(key, f"must be {only}, got {config.get(key)!r}")
     if config.flag("mlp_bias"):
         raise config.fail(
-            "mlp_bias", "is true, and biases in feed-forward layers are not supported"
+            "mlp_bias", "is true, but biases in feed-forward layers are not supported"
         )
     if architecture == GEMMA:
         for key in (
@@ -482,7 +482,7 @@ def _refuse_unsupported(config: ConfigKeys, architecture: str) -> None:
         ):
             if config.get(key):
                 raise config.fail(
-                    key, f"is {config.get(key)!r}, and only Gemma 3 without it is supported"
+                    key, f"is {config.get(key)!r}, but only Gemma 3 without it is supported"
                 )
     if architecture == DEEPSEEK:
         num_layers, dense = (

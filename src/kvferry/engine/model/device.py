@@ -50,9 +50,8 @@ class RankDevice:
         if left <= 0:
             raise ConfigError(
                 f"{self.torch_device} has {free} of {total} bytes free, and "
-                f"--gpu-memory-utilization {utilization:g} leaves none of them "
-                "to the KV cache; end what else uses it, raise the share, or give "
-                "--kv-cache-memory-bytes"
+                f"--gpu-memory-utilization {utilization:g} leaves none of them for the KV cache; "
+                "stop other processes on this GPU, raise the share, or set --kv-cache-memory-bytes"
             )
         return left // self.num_sharing
 
@@ -65,7 +64,7 @@ class RankDevice:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             raise ConfigError(
                 f"{self.torch_device} has no room for {what}: {free} of {total} bytes are free; "
-                "end what else uses it, choose another --device, or give a smaller "
+                "stop other processes on this GPU, choose another --device, or set a smaller "
                 "--kv-cache-memory-bytes"
             ) from None
 
@@ -109,7 +108,7 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
     num_gpus = _count_gpus(device)
     if first >= num_gpus:
         raise ConfigError(
-            f"--device {device}: there is no such GPU here, the last is cuda:{num_gpus - 1}"
+            f"--device {device}: this machine has no such GPU, the last is cuda:{num_gpus - 1}"
         )
     gpu = gpu_of_rank(first, parallel.tp_rank, num_gpus)
     found = torch.device("cuda", gpu)
@@ -146,14 +145,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _count_gpus(device: str) -> int:
     if torch.version.cuda is None:
         raise ConfigError(
-            f"--device {device} needs a torch that was built for CUDA, and {torch.__version__} "
+            f"--device {device} needs a torch that was built for CUDA, but {torch.__version__} "
             "was not; install one, or use --device cpu"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise ConfigError(
-            f"--device {device}: torch finds no CUDA device here; `kvferry doctor` says what "
-            "there is; or use --device cpu"
+            f"--device {device}: torch finds no CUDA device here; `kvferry doctor` shows what it "
+            "finds; or use --device cpu"
         )
     return count
 

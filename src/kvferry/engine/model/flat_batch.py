@@ -214,8 +214,8 @@ def _table_problem(
         in block_ids[group.first_visible_token(part.start) // block_size : -(-length // block_size)]
     ):
         return (
-            f"a hole where tokens {group.first_visible_token(part.start)} to {length - 1} are "
-            "needed"
+            f"a null block where tokens {group.first_visible_token(part.start)} to {length - 1} "
+            "are needed"
         )
     return None
 
