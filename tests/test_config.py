@@ -244,7 +244,8 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
         ),
         (
             {"peers": ["10.0.0.7"]},
-            'peers has "10.0.0.7", which is not an address; write host:port, for example 10.0.0.7:5600',
+            'peers has "10.0.0.7", which is not an address; write host:port, for example '
+            "10.0.0.7:5600",
         ),
     ],
 )

@@ -51,8 +51,8 @@ def test_what_is_flat_and_cheap_is_no_problem() -> None:
         ),
         (
             row(10_000, us=41.0),
-            "a step by shm on the prefill side takes 2 times as long with the most leases, or "
-            "longer",
+            "a step by shm on the prefill side takes at least 2 times as long with the most "
+            "leases as with the fewest",
         ),
         (
             row(10_000, idle=0.02),

@@ -95,7 +95,7 @@ def test_a_process_is_looked_at_with_all_it_holds() -> None:
         assert read_usage(os.getpid()).files == before.files + 1
     assert process_tree(os.getpid())[0] == os.getpid()
     assert cpu_seconds(os.getpid()) > 0
-    with pytest.raises(KVFerryError, match="cannot be looked at"):
+    with pytest.raises(KVFerryError, match="cannot be inspected"):
         read_usage(2**30)
 
 

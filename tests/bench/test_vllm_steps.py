@@ -81,7 +81,7 @@ def test_totals_are_read_from_every_process_and_starting_up_is_no_step(tmp_path:
         "scheduler", {"build_connector_meta": Totals(3, 0.5, 0.25, 0.25)}
     )
     (tmp_path / "decode" / "worker-77.json").unlink()
-    with pytest.raises(KVFerryError, match="the worker of the decode server left 0 files"):
+    with pytest.raises(KVFerryError, match="the worker of the decode server wrote 0 files"):
         read_totals(tmp_path)
 
 

@@ -124,7 +124,7 @@ def test_every_command_has_help_with_examples(
         (["serve", "m", "--dtype", "int3"], "kvferry: --dtype: invalid choice: 'int3'"),
         (
             ["proxy", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1"],
-            "kvferry: 2 prefill hosts and 1 prefill ports were given",
+            "kvferry: there are 2 prefill hosts but 1 prefill ports",
         ),
         (
             ["proxy", "--kv-transfer-config", "{}"],

@@ -200,7 +200,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         ),
         (
             ["{folder}", "--dtype", "posit16"],
-            "'posit16' is no cache dtype known here; use --dtype with one of",
+            "'posit16' is not a known cache dtype; use --dtype with one of",
         ),
         (
             ["{folder}", "--link", "fast"],
@@ -250,7 +250,7 @@ def test_the_block_size_grows_until_a_segment_is_worth_its_cost(
         (["{folder}/list.json"], "is not a JSON object; name a model's config.json"),
         (
             ["{folder}/empty.json"],
-            "config.json does not say how many layers there are (num_hidden_layers); give --layers",
+            "config.json does not give the number of layers (num_hidden_layers); give --layers",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_model_is_a_folder_or_in_the_cache(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     environ = {"HF_HOME": str(tmp_path)}
-    with pytest.raises(ConfigError, match="kvferry downloads nothing"):
+    with pytest.raises(ConfigError, match="kvferry does not download models"):
         find_checkpoint("Qwen/Qwen3-0.6B", environ)
     (snapshot / "config.json").write_text("{}")
     (snapshot.parent.parent / "refs").mkdir()

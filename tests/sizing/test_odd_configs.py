@@ -141,7 +141,7 @@ def test_any_json_in_any_known_key_is_understood_or_one_sentence(
             configs.NEMOTRON_H,
             "hybrid_override_pattern",
             ["*"] * 8,
-            "hybrid_override_pattern is no text of as many signs",
+            "hybrid_override_pattern is not a text of as many characters",
         ),
         (
             configs.JAMBA,
@@ -214,7 +214,7 @@ def test_layers_of_very_many_sizes_are_refused() -> None:
     }
     with pytest.raises(
         ConfigError,
-        match="layers of 100 different sizes, 64 are the most that are planned; give --layers",
+        match="layers of 100 different sizes, but at most 64 can be planned; give --layers",
     ):
         shape_of_config(listed, "bfloat16")
 

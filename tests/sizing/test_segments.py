@@ -108,7 +108,7 @@ def test_blocks_too_large_to_plan_are_refused() -> None:
     many = ModelCacheShape((LayerGroup(LayerCacheKind.FULL, 1, 4096, 2),), "bfloat16")
     with pytest.raises(
         ConfigError,
-        match=r"blocks of 512 tokens and 4,096 KV heads are too large to plan, "
-        r".*; use smaller blocks",
+        match=r"blocks of 512 tokens and 4,096 KV heads are too large to plan; "
+        r".*: use smaller blocks",
     ):
         count_segments(many, "HND", Sides(1, 1, 16, 512), 1000)

@@ -203,7 +203,7 @@ def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({}, "config.json does not say how many layers there are"),
+        ({}, "config.json does not give the number of layers"),
         (
             {"num_hidden_layers": 4},
             "config.json has neither num_key_value_heads nor num_attention_heads",
@@ -227,13 +227,16 @@ def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(
         ),
         (
             {**configs.LLAMA_8B, "layer_types": ["psychic"] * 32},
-            "a layer of type 'psychic' in layer_types, which is not known here",
+            "a layer of type 'psychic' in layer_types, which kvferry does not know",
         ),
         (
             {**configs.LLAMA_8B, "layer_types": ["sliding_attention"] * 32},
             "layers with a window but has no sliding_window",
         ),
-        ({**configs.LLAMA_8B, "layer_types": ["mamba"] * 32}, "none of its layers has a KV cache"),
+        (
+            {**configs.LLAMA_8B, "layer_types": ["mamba"] * 32},
+            "none of the model's layers has a KV cache",
+        ),
         ({**configs.DEEPSEEK_V3, "qk_rope_head_dim": None}, "no qk_rope_head_dim"),
         (
             {**configs.NEMOTRON_NAS, "num_hidden_layers": 5},
@@ -245,7 +248,7 @@ def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(
 def test_what_cannot_be_understood_is_one_sentence_with_a_fix(
     config: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"; |nothing moves") as caught:
+    with pytest.raises(ConfigError, match="; ") as caught:
         shape(config)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -130,8 +130,8 @@ class BackgroundReader:
             ) as consumer:
                 if not consumer.transports:
                     raise KVFerryError(
-                        f"there is no transport {self._transport} for this memory here; name "
-                        "another with --transport"
+                        f"no transport {self._transport} works for this memory here; name another "
+                        "with --transport"
                     )
                 consumer.prepare(self._move)
                 consumer.read(self._transport)
@@ -142,7 +142,7 @@ class BackgroundReader:
             self._outbox.put(
                 error
                 if isinstance(error, KVFerryError)
-                else KVFerryError(f"transfers over {self._transport} ended ({error!r})")
+                else KVFerryError(f"transfers over {self._transport} failed ({error!r})")
             )
             self._is_ready.set()
 
@@ -241,9 +241,8 @@ def _blocks_each(context_tokens: int) -> int:
 
 DESCRIPTION = (
     "Decode with the embedded engine's runner while another thread of the process receives 64 MiB "
-    "at a time, as a transfer worker does:\n"
-    "not at all, every 10 ms, and without pause. Tells the median and the 99th percentile of a "
-    "step, and their ratios."
+    "at a time, as a transfer worker does:\nnever, every 10 ms, and without pause. Prints the "
+    "median and the 99th percentile of a step, and their ratios."
 )
 EXAMPLES = """\
   kvferry bench decode-interference
@@ -296,42 +295,46 @@ class StepTimes:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     parser.add_argument(
         "--device",
         default="cpu",
         metavar="cpu|cuda[:N]",
-        help="where the model and what arrives lie (default: %(default)s)",
+        help="device of the model and of the received KV (default: %(default)s)",
     )
     parser.add_argument(
-        "--transport", metavar="NAME", help="by which KV arrives (default: shm; cuda: cuda_ipc)"
+        "--transport",
+        metavar="NAME",
+        help="transport of the received KV (default: shm; cuda: cuda_ipc)",
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="a checkpoint (default: a random one, larger on a GPU)",
+        help="folder of a checkpoint (default: a random model, larger on a GPU)",
     )
     parser.add_argument(
         "--sequences",
         type=parse_count,
         default=SEQUENCES,
         metavar="N",
-        help="that decode together (default: %(default)s)",
+        help="sequences that decode in one batch (default: %(default)s)",
     )
     parser.add_argument(
         "--context",
         type=parse_count,
         default=CONTEXT_TOKENS,
         metavar="N",
-        help="tokens that each has behind it (default: %(default)s)",
+        help="tokens of each sequence before the first measured step (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=SECONDS,
         metavar="S",
-        help="of steps at each pace (default: %(default)s)",
+        help="seconds of steps at each pace (default: %(default)s)",
     )
 
 

@@ -120,7 +120,7 @@ class HandoverPair:
                 second, done = await decoding
         if first != second:
             raise KVFerryError(
-                f"P's first token is {first}, D's is {second}: the KV that was handed over is wrong"
+                f"P's first token is {first}, D's is {second}: the transferred KV is wrong"
             )
         return done - at
 
@@ -154,7 +154,7 @@ class HandoverPair:
                 token = output.tokens[0].token_id
             if output.kv_transfer_params is not None:
                 return token, output.kv_transfer_params, at
-        raise KVFerryError("the prefill engine kept no blocks")
+        raise KVFerryError("the prefill engine granted no lease")
 
     async def _decode(
         self, name: str, prompt: list[int], params: dict[str, Any]
@@ -229,9 +229,8 @@ def _request(name: str, prompt: list[int], params: dict[str, Any]) -> AddRequest
 
 DESCRIPTION = (
     "Measure the time from the prefill engine's last token to the decode engine's first, in pull, "
-    "in push, and in push while the prompt\n"
-    "is still computed, between embedded engines on this machine; and count what was left to move "
-    "when the prompt had been computed."
+    "in push, and in push while the prompt\nis still computed, between embedded engines on this "
+    "machine; and count the bytes left to move when the prompt was computed."
 )
 EXAMPLES = """\
   kvferry bench handover
@@ -266,7 +265,11 @@ class HandoverSamples:
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)"
+        "--samples",
+        type=int,
+        default=10,
+        metavar="N",
+        help="samples of each mode (default: %(default)s)",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -281,7 +284,9 @@ def add_arguments(parser: Parser) -> None:
         choices=("shm", "nixl", "tcp"),
         help="data transport (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -381,7 +386,7 @@ def _table(rows: Sequence[Mapping[str, Any]], facts: Facts) -> str:
         [
             *lines,
             "",
-            f"from P's last token to D's first; {summary}; left: bytes still to be moved when P "
-            "was through",
+            f"from P's last token to D's first; {summary}; left: bytes still to move when P had "
+            "computed the prompt",
         ]
     )

@@ -304,9 +304,9 @@ def _prompt(number: int) -> list[int]:
 
 
 DESCRIPTION = (
-    "Measure what live leases cost: the engine's thread per step, in both halves of the "
-    "connector, and an idle process.\n"
-    "Exit code 1 when a step costs more than 50 µs, or an idle process more than 1 % of a core."
+    "Measure the cost of live leases: time of the engine's thread per step, in both halves of the "
+    "connector, and CPU of an idle process.\nThe exit code is 1 if a step costs more than 50 µs, "
+    "or an idle process more than 1 % of a core."
 )
 EXAMPLES = """\
   kvferry bench leases
@@ -346,8 +346,8 @@ class _EngineProcess:
             if self._link.poll(timeout_s):
                 return self._link.recv()
         except (EOFError, ConnectionError):
-            raise KVFerryError(f"the {self.name} side has ended; its output is above") from None
-        raise KVFerryError(f"the {self.name} side did not answer within {timeout_s:g} s")
+            raise KVFerryError(f"the {self.name} process exited; its output is above") from None
+        raise KVFerryError(f"the {self.name} process did not answer within {timeout_s:g} s")
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.send_call(method, *arguments)
@@ -362,42 +362,44 @@ class _EngineProcess:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     parser.add_argument(
         "--leases",
         nargs="+",
         type=parse_size,
         default=list(COUNTS),
         metavar="N",
-        help="how many (default: 10 1000 10000)",
+        help="numbers of leases to measure (default: 10 1000 10000)",
     )
     parser.add_argument(
         "--transports",
         nargs="+",
         choices=TRANSPORTS,
         default=list(TRANSPORTS),
-        help="one after the other (default: shm nixl tcp)",
+        help="transports to measure, one after the other (default: shm nixl tcp)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=MEASURE_S,
         metavar="S",
-        help="of steps at each number (default: %(default)s)",
+        help="seconds of steps for each number of leases (default: %(default)s)",
     )
     parser.add_argument(
         "--lease-seconds",
         type=float,
         default=LEASE_S,
         metavar="S",
-        help="a lease lasts (default: %(default)s)",
+        help="seconds that a lease lasts (default: %(default)s)",
     )
     parser.add_argument(
         "--idle-seconds",
         type=float,
         default=IDLE_S,
         metavar="S",
-        help="of nothing (default: %(default)s)",
+        help="seconds of idling for each number of leases (default: %(default)s)",
     )
 
 
@@ -408,7 +410,7 @@ def run(arguments: argparse.Namespace) -> int:
             for count in arguments.leases:
                 print_progress(
                     f"{count:,} leases by {transport}: {arguments.seconds:g} s of steps, "
-                    f"{arguments.idle_seconds:g} s of nothing"
+                    f"{arguments.idle_seconds:g} s idle"
                 )
                 with _pair(transport, arguments.lease_seconds) as sides:
                     rows += _measure(sides, transport, count, arguments)
@@ -442,7 +444,7 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{MAX_IDLE_SHARE:.0%}"
             )
         if row["leases_at_end"] != row["leases"]:
-            problems.append(f"of {where} {row['leases_at_end']:,} were left at the end")
+            problems.append(f"{row['leases_at_end']:,} of {where} were left at the end")
     for transport, side in dict.fromkeys((row["transport"], row["side"]) for row in rows):
         ours = sorted(
             (row for row in rows if (row["transport"], row["side"]) == (transport, side)),
@@ -450,8 +452,8 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         if ours[-1]["us_per_step"] > MAX_RATIO * ours[0]["us_per_step"]:
             problems.append(
-                f"a step by {transport} on the {side} side takes {MAX_RATIO:g} times as long with "
-                "the most leases, or longer"
+                f"a step by {transport} on the {side} side takes at least {MAX_RATIO:g} times as "
+                "long with the most leases as with the fewest"
             )
     return problems
 

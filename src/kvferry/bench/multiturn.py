@@ -293,7 +293,7 @@ def _token_ids(line: bytes) -> list[int]:
         return []
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
-        raise TransportError(f"a turn broke off: {event['error']}")
+        raise TransportError(f"a turn was aborted: {event['error']}")
     return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
 
 
@@ -302,9 +302,8 @@ def _token_ids(line: bytes) -> list[int]:
 
 DESCRIPTION = (
     "Measure the time to the first token of every turn of a conversation with embedded engines "
-    "behind the router, with and without the\n"
-    "reuse of what the decode engine has of the turns before; and count what the prefill engines "
-    "computed and fetched for it."
+    "behind the router, with and without\nreuse of the decode engine's blocks of earlier turns; "
+    "and count the tokens that the prefill engines computed and fetched for it."
 )
 EXAMPLES = """\
   kvferry bench multiturn
@@ -358,11 +357,11 @@ class TurnSample:
 
 def add_arguments(parser: Parser) -> None:
     for flag, default, what in (
-        ("conversations", 5, "held in each arrangement"),
-        ("turns", 6, "of a conversation"),
-        ("first-tokens", 1024, "of the first prompt"),
-        ("user-tokens", 128, "that every further turn adds"),
-        ("answer-tokens", 64, "of every answer"),
+        ("conversations", 5, "conversations in each arrangement"),
+        ("turns", 6, "turns of a conversation"),
+        ("first-tokens", 1024, "tokens of the first prompt"),
+        ("user-tokens", 128, "tokens that every further turn adds"),
+        ("answer-tokens", 64, "tokens of every answer"),
     ):
         parser.add_argument(
             f"--{flag}",
@@ -372,8 +371,8 @@ def add_arguments(parser: Parser) -> None:
             help=f"{what} (default: %(default)s)",
         )
     help_text = (
-        "of prefill engines: on (2 in turn), off (1) or both, one after the other (default: "
-        "%(default)s)"
+        "prefix cache of prefill engines: on (2 in turn), off (1) or both, one after the other "
+        "(default: %(default)s)"
     )
     parser.add_argument(
         "--prefix-caching", default="both", choices=("on", "off", "both"), help=help_text
@@ -384,7 +383,9 @@ def add_arguments(parser: Parser) -> None:
         choices=("shm", "nixl", "tcp"),
         help="data transport (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -465,8 +466,8 @@ def _run_conversation(
             answers.append(turn_answer.token_ids)
         if any(answer != answers[0] for answer in answers):
             raise KVFerryError(
-                f"turn {number} was answered differently with and without reuse: the KV that was "
-                "used again is wrong"
+                f"turn {number} was answered differently with and without reuse: the reused KV is "
+                "wrong"
             )
         prompt = [*prompt, *answers[0], *rng.choices(VOCABULARY, k=lengths.user_tokens)]
     return turns
@@ -554,8 +555,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         [
             *lines[1:],
             "",
-            "time to the first token of a turn, through the router; tokens and bytes: of the "
-            "prefill engines",
+            "time to the first token of a turn, through the router; tokens and bytes are those of "
+            "the prefill engines",
         ]
     )
 

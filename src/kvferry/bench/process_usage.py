@@ -44,7 +44,7 @@ def read_usage(pid: int) -> ProcessUsage:
             resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task"))
         )
     except (OSError, IndexError) as error:
-        raise KVFerryError(f"process {pid} cannot be looked at: {error}") from None
+        raise KVFerryError(f"process {pid} cannot be inspected: {error}") from None
 
 
 def device_bytes_by_process() -> dict[int, int]:

@@ -168,7 +168,9 @@ class SoakPair:
             return
         first = await _last_output(self.prefill, request)
         if first.kv_transfer_params is None:
-            self.tally.errors[first.error or f"P gave no parameters ({first.finish_reason})"] += 1
+            self.tally.errors[
+                first.error or f"P answered without transfer parameters ({first.finish_reason})"
+            ] += 1
             return
         request = _request(name, prompt, self.rng.randint(1, 3), first.kv_transfer_params)
         if outcome is SoakOutcome.TICKET_ABANDONED:
@@ -184,7 +186,9 @@ class SoakPair:
         outputs = [output async for output in self.decode.generate(request)]
         tokens = [token.token_id for output in outputs for token in output.tokens]
         if outputs[-1].finish_reason != "length":
-            self.tally.errors[outputs[-1].error or f"D ended with {outputs[-1].finish_reason}"] += 1
+            self.tally.errors[
+                outputs[-1].error or f"D finished with {outputs[-1].finish_reason}"
+            ] += 1
             return
         self.tally.wrong_tokens += tokens[0] != expected
         self.tally.outcomes[SoakOutcome.DONE] += 1
@@ -269,7 +273,7 @@ async def _last_output(engine: EngineClient, request: AddRequest) -> RequestOutp
     async for output in engine.generate(request):
         last = output
     if last is None:
-        raise KVFerryError(f"the engine said nothing about {request.request_id}")
+        raise KVFerryError(f"the engine did not answer for {request.request_id}")
     return last
 
 
@@ -282,9 +286,9 @@ def _is_busy(status: CoreStatus) -> bool:
 
 
 DESCRIPTION = (
-    "Run many transfers between two embedded engines and say whether memory, open files and "
-    "threads of every process stay flat,\n"
-    "every token is right and every block is free at the end. Exit code 1 when not."
+    "Run many transfers between two embedded engines and check that memory, open files and "
+    "threads of every process stay flat,\nthat every token is right and that every block is free "
+    "at the end. The exit code is 1 if not."
 )
 EXAMPLES = """\
   kvferry bench soak
@@ -348,26 +352,29 @@ class SoakResult:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     parser.add_argument(
         "--transfers",
         type=parse_size,
         default=100_000,
         metavar="N",
-        help="on each transport (default: %(default)s)",
+        help="transfers on each transport (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
         metavar="M",
-        help="end each run after so long, with what is done by then (default: no limit)",
+        help="end each run after this many seconds, with the transfers done by then (default: no "
+        "limit)",
     )
     parser.add_argument(
         "--device",
         type=parse_device,
         default="cpu",
-        help="of both engines: cpu, cuda or cuda:N (default: %(default)s)",
+        help="device of both engines: cpu, cuda or cuda:N (default: %(default)s)",
     )
     known = tuple(
         dict.fromkeys(transport for transports in TRANSPORTS.values() for transport in transports)
@@ -376,14 +383,15 @@ def add_arguments(parser: Parser) -> None:
         "--transports",
         nargs="+",
         choices=known,
-        help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)",
+        help="transports to run, one after the other (default: shm nixl tcp; on GPUs cuda_ipc "
+        "nixl)",
     )
     parser.add_argument(
         "--longest",
         type=parse_size,
         default=48,
         metavar="TOKENS",
-        help="prompts have up to so many (default: %(default)s)",
+        help="most tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
@@ -397,16 +405,16 @@ def add_arguments(parser: Parser) -> None:
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="of requests aborted (default: %(default)s)",
+        help="share of requests to abort (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of prompts and aborts (default: %(default)s)"
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+        help="checkpoint in the layout of Hugging Face (default: a tiny generated one)",
     )
 
 

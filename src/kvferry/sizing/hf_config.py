@@ -168,8 +168,8 @@ def _listed_views(config: Mapping[str, Any], layers: int) -> list[LayerView] | N
         return None
     if not isinstance(pattern, str) or len(pattern) != layers:
         raise ConfigError(
-            f"config.json has {layers} layers, but hybrid_override_pattern is no text of as many "
-            "signs; correct one of them"
+            f"config.json has {layers} layers, but hybrid_override_pattern is not a text of as "
+            "many characters; correct one of them"
         )
     # In the pattern, `*` is an attention layer; the other signs are Mamba and MLP layers.
     return [FULL if sign == "*" else None for sign in pattern]
@@ -222,8 +222,8 @@ def _view_of_type(kind: object, config: Mapping[str, Any], key: str) -> LayerVie
         case LayerCacheKind.CHUNKED:
             return LayerCacheKind.CHUNKED, _needed(config, "attention_chunk_size")
     raise ConfigError(
-        f"config.json lists a layer of type {kind!a:.40} in {key}, which is not known here; give "
-        "--layers, --kv-heads and --head-dim"
+        f"config.json lists a layer of type {kind!a:.40} in {key}, which kvferry does not know; "
+        "give --layers, --kv-heads and --head-dim"
     )
 
 
@@ -326,13 +326,13 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
     found = text_config(config)
     if switch(config, "is_encoder_decoder"):
         raise ConfigError(
-            "config.json is of a model with an encoder, whose cache does not follow the prompt; "
-            f"{_FIX}"
+            "config.json is of a model with an encoder, whose cache does not grow with the "
+            f"prompt; {_FIX}"
         )
     layers = _first(found, _LAYERS, MAX_LAYERS)
     if layers is None:
         raise ConfigError(
-            f"config.json does not say how many layers there are (num_hidden_layers); {_FIX}"
+            f"config.json does not give the number of layers (num_hidden_layers); {_FIX}"
         )
     # Latent attention (MLA).
     if whole_number(found, "kv_lora_rank") is not None:
@@ -345,8 +345,8 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
             alike[view[0], kv_heads, view[1]] += 1
     if len(alike) > MAX_GROUPS:
         raise ConfigError(
-            f"config.json has layers of {len(alike):,} different sizes, {MAX_GROUPS} are the most "
-            f"that are planned; {_FIX}"
+            f"config.json has layers of {len(alike):,} different sizes, but at most {MAX_GROUPS} "
+            f"can be planned; {_FIX}"
         )
     return ModelCacheShape(
         tuple(

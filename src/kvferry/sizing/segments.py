@@ -66,8 +66,8 @@ def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: in
     heads, block = max(_heads(group) for group in shape.groups), max(sides.p_block, sides.d_block)
     if heads * block > MAX_BLOCK_ITEMS:
         raise ConfigError(
-            f"blocks of {block:,} tokens and {heads:,} KV heads are too large to plan, "
-            f"{MAX_BLOCK_ITEMS:,} is the most of tokens times heads; use smaller blocks"
+            f"blocks of {block:,} tokens and {heads:,} KV heads are too large to plan; tokens "
+            f"times heads may be at most {MAX_BLOCK_ITEMS:,}: use smaller blocks"
         )
     granularity = min(sides.p_block, sides.d_block)
     counts = [

@@ -97,7 +97,9 @@ class ModelCacheShape:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise ConfigError("none of its layers has a KV cache; nothing moves between engines")
+            raise ConfigError(
+                "none of the model's layers has a KV cache; engines have nothing to transfer"
+            )
         if self.dtype == LATENT_DTYPE and any(
             group.kind is not LayerCacheKind.LATENT for group in self.groups
         ):
@@ -145,7 +147,7 @@ def canonical_dtype(name: str) -> str:
     found = _SYNONYMS.get(plain, plain)
     if found not in DTYPE_BYTES and found != LATENT_DTYPE:
         raise ConfigError(
-            f"{name[:40]!a} is no cache dtype known here; use --dtype with one of "
+            f"{name[:40]!a} is not a known cache dtype; use --dtype with one of "
             f"{', '.join([*DTYPE_BYTES, LATENT_DTYPE])}"
         )
     return found

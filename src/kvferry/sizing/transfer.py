@@ -134,10 +134,9 @@ def advise_lease(longest_s: float, link: NetworkLink, held_bytes: int) -> Advice
         "kv_lease_duration",
         lease,
         f"{why}: the longest read takes {longest_s:.2g} s over {link.name}, and D renews the "
-        f"lease every {interval:g} s (lease // 6) from "
-        f"the request's arrival on, also while it waits; when D dies, {held_bytes / 1e9:.2f} GB "
-        "of such a prompt stay on P "
-        f"for up to {lease} s",
+        f"lease every {interval:g} s (lease // 6) from the arrival of the request, also while the "
+        f"request waits; if D dies, P holds the {held_bytes / 1e9:.2f} GB of such a prompt for up "
+        f"to {lease} s",
     )
 
 
@@ -151,7 +150,7 @@ def advise_read_timeout(longest_s: float, link: NetworkLink) -> Advice:
     return Advice(
         "read_timeout",
         timeout,
-        f"{why}: {longest_s:.2g} s over {link.name} when nobody else uses it, more when others do",
+        f"{why}: {longest_s:.2g} s over {link.name} without other traffic, more with it",
     )
 
 
@@ -175,12 +174,12 @@ def advise_block_size(shape: ModelCacheShape, tp: int) -> Advice:
         )
     elif size > BLOCK_SIZES[0]:
         reason += (
-            f"; with {size // 2} it would be below {GOOD_SEGMENT_BYTES:,}, where segments cost by "
-            "their number"
+            f"; with {size // 2} it would be below {GOOD_SEGMENT_BYTES:,}, where each segment "
+            "costs time whatever its size"
         )
     else:
         reason += (
-            ", large enough to cost by its bytes; larger blocks waste more of the last one and "
-            "share fewer prefixes"
+            ", large enough that time goes with its bytes; larger blocks waste more memory in the "
+            "last block and share fewer prefixes"
         )
     return Advice("block_size", size, reason)

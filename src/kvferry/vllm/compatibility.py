@@ -47,15 +47,15 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     }
     for name, size in sizes.items():
         if size > 1:
-            raise ConfigError(f"kvferry does not hand over KV with {name} {size} yet; set it to 1")
+            raise ConfigError(f"kvferry does not transfer KV with {name} {size} yet; set it to 1")
     if model.enable_sleep_mode:
         raise ConfigError(
-            "kvferry registers the cache's memory once, and sleep mode moves it; start vLLM "
+            "kvferry registers the cache's memory once, but sleep mode moves it; start vLLM "
             "without --enable-sleep-mode"
         )
     if model.is_encoder_decoder:
         raise ConfigError(
-            f"kvferry does not hand over the KV of encoder-decoder models such as {model.model}"
+            f"kvferry does not transfer the KV of encoder-decoder models such as {model.model}"
         )
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
 
@@ -63,22 +63,22 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 def _check_groups(model: str, groups: Sequence[Any]) -> None:
     specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
     if not specs:
-        raise ConfigError(f"{model} keeps no KV: there is nothing to hand over")
+        raise ConfigError(f"{model} has no KV cache: there is nothing to transfer")
     if any(group.host_resident or not group.enable_kv_transfer for group in groups):
         raise ConfigError(
-            f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that "
-            "over yet"
+            f"{model} holds part of its KV in a host pool of its own; kvferry does not transfer "
+            "that yet"
         )
     others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})
     if others:
         raise ConfigError(
-            f"{model} keeps its KV as {', '.join(others)}; kvferry serves full attention, MLA, "
-            "windows and chunks"
+            f"{model} stores its KV as {', '.join(others)}; kvferry supports full attention, MLA, "
+            "sliding windows and chunks"
         )
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:
         raise ConfigError(
-            f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size"
+            f"{model} stores its KV in blocks of {sizes} tokens; kvferry supports one block size"
         )
     modes = sorted(
         {
@@ -89,12 +89,12 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
     )
     if modes:
         raise ConfigError(
-            f"kvferry does not hand over KV quantised as {', '.join(modes)}; use --kv-cache-dtype "
+            f"kvferry does not transfer KV quantised as {', '.join(modes)}; use --kv-cache-dtype "
             "auto or fp8"
         )
     if any(spec.tokens_per_state != 1 for spec in specs):
         raise ConfigError(
-            f"{model} keeps one state for several tokens; kvferry does not hand that over yet"
+            f"{model} stores one state for several tokens; kvferry does not transfer that yet"
         )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         raise ConfigError(
@@ -128,7 +128,8 @@ def warn_if_untested() -> None:
     version = str(vllm.__version__).split("+")[0]
     if version not in TESTED:
         _log.warning(
-            "kvferry was tested with vLLM %s, this is %s: its connector interface may have changed",
+            "kvferry was tested with vLLM %s, but this is %s: its connector interface may have "
+            "changed",
             ", ".join(TESTED),
             version,
         )

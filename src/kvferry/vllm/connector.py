@@ -271,7 +271,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation += 1
         self._inner.reclaim_blocks(self._kv_cache_config.num_blocks)
         _log.warning(
-            "caches were reset generation=%d: KV is exchanged with engines of the same generation",
+            "caches were reset generation=%d: KV is now exchanged only with engines of the same "
+            "generation",
             self._generation,
         )
         return None
@@ -362,7 +363,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):
             raise ConfigError(
-                "vLLM's MultiConnector passes on the first child's handshake data only: list "
+                "vLLM's MultiConnector passes on only the handshake data of its first child: list "
                 "KVFerryConnector first"
             )
         self._inner.set_xfer_handshake_metadata(

@@ -36,7 +36,7 @@ _TRANSPORT_COUNTERS = {
     "segments": ("kvferry:transfer_segments", "Descriptors or copies used by data transport."),
     "planned": (
         "kvferry:transfer_planned_segments",
-        "Segments asked for by data transport, before neighbours were joined.",
+        "Segments requested by data transport, before adjacent ones were joined.",
     ),
 }
 _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
@@ -83,7 +83,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
             if name != "transfers"
         }
         self._nixl_counters = {
-            name: make_counter(f"vllm:nixl_{name}", "As in vLLM.")
+            name: make_counter(f"vllm:nixl_{name}", "Same metric as in vLLM.")
             for name in (*NIXL_COUNTERS, *_NIXL_ALWAYS_ZERO)
         }
         make_gauge = self._maker(metric_types[Gauge], labelnames, multiprocess_mode="mostrecent")
@@ -91,7 +91,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
         self._levels: dict[tuple[int, str], dict[str, int]] = {}
         self._histograms = {
             name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(
-                f"vllm:nixl_{name}", "As in vLLM."
+                f"vllm:nixl_{name}", "Same metric as in vLLM."
             )
             for name, buckets in HISTOGRAMS.items()
         }

@@ -333,8 +333,8 @@ def _layout(kv_cache_config: Any) -> str:
     resolved = kv_cache_config.kv_cache_layout or "LBHNC"
     if resolved not in LAYOUTS:
         raise ConfigError(
-            f"kvferry does not read KV laid out as {resolved} yet; set VLLM_KV_CACHE_LAYOUT to "
-            f"{' or '.join(LAYOUTS)}"
+            f"kvferry does not support KV in the layout {resolved} yet; set VLLM_KV_CACHE_LAYOUT "
+            f"to {' or '.join(LAYOUTS)}"
         )
     return LAYOUTS[resolved]
 

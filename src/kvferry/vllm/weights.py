@@ -34,7 +34,7 @@ def sample_weights(model: str, revision: str | None, download_dir: str | None = 
     folder = _folder(model, revision, download_dir)
     if folder is None:
         _log.warning(
-            "weights cannot be sampled, compared by name instead model=%s revision=%s",
+            "weights cannot be sampled, so models are compared by name model=%s revision=%s",
             model,
             revision,
         )
@@ -110,8 +110,7 @@ def _digest(folder: Path) -> str:
         files = _weight_files(folder)
         if not files:
             raise ConfigError(
-                f"{folder} holds no weights that can be compared with a peer's "
-                f"({', '.join(PATTERNS)})"
+                f"{folder} holds no weights to compare with a peer's ({', '.join(PATTERNS)})"
             )
         for path in files:
             _add_file(digest, path, max(MIN_SAMPLES_PER_FILE, NUM_SAMPLES // len(files)))
@@ -137,7 +136,7 @@ def _add_small_tensors(digest: "hashlib.blake2b", file: BinaryIO) -> None:
     file.seek(0)
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"{file.name} is no safetensors file")
+        raise ValueError(f"{file.name} is not a safetensors file")
     header = json.loads(file.read(header_bytes))
     for name in sorted(header):
         start, end = header[name].get("data_offsets", (0, 0))

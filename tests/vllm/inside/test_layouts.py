@@ -139,7 +139,7 @@ def test_layouts_of_a_kernel_that_packs_tokens_are_not_mixed(model: Path) -> Non
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
 def test_other_layouts_are_refused_by_name(model: Path, layout: str) -> None:
-    with pytest.raises(ConfigError, match=f"laid out as {layout} yet"):
+    with pytest.raises(ConfigError, match=f"in the layout {layout} yet"):
         measured(model, "full attention", layout)
 
 

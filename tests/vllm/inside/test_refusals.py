@@ -71,24 +71,24 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize(
     ("cache", "sentence"),
     [
-        pytest.param(cache_of(MAMBA), "keeps its KV as MambaSpec", id="recurrent state"),
+        pytest.param(cache_of(MAMBA), "stores its KV as MambaSpec", id="recurrent state"),
         pytest.param(
             cache_of(FULL, MAMBA),
-            "keeps its KV as MambaSpec",
+            "stores its KV as MambaSpec",
             id="recurrent state beside attention",
         ),
-        pytest.param(cache_of(FULL, WINDOW, MAMBA), "keeps its KV as MambaSpec;", id="all three"),
+        pytest.param(cache_of(FULL, WINDOW, MAMBA), "stores its KV as MambaSpec;", id="all three"),
         pytest.param(
-            cache_of(RSWASpec(**SHAPE, rswa_window=64)), "keeps its KV as RSWASpec", id="gaps"
+            cache_of(RSWASpec(**SHAPE, rswa_window=64)), "stores its KV as RSWASpec", id="gaps"
         ),
         pytest.param(
             cache_of(SinkFullAttentionSpec(**SHAPE, sink_len=4)),
-            "keeps its KV as SinkFullAttentionSpec",
+            "stores its KV as SinkFullAttentionSpec",
             id="sinks",
         ),
         pytest.param(
             cache_of(CrossAttentionSpec(**SHAPE)),
-            "keeps its KV as CrossAttentionSpec",
+            "stores its KV as CrossAttentionSpec",
             id="cross attention",
         ),
         pytest.param(
@@ -103,7 +103,7 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
         ),
         pytest.param(
             cache_of(replace(MLA, tokens_per_state=4)),
-            "keeps one state for several tokens",
+            "stores one state for several tokens",
             id="compressed states",
         ),
         pytest.param(
@@ -113,19 +113,21 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
         ),
         pytest.param(
             cache_of(FULL, host_resident=True),
-            "keeps part of its KV in a host pool",
+            "holds part of its KV in a host pool",
             id="host pool",
         ),
         pytest.param(
             cache_of(FULL, enable_kv_transfer=False),
-            "keeps part of its KV in a host pool",
+            "holds part of its KV in a host pool",
             id="not for transfer",
         ),
-        pytest.param(cache_of(), "keeps no KV: there is nothing to hand over", id="no attention"),
+        pytest.param(
+            cache_of(), "has no KV cache: there is nothing to transfer", id="no attention"
+        ),
         *(
             pytest.param(
                 cache_of(FULL, layout=layout),
-                f"does not read KV laid out as {layout} yet",
+                f"does not support KV in the layout {layout} yet",
                 id=layout,
             )
             for layout in ("LHBNC", "BHLNC")
@@ -148,7 +150,7 @@ def test_a_parallel_setting_that_cannot_be_served(
     config: VllmConfig, role: KVConnectorRole, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config.parallel_config, name, 2)
-    with pytest.raises(ConfigError, match=f"does not hand over KV with {name} 2 yet; set it to 1"):
+    with pytest.raises(ConfigError, match=f"does not transfer KV with {name} 2 yet; set it to 1"):
         make(config, cache_of(FULL), role)
 
 
@@ -166,7 +168,7 @@ def test_an_encoder_decoder_model(
     config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(config.model_config), "is_encoder_decoder", property(lambda _: True))
-    with pytest.raises(ConfigError, match="does not hand over the KV of encoder-decoder models"):
+    with pytest.raises(ConfigError, match="does not transfer the KV of encoder-decoder models"):
         make(config, cache_of(FULL), role)
 
 

@@ -10,7 +10,8 @@ import vllm
 from kvferry.vllm.compatibility import TESTED, warn_if_untested
 
 WARNING = (
-    "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
+    "kvferry was tested with vLLM 0.32.0, but this is 0.99.1: its connector interface may have "
+    "changed"
 )
 
 

@@ -62,7 +62,7 @@ DESCRIPTION = (
     "descriptor for each block.\n"
     "With --device cuda both processes use one GPU, segments go up to 16 MiB, and memcpy is the "
     "device's own copy.\n"
-    "Let nothing else run meanwhile."
+    "Stop other work on the machine first."
 )
 EXAMPLES = """\
   kvferry bench transfer
@@ -124,22 +124,24 @@ QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     parser.add_argument(
         "--device",
         type=parse_device,
         default=HostAllocator(),
         metavar="cpu|cuda[:N]",
-        help="where both caches lie (default: cpu)",
+        help="device of both caches (default: cpu)",
     )
     parser.add_argument(
-        "--plot", type=parse_plot, metavar="FILE", help="also draw the table into this file, as SVG"
+        "--plot", type=parse_plot, metavar="FILE", help="also draw the table into this SVG file"
     )
     parser.add_argument(
         "--rounds",
         type=parse_count,
         metavar="N",
-        help=f"moves of each kind, of which the median is told (default: {HOST.rounds}; cuda: "
+        help=f"moves of each kind; the median is printed (default: {HOST.rounds}; cuda: "
         f"{GPU.rounds})",
     )
     parser.add_argument(
@@ -147,27 +149,27 @@ def add_arguments(parser: Parser) -> None:
         type=parse_count,
         default=1,
         metavar="N",
-        help="how many times larger than what moves each cache is, so that what moves has gaps "
-        "(default: %(default)s, no gaps)",
+        help="how many times larger each cache is than the moved bytes, so that moved blocks have "
+        "gaps (default: %(default)s, no gaps)",
     )
     parser.add_argument(
         "--segments",
         nargs="+",
         type=parse_count,
         metavar="KIB",
-        help="sizes of segments (default: all of them)",
+        help="segment sizes to measure (default: all)",
     )
     parser.add_argument(
         "--moved",
         nargs="+",
         type=parse_count,
         metavar="MIB",
-        help="how much a move carries (default: 256; cuda: 1024 64)",
+        help="MiB per move (default: 256; cuda: 1024 64)",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="little memory and two rounds: whether it works, not how fast",
+        help="use little memory and two rounds: shows whether it works, not how fast",
     )
 
 
@@ -180,7 +182,7 @@ def parse_plot(text: str) -> Path:
         )
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text[:80]!a} cannot be written: its folder is not there, or it is one"
+            f"{text[:80]!a} cannot be written: its folder does not exist, or it is a folder itself"
         )
     return path
 
@@ -216,8 +218,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_fits(allocator, scope, arguments.spread)
     if not list(_moves(scope, scope.shape(arguments.spread))):
         raise ConfigError(
-            f"--segments and --moved leave nothing to move: in each of {scope.regions} regions at "
-            "least one segment has to fit"
+            "--segments and --moved leave nothing to move: at least one segment must fit into "
+            f"each of {scope.regions} regions"
         )
     with stop_requests() as stop:
         cells = measure(allocator, scope, arguments.spread, stop)
@@ -245,7 +247,7 @@ def measure(
         BenchConsumer.connected(shape, producer, stop, allocator) as consumer,
     ):
         if not consumer.has_raw_nixl:
-            print_progress("NIXL is not installed: nothing is measured over it (pip install nixl)")
+            print_progress("NIXL is not installed, so it is not measured (pip install nixl)")
         skipped: set[str] = set()
         cells = []
         for blocks, pattern, spread_here in _moves(scope, shape):
@@ -363,7 +365,7 @@ def _skip_on_failure(method: TransferMethod, scope: Scope, skipped: set[str]) ->
     except KVFerryError as error:
         if not scope.skips_failures:
             raise
-        print_progress(f"{method.name} is left out from here on: {error}")
+        print_progress(f"{method.name} is skipped from here on: {error}")
         skipped.add(method.name)
 
 
@@ -380,8 +382,8 @@ def _check_fits(allocator: MemoryAllocator, scope: Scope, spread: int) -> None:
         allocator.check_capacity(size_bytes)
     except ConfigError as error:
         raise ConfigError(
-            f"--spread {spread} takes {2 * size_bytes // MIB} MiB for two caches, which are not "
-            "there; give less"
+            f"--spread {spread} takes {2 * size_bytes // MIB} MiB for two caches, which this "
+            "machine does not have free; give less"
         ) from error
 
 

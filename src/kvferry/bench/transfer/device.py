@@ -47,7 +47,7 @@ class DeviceAllocator:
         """Raise ConfigError if torch cannot use this GPU."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.index is not None and self.index >= count:
-            found = f"it has {count}" if count else "it has none"
+            found = "torch sees none" if count else "torch sees {count}"
             raise ConfigError(
                 f"--device cuda:{self.index} is not a GPU that torch can use ({found}); use "
                 "--device cpu, or see `kvferry doctor`"
@@ -61,7 +61,7 @@ class DeviceAllocator:
             self.index is not None
             and 4 * size_bytes > torch.cuda.mem_get_info(self.index)[0] * MAX_SHARE
         ):
-            raise ConfigError(f"four times {size_bytes} bytes are not free on GPU {self.index}")
+            raise ConfigError(f"GPU {self.index} does not have four times {size_bytes} bytes free")
 
     def facts(self) -> Mapping[str, Any]:
         name = "the processor" if self.index is None else torch.cuda.get_device_name(self.index)
@@ -170,5 +170,6 @@ class DeviceBenchMemory:
         while not event.query():
             if time.monotonic() > deadline:
                 raise KVFerryError(
-                    f"the GPU did not end a copy within {COPY_S:.0f} s; is it used by others?"
+                    f"the GPU did not finish a copy within {COPY_S:.0f} s; is another process "
+                    "using it?"
                 )

@@ -133,7 +133,7 @@ def check_moved(block_checksums: BlockChecksums, move: Move) -> None:
         and np.array_equal(block_checksums.last, last)
         and np.array_equal(block_checksums.sums, sums)
     ):
-        raise KVFerryError("a move brought other bytes than were asked for; this is a bug")
+        raise KVFerryError("a move delivered wrong bytes; this is a bug")
 
 
 @dataclass(frozen=True, slots=True)

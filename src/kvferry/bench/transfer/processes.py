@@ -150,7 +150,7 @@ class RawNixl:
         if state != "DONE":
             stop.check()
             raise KVFerryError(
-                f"a {verb} by raw NIXL did not end ({state}); is the machine overloaded?"
+                f"a {verb} by raw NIXL did not finish ({state}); is the machine overloaded?"
             )
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ def start_producer(
             producer: ProducerInfo = ours.recv()
         except EOFError as error:
             raise KVFerryError(
-                "the producer process ended before it was ready; its error is above"
+                "the producer process exited before it was ready; its error is above"
             ) from error
         yield producer
     finally:
@@ -443,8 +443,8 @@ class BenchConsumer:
             if time.monotonic() > self._stop.earlier_deadline(deadline):
                 self._stop.check()
                 raise KVFerryError(
-                    f"a read over {transport_name} did not end within {self._memory.move_s:.0f} "
-                    "s; is the machine overloaded?"
+                    f"a read over {transport_name} did not finish within "
+                    f"{self._memory.move_s:.0f} s; is the machine overloaded?"
                 )
             interval_s = transport.poll_interval_s()
             if interval_s:

@@ -75,7 +75,7 @@ def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
         )
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
-        raise TransportError(f"{address} kept no blocks for a prompt of {len(tokens)} tokens")
+        raise TransportError(f"{address} granted no lease for a prompt of {len(tokens)} tokens")
     return params
 
 

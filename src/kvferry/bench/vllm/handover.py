@@ -88,7 +88,7 @@ def add_arguments(parser: Parser) -> None:
         type=parse_count,
         default=20,
         metavar="N",
-        help="of each length and connector (default: %(default)s)",
+        help="samples of each length and connector (default: %(default)s)",
     )
     parser.add_argument(
         "--prompt-tokens",

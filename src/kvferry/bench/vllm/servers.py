@@ -200,7 +200,8 @@ def check_vllm(python: Path) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM in it"
+            f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM "
+            "installed"
         ) from error
     if done.returncode != 0:
         raise ConfigError(
@@ -219,7 +220,7 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
     raise KVFerryError(
         f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are "
-        "not free; what listens on all of them?"
+        "needed, but too few are free; stop the processes that listen there"
     )
 
 
@@ -323,18 +324,21 @@ def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
 
 
 def add_vllm_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     parser.add_argument(
         "--vllm-python",
         type=Path,
         metavar="PATH",
-        help="an interpreter with vLLM and kvferry in it (default: .venv-vllm/bin/python or ours)",
+        help="interpreter with vLLM and kvferry installed (default: .venv-vllm/bin/python or this "
+        "one)",
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint in the layout of Hugging Face (default: a tiny one is made)",
+        help="checkpoint in the layout of Hugging Face (default: a tiny generated one)",
     )
 
 
@@ -345,7 +349,7 @@ def model_directory(given: Path | None) -> Iterator[Path]:
         if not (given / "config.json").is_file():
             raise ConfigError(
                 f"--model {given} has no config.json; name a folder with a checkpoint, or leave "
-                "it out"
+                "the flag out"
             )
         yield given
         return

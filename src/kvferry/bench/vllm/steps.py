@@ -156,14 +156,14 @@ def add_arguments(parser: Parser) -> None:
         type=parse_count,
         default=100,
         metavar="N",
-        help="through P and D (default: %(default)s)",
+        help="requests through P and D (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         type=parse_count,
         default=8,
         metavar="N",
-        help="of them at a time (default: %(default)s)",
+        help="requests in flight (default: %(default)s)",
     )
 
 
@@ -206,7 +206,7 @@ def read_totals(directory: Path) -> Measured:
             files = list((directory / role).glob(f"{side}-*.json"))
             if len(files) != 1:
                 raise KVFerryError(
-                    f"the {side} of the {role} server left {len(files)} files of timings instead "
+                    f"the {side} of the {role} server wrote {len(files)} files of timings instead "
                     "of one"
                 )
             methods = json.loads(files[0].read_text())

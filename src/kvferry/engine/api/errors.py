@@ -33,7 +33,7 @@ def error_response(
 
 
 _MESSAGES: tuple[tuple[type[Exception], str], ...] = (
-    (http_exceptions.LineTooLong, "the request line or a header is longer than this server reads"),
+    (http_exceptions.LineTooLong, "the request line or a header is longer than this server accepts"),
     (http_exceptions.InvalidHeader, "a header of the request is not valid HTTP"),
     (http_exceptions.BadStatusLine, "the request line is not valid HTTP"),
     (http_exceptions.InvalidURLError, "the address in the request line is not valid"),
@@ -105,7 +105,7 @@ def _message_for(status: int, exc: BaseException | None) -> str:
 
 def _http_error_message(status: int) -> str:
     return (
-        "the Expect header is not understood; only 100-continue is"
+        "this server supports only 100-continue in the Expect header"
         if status == 417
         else "the request cannot be served"
     )
