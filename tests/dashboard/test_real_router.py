@@ -129,7 +129,7 @@ def test_a_router_with_an_admin_key_shows_nothing_without_it(browser: int) -> No
                 assert (answer.status, (await answer.json())["id"]) == (200, "secret.js")
             await page.open(f"{s.url}/dashboard/")
             await page.until("!document.getElementById('key-form').hidden")
-            assert "this needs the admin key" in (await page.texts("#key-refused"))[0]
+            assert "this path needs the admin key" in (await page.texts("#key-refused"))[0]
             await page.click("#key")
             await page.write("open")
             await page.press("Enter", 13)
@@ -171,8 +171,8 @@ def test_a_refused_request_says_why_in_the_errors() -> None:
             await asyncio.gather(first, return_exceptions=True)
             async with s.session.get(f"{s.url}/dashboard/state") as answer:
                 errors = (await answer.json())["errors"]
-            assert [
-                ("waiting as it takes" in error["text"], error["status"]) for error in errors
-            ] == [(True, 503)]
+            assert [("queue is full" in error["text"], error["status"]) for error in errors] == [
+                (True, 503)
+            ]
 
     asyncio.run(scene())

@@ -33,7 +33,7 @@ def test_only_those_with_a_key_are_served() -> None:
                 assert (status, headers["WWW-Authenticate"], message(body)) == (
                     401,
                     "Bearer",
-                    "the API key is missing or not known here",
+                    "the API key is missing or unknown",
                 )
             assert s.p.calls == []
             assert (await s.post(ONE, Authorization="Bearer sk-one"))[0] == 200

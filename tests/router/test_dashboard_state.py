@@ -154,13 +154,13 @@ def test_a_stream_that_breaks_off_says_so() -> None:
     timeline.mark(RequestEvent.DECODE_BEGAN, 1.0, "d1")
     timeline.mark(RequestEvent.FIRST_TOKEN, 2.0)
     timeline.mark(RequestEvent.DECODE_FAILED, 3.0, "d1")
-    recent.end(timeline, RequestOutcome.BROKEN_OFF, 200, 3.0, "d1 broke off its answer")
+    recent.end(timeline, RequestOutcome.BROKEN_OFF, 200, 3.0, "d1 did not complete its answer")
     last = view_request(timeline, (), now=9.0).phases[-1]
     assert (last.name, last.ended_s, last.is_failed, last.detail) == (
         "streaming",
         3.0,
         True,
-        "d1 broke off its answer",
+        "d1 did not complete its answer",
     )
 
 

@@ -19,12 +19,12 @@ def test_an_ipv6_host_becomes_a_url_that_can_be_dialled() -> None:
 @pytest.mark.parametrize(
     ("hosts", "ports", "sentence"),
     [
-        (["a", "b"], [1], "2 prefill hosts and 1 prefill ports were given; give one port per host"),
+        (["a", "b"], [1], "there are 2 prefill hosts but 1 prefill ports; give one port per host"),
         (["a"], [], "0 prefill ports"),
-        (["a"], [65536], "'a' port 65536 is no address"),
-        ([""], [1], "'' port 1 is no address"),
-        (["http://a"], [1], "'http://a' port 1 is no address"),
-        (["a b"], [1], "'a b' port 1 is no address"),
+        (["a"], [65536], "'a' port 65536 is not the address"),
+        ([""], [1], "'' port 1 is not the address"),
+        (["http://a"], [1], "'http://a' port 1 is not the address"),
+        (["a b"], [1], "'a b' port 1 is not the address"),
     ],
 )
 def test_hosts_and_ports_that_make_no_address_are_refused_in_one_sentence(
@@ -74,7 +74,7 @@ def test_an_instance_is_named_by_a_url(url: str, shown: str) -> None:
     ],
 )
 def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a decode instance"):
+    with pytest.raises(ConfigError, match="not the address of a decode instance"):
         parse_instance(Role.DECODE, url)
 
 

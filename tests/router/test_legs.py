@@ -295,7 +295,7 @@ def test_an_answer_without_params_offers_no_blocks(body: bytes) -> None:
     ],
 )
 def test_an_answer_that_cannot_be_read_is_the_peers_fault(body: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+    with pytest.raises(RemoteProtocolError, match="cannot be decoded"):
         read_prefill_answer(body)
 
 

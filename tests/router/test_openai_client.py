@@ -235,7 +235,7 @@ def test_too_much_at_once_is_a_rate_limit_error_and_the_package_waits_as_it_is_t
             first = asyncio.create_task(with_client(s, ask))
             await s.d.entered.wait()
             error = await with_client(
-                s, expect(openai.RateLimitError, "as many requests under way as you may")
+                s, expect(openai.RateLimitError, "reached its limit of open requests")
             )
             assert int(error.response.headers["retry-after"]) >= 1
             with caplog.at_level(logging.INFO, "openai"):
@@ -281,7 +281,9 @@ def test_a_stream_that_breaks_off_is_an_error_and_not_an_end() -> None:
 
     async def scene() -> None:
         async with stage(prefills, streams([first], then="drop")) as s:
-            await with_client(s, expect(openai.APIError, "broke off its answer", ask_streamed))
+            await with_client(
+                s, expect(openai.APIError, "did not complete its answer", ask_streamed)
+            )
         async with stage(
             prefills, streams([b'{"id": "cut'], then="drop", content_type="application/json")
         ) as s:

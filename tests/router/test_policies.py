@@ -349,8 +349,8 @@ def test_the_prefill_side_of_a_conversation_falls_back_to_the_prefix() -> None:
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
-        match="'best' is no routing policy; choose one of round_robin, least_load, power_of_two, "
-        "prefix_affinity",
+        match="'best' is not a routing policy; choose one of round_robin, least_load, "
+        "power_of_two, prefix_affinity",
     ):
         Fleet(FleetOptions(policies=dict.fromkeys(Role, "best")), random.random)
 

@@ -312,8 +312,8 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
     [
         (answers(500, "boom"), "it answered with status 500: boom"),
         (answers(302, "", Location="http://127.0.0.1:1/"), "it answered with status 302"),
-        (answers(200, "<html>"), "its answer cannot be read"),
-        (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be read"),
+        (answers(200, "<html>"), "its answer cannot be decoded"),
+        (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be decoded"),
         (drops_connection, "it closed the connection"),
         (hangs, "it did not answer in time"),
         (
@@ -382,7 +382,7 @@ def test_the_stream_of_a_d_that_dies_ends_with_an_error_event_and_the_blocks_are
             assert body.startswith(EVENTS[0])
             last = body.rstrip(b"\n").rsplit(b"\n\n", 1)[1]
             assert last.startswith(b"data: ")
-            assert f"decode instance http://127.0.0.1:{s.d.port} broke off its answer" in message(
+            assert f"instance http://127.0.0.1:{s.d.port} did not complete its answer" in message(
                 last.removeprefix(b"data: ")
             )
             assert s.releases.tickets == ["ticket-1"]

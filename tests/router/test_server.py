@@ -37,8 +37,8 @@ def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError,
-            match=f"port {port} on 127.0.0.1 is taken; stop what listens there or choose another "
-            "--port",
+            match=f"port {port} on 127.0.0.1 is in use; stop the process that listens there or "
+            "choose another --port",
         ):
             run_router(RouterOptions(host="127.0.0.1", port=port), never_made, never_ready)
 

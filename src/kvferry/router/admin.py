@@ -84,7 +84,7 @@ class Admin:
         if self.registrar is None:
             return build_error_response(
                 403,
-                "this router has no cluster secret, so nobody can register; set "
+                "this router has no cluster secret, so instances cannot register; set "
                 "KVFERRY_SECRET_FILE",
             )
         try:
@@ -94,7 +94,7 @@ class Admin:
             instance = parse_instance(statement.role, statement.url)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return build_error_response(
-                400, 'send {"statement": "…"}, sealed with the cluster\'s secret'
+                400, 'send {"statement": "…"}, signed with the cluster\'s secret'
             )
         except ConfigError as error:
             return build_error_response(400, str(error))

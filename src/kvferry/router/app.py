@@ -175,7 +175,9 @@ class RouterApp:
             return self._refuse(
                 request,
                 build_error_response(
-                    413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors
+                    413,
+                    f"this path accepts no body of more than {_MAX_PAGE_BODY} bytes",
+                    headers=cors,
                 ),
             )
         if access_policy.needs_key(path) and access_policy.tenant(request.headers) is None:
@@ -183,7 +185,7 @@ class RouterApp:
             return self._refuse(
                 request,
                 build_error_response(
-                    401, "the API key is missing or not known here", headers=[challenge, *cors]
+                    401, "the API key is missing or unknown", headers=[challenge, *cors]
                 ),
             )
         if (
@@ -192,9 +194,12 @@ class RouterApp:
             and not access_policy.is_admin(request.headers, request.peer)
         ):
             message = (
-                "this needs the admin key"
+                "this path needs the admin key"
                 if access_policy.access.admin_key
-                else "this is for the router's own machine; set an admin key"
+                else (
+                    "without an admin key this path is open to the router's own machine only; set "
+                    "an admin key"
+                )
             )
             return self._refuse(
                 request,
@@ -216,7 +221,7 @@ class RouterApp:
 
     async def _show(self, request: ServerRequest, reply: ResponseWriter) -> None:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
-        assert page is not None, "admit has looked"
+        assert page is not None, "admit has checked this"
         answer = await page(request)
         reply.send(
             answer.status,
@@ -259,7 +264,8 @@ def _client_tls(options: RouterOptions) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=file or None)
     except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
-            f"the instances' authority {file} cannot be loaded ({error.strerror or error})"
+            f"the CA certificates for instances in {file} cannot be loaded "
+            f"({error.strerror or error})"
         ) from None
 
 

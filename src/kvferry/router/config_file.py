@@ -137,7 +137,9 @@ def _check_keys(given: Mapping[str, Any], known: list[str], table: str) -> None:
                     "rename it"
                 )
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {table}{near[0]}?" if near else f"known are {', '.join(known)}"
+            hint = (
+                f"did you mean {table}{near[0]}?" if near else f"known settings: {', '.join(known)}"
+            )
             raise ConfigError(
-                f"the configuration file has {table}{key}, which is no setting; {hint}"
+                f"the configuration file has {table}{key}, which is not a setting; {hint}"
             )

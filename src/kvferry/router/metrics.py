@@ -159,13 +159,13 @@ class RouterMetrics:
         )
         self.outcomes = collector.counter(
             "kvferry:router_outcomes",
-            "Generations, by how they ended and by the policies that chose.",
+            "Generations, by outcome and by the policies that chose the instances.",
             "outcome",
             "policies",
         )
         self.active = collector.gauge("kvferry:router_active_requests", "Requests being served.")
         self.queued = collector.gauge(
-            "kvferry:router_queued_requests", "Requests that wait for their turn."
+            "kvferry:router_queued_requests", "Requests waiting for admission."
         )
         self.failures = collector.counter(
             "kvferry:router_instance_failures",
@@ -180,24 +180,26 @@ class RouterMetrics:
             "instance",
         )
         self.legs = collector.counter(
-            "kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome"
+            "kvferry:router_legs", "Legs that finished.", "role", "instance", "outcome"
         )
         self.retries = collector.counter(
-            "kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role"
+            "kvferry:router_retries",
+            "Legs retried on another instance, by the role that failed.",
+            "role",
         )
         self.fallbacks = collector.counter(
             "kvferry:router_fallbacks",
-            "Prompts that a decode instance computed for want of a prefill instance.",
+            "Prompts that a decode instance computed because no prefill instance was available.",
         )
         self.aborts = collector.counter(
-            "kvferry:router_client_aborts", "Requests whose client left early."
+            "kvferry:router_client_aborts", "Requests whose client disconnected early."
         )
         self.releases = collector.counter(
-            "kvferry:router_releases", "Prefills whose blocks were given back unread."
+            "kvferry:router_releases", "Prefills whose blocks were released unread."
         )
         self.without_blocks = collector.counter(
             "kvferry:router_prefills_without_blocks",
-            "Prefill answers that offered no blocks, so that D computed.",
+            "Prefill answers without a ticket, so that D computed the prompt.",
         )
         self.in_parallel = collector.counter(
             "kvferry:router_legs_at_once", "Requests whose two legs were started together (push)."
@@ -209,11 +211,13 @@ class RouterMetrics:
         )
         self.ttft = collector.histogram(
             "kvferry:router_time_to_first_token_seconds",
-            "From a request's arrival to the first bytes of its answer.",
+            "Seconds from a request's arrival to the first bytes of its answer.",
             _BOUNDS,
         )
         self.handover = collector.histogram(
-            "kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS
+            "kvferry:router_handover_seconds",
+            "Seconds from P's answer to the first bytes of D's answer.",
+            _BOUNDS,
         )
         self.instances = collector.gauge(
             "kvferry:router_instance",
@@ -223,7 +227,7 @@ class RouterMetrics:
             "state",
         )
         self.running = collector.gauge(
-            "kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance"
+            "kvferry:router_instance_legs", "Legs in flight at an instance.", "role", "instance"
         )
         self._by_instance = (self.failures, self.refusals, self.legs)
         self._urls: dict[Instance, str] = {}

@@ -118,8 +118,8 @@ class AccessOptions:
     def __post_init__(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError(
-                "ssl_keyfile was given without ssl_certfile; give both, or the certificate alone "
-                "with its key in it"
+                "ssl_keyfile is set without ssl_certfile; set both, or only ssl_certfile if the "
+                "file also holds the key"
             )
 
 

@@ -153,7 +153,7 @@ class Pages:
             return HttpResponse(307, [("Location", "../dashboard")], b"")
         found = self.files.find(request.path)
         if found is None:
-            return build_error_response(404, "there is no such file in the dashboard")
+            return build_error_response(404, "the dashboard has no such file")
         if request.headers.get("if-none-match") == found.etag:
             return HttpResponse(304, list(found.headers), b"")
         return HttpResponse(200, list(found.headers), found.body)
@@ -182,7 +182,9 @@ class Pages:
         request_id = unquote(request.path.rpartition("/")[2])
         timeline = self.recent.find(request_id)
         if timeline is None:
-            return build_error_response(404, "this request is not among the recent ones")
+            return build_error_response(
+                404, "this request is not on record; only recent requests are"
+            )
         records = await self._ask_records(timeline)
         view = view_request(timeline, records, time.monotonic(), _shown)
         return HttpResponse(200, list(DATA_HEADERS), msgspec.json.encode(view))

@@ -143,8 +143,8 @@ def _bind(address: Address) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {address.port} on {address.host} is taken; stop what listens there or "
-                "choose another --port"
+                f"port {address.port} on {address.host} is in use; stop the process that listens "
+                "there or choose another --port"
             ) from None
         raise ConfigError(
             f"cannot listen on {address} ({error.strerror}); choose another --host or --port"

@@ -23,7 +23,8 @@ NAMES = (
 RIGHT = (4, 5, 6)
 D = "http://127.0.0.1:8200"
 CUT = (
-    f"decode instance {D} broke off its answer: it closed the connection in the middle of an answer"
+    f"decode instance {D} did not complete its answer: it closed the connection in the middle of "
+    "an answer"
 )
 KILLED = Happened(kills=[(15.0, D)])
 

@@ -71,14 +71,14 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
         hosts = [hosts[0]] * len(ports)
     if len(hosts) != len(ports) or not ports:
         raise ConfigError(
-            f"{len(hosts)} {role} hosts and {len(ports)} {role} ports were given; give one port "
+            f"there are {len(hosts)} {role} hosts but {len(ports)} {role} ports; give one port "
             "per host"
         )
     for host, port in zip(hosts, ports, strict=True):
         if not _is_host(host.lower()) or not 0 < port < 65536:
             raise ConfigError(
-                f"{host!r} port {port} is no address of a {role} instance; give a host name and a "
-                "port from 1 to 65535"
+                f"{host!r} port {port} is not the address of a {role} instance; give a host name "
+                "and a port from 1 to 65535"
             )
     return tuple(
         Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True)
@@ -103,7 +103,9 @@ def parse_instance(role: Role, url: str) -> Instance:
         and "@" not in parts.netloc
     )
     if not host or not port or not _is_host(host) or not is_plain:
-        raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
+        raise ConfigError(
+            f"{url!r:.200} is not the address of a {role} instance; give http://HOST:PORT"
+        )
     return Instance(role, Address(host, port), parts.scheme == "https")
 
 

@@ -267,5 +267,5 @@ POLICIES: Mapping[str, Callable[[Role, Callable[[], float]], Policy]] = {
 def make_policy(name: str, role: Role, draw: Callable[[], float]) -> Policy:
     """Make a policy by name. `draw` returns random numbers from 0 to below 1."""
     if name not in POLICIES:
-        raise ConfigError(f"{name!r} is no routing policy; choose one of {', '.join(POLICIES)}")
+        raise ConfigError(f"{name!r} is not a routing policy; choose one of {', '.join(POLICIES)}")
     return POLICIES[name](role, draw)

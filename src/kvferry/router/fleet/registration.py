@@ -53,12 +53,12 @@ class Registrar:
         try:
             statement = msgspec.msgpack.decode(self._seal.open(text), type=Statement)
         except msgspec.DecodeError:
-            raise InvalidTicket("the statement cannot be read") from None
+            raise InvalidTicket("the statement cannot be decoded") from None
         except InvalidTicket:
-            raise InvalidTicket("the statement was not sealed with this cluster's secret") from None
+            raise InvalidTicket("the statement was not signed with this cluster's secret") from None
         if not 0 < statement.ttl_s <= _MAX_TTL_S:
             raise InvalidTicket(
-                f"the statement's ttl_s is {statement.ttl_s}, not from 0 to {_MAX_TTL_S:g}"
+                f"the statement's ttl_s is {statement.ttl_s}, but must be from 0 to {_MAX_TTL_S:g}"
             )
         if abs(now - statement.made_at) > MAX_CLOCK_SKEW_S:
             raise InvalidTicket(

@@ -62,7 +62,9 @@ class InstanceWatcher:
         while True:
             now = time.monotonic()
             for instance in self.instance_client.fleet.expire(now):
-                _log.info("instance has not renewed its registration instance=%s", instance.url)
+                _log.info(
+                    "instance did not renew its registration in time instance=%s", instance.url
+                )
                 self.forget_instance(instance)
             if now >= self._cleanup_at:
                 self._cleanup_at = now + _CLEANUP_INTERVAL_S
@@ -186,7 +188,7 @@ class InstanceWatcher:
             num_given_up = self.instance_client.fail_pending(instance)
             if num_given_up:
                 _log.warning(
-                    "given up %d waiting legs: instance is silent instance=%s",
+                    "failed %d waiting legs, because the instance does not answer instance=%s",
                     num_given_up,
                     instance.url,
                 )

@@ -226,8 +226,8 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
     if _has_several_prompts(fields.get("prompt")):
         return InvalidRequest(
             400,
-            "prompt is a list of several prompts; the router takes one prompt per request, send "
-            "one request for each",
+            "prompt is a list of several prompts, but the router accepts one prompt per request: "
+            "send one request for each",
         )
     conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
@@ -281,7 +281,7 @@ def read_prefill_answer(body: bytes) -> Handover | None:
         UnicodeDecodeError,
         RecursionError,
     ) as error:
-        raise RemoteProtocolError(f"its answer cannot be read: {error}") from None
+        raise RemoteProtocolError(f"its answer cannot be decoded: {error}") from None
     if params is None:
         return None
     address = _side_channel(params)

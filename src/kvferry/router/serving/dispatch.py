@@ -110,7 +110,7 @@ class Dispatcher:
             context.retries_left -= 1
         if failure.instance is not None:
             self.instance_client.metrics.retries.add(failure.instance.role)
-        _log.info("tried again request=%s: %s", context.request_id, failure.message)
+        _log.info("retrying request=%s: %s", context.request_id, failure.message)
         return True
 
     async def _attempt(

@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 _access_log = logging.getLogger("kvferry.router.access")
 
 _SENTENCES = {
-    RefusalReason.TENANT: "you have as many requests under way as you may; try again later",
-    RefusalReason.FULL: "the router has as many requests waiting as it takes; try again later",
-    RefusalReason.LATE: "the request waited too long for its turn; try again later",
-    RefusalReason.CLOSING: "the router is stopping: send the request to another",
+    RefusalReason.TENANT: "your tenant has reached its limit of open requests; try again later",
+    RefusalReason.FULL: "the router's queue is full; try again later",
+    RefusalReason.LATE: "the request waited too long in the router's queue; try again later",
+    RefusalReason.CLOSING: "the router is shutting down: send the request to another one",
 }
 
 
@@ -109,7 +109,7 @@ class GenerateHandler:
         except ConnectionError:
             raise
         except Exception:
-            _log.exception("request failed by a bug request=%s", context.request_id)
+            _log.exception("request failed because of a bug request=%s", context.request_id)
             if context.reply.is_started:
                 context.stream_error = "the router failed"
                 context.reply.abort()

@@ -67,7 +67,7 @@ class InstanceClient:
     def track_leg(self, instance: Instance, hints: RoutingHints) -> "TrackedLeg":
         """Context manager around one leg that records the instance's load and health."""
         if self.fleet.get(instance) is None:
-            raise ConnectFailed("it has left the fleet")
+            raise ConnectFailed("it was removed from the fleet")
         return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints))
 
     def post(
@@ -110,7 +110,8 @@ class InstanceClient:
     def fail_pending(self, instance: Instance) -> int:
         """Fail the requests for which the instance has not begun an answer; return their number."""
         return self.upstreams.fail_pending(
-            self.target(instance), UpstreamTimeout("it was silent, to its health checks too")
+            self.target(instance),
+            UpstreamTimeout("it answered neither the request nor health checks"),
         )
 
     def read(self, answer: UpstreamResponse) -> Coroutine[Any, Any, bytes]:
@@ -135,7 +136,7 @@ class InstanceClient:
         call.outcome = Outcome.REFUSED
         body = await self.read_error_body(answer)
         self.metrics.refusals.add(instance.role, instance.url)
-        message, headers = f"{instance} takes no requests now", forwarded_headers(answer.headers)
+        message, headers = f"{instance} accepts no requests now", forwarded_headers(answer.headers)
         if body is None:
             return LegFailure(
                 instance,

@@ -289,9 +289,9 @@ class DecodeLeg:
         partial answer never looks complete.
         """
         self.instance_client.metrics.failures.add(instance.role, instance.url)
-        message = f"{instance} broke off its answer: {what}"
+        message = f"{instance} did not complete its answer: {what}"
         context.stream_error = message
-        _log.warning("stream broken request=%s: %s", context.request_id, message)
+        _log.warning("stream aborted request=%s: %s", context.request_id, message)
         if not context.reply.can_write:
             context.reply.abort()
             return

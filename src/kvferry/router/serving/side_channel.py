@@ -164,7 +164,7 @@ class SideChannelSender:
             self._inbox.put(None, timeout=_JOIN_S)
         except queue.Full:
             raise TransportError(
-                "the release thread takes nothing from its inbox and cannot be closed"
+                "the release thread does not read its inbox, so it cannot be closed"
             ) from None
         self._control.wake()
         self._thread.join(_JOIN_S)
@@ -183,8 +183,8 @@ class SideChannelSender:
                         self._receive(event.frame)
         except Exception:
             _log.exception(
-                "the release thread stops: blocks of aborted requests are freed by their leases "
-                "from now on"
+                "the release thread stopped: from now on, blocks of aborted requests stay held "
+                "until their leases expire"
             )
         finally:
             self._control.close()
@@ -206,7 +206,7 @@ class SideChannelSender:
         try:
             message = decode(frame)
         except RemoteProtocolError as error:
-            _log.warning("a side channel's answer cannot be read: %s", error)
+            _log.warning("a message from a side channel cannot be decoded: %s", error)
             return
         if isinstance(message, RetainedTurnReply):
             answer = self._asked.get(message.nonce)
@@ -219,7 +219,7 @@ class SideChannelSender:
             self._control.send(address, encode(message))
         except KVFerryError as error:
             self.dropped += 1
-            _log.warning("not sent to a side channel peer=%s: %s", address, error)
+            _log.warning("message to a side channel not sent peer=%s: %s", address, error)
             return
         self.sent += 1
         self._last_used[address] = time.monotonic()
