@@ -71,7 +71,7 @@ def test_instances_are_shown_with_role_health_and_load(browser: int) -> None:
             "draining",
         ]
         assert shown[0][3:7] == ["7", "6", "2", "71 %"]
-        assert shown[2][2] == "ejected, 5 failed in a row, tried again in 6.2 s, tells no figures"
+        assert shown[2][2] == "ejected, 5 failed in a row, tried again in 6.2 s, no metrics"
         assert shown[2][4:7] == ["–", "–", "–"]
         assert "Connection refused" in shown[2][9]
         assert await page.texts("#instances-sum") == ["3 of 6 healthy"]
@@ -87,7 +87,7 @@ def test_leases_and_transfers_are_shown_for_instances_that_tell(browser: int) ->
         ]
         assert shown[0][2:5] == ["14", "896", "0"]
         assert shown[2][4:8] == ["3", "296 MiB/s", "81.7 k", "47.1 GiB"]
-        assert await page.texts("#kv-sum") == ["23 leases on 1408 blocks, 4 transfers under way"]
+        assert await page.texts("#kv-sum") == ["23 leases on 1408 blocks, 4 transfers in flight"]
 
     perform(browser, busy_scene(), play)
 
@@ -198,7 +198,7 @@ def test_a_timeline_without_d_s_word_says_so(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         bars = await page.until(BARS)
         assert [bar[0] for bar in bars] == ["queued", "prefill", "decode", "streaming"]
-        assert "does not say when it attached" in (await page.texts("#timeline-note"))[0]
+        assert "does not report when it attached" in (await page.texts("#timeline-note"))[0]
 
     perform(browser, busy_scene(), play, "#request=untold")
 
@@ -240,7 +240,7 @@ def test_an_unknown_request_is_said_to_be_unknown(browser: int) -> None:
             await page.press("Enter", 13)
             await page.until(
                 "document.getElementById('timeline-facts').textContent",
-                lambda text: "does not know this request" in text,
+                lambda text: "no record of this request" in text,
             )
 
     asyncio.run(show())

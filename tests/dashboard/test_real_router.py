@@ -101,7 +101,7 @@ def test_a_d_that_tells_nothing_is_said_to_tell_nothing(browser: int) -> None:
                 "decode",
                 "streaming",
             ]
-            assert "does not say" in (await page.texts("#timeline-note"))[0]
+            assert "does not report" in (await page.texts("#timeline-note"))[0]
             assert "relayed" in (await page.texts("#timeline-facts"))[0]
 
     asyncio.run(scene())

@@ -154,7 +154,7 @@ def test_a_stream_that_breaks_off_says_so() -> None:
     timeline.mark(RequestEvent.DECODE_BEGAN, 1.0, "d1")
     timeline.mark(RequestEvent.FIRST_TOKEN, 2.0)
     timeline.mark(RequestEvent.DECODE_FAILED, 3.0, "d1")
-    recent.end(timeline, RequestOutcome.BROKEN_OFF, 200, 3.0, "d1 did not complete its answer")
+    recent.end(timeline, RequestOutcome.ABORTED, 200, 3.0, "d1 did not complete its answer")
     last = view_request(timeline, (), now=9.0).phases[-1]
     assert (last.name, last.ended_s, last.is_failed, last.detail) == (
         "streaming",
@@ -243,7 +243,12 @@ def test_the_state_names_instances_with_what_their_metrics_say() -> None:
         ("p1", "prefill", "healthy"),
         ("d1", "decode", "ejected"),
     ]
-    assert (shown[0]["running"], shown[0]["leases"], shown[0]["read_age_s"], shown[0]["pulls"]) == (
+    assert (
+        shown[0]["running"],
+        shown[0]["leases"],
+        shown[0]["read_age_s"],
+        shown[0]["active_transfers"],
+    ) == (
         2,
         3,
         2.0,

@@ -36,7 +36,7 @@ def test_the_page_of_a_vllm_with_its_own_connector() -> None:
     assert (reading.load.running, reading.load.waiting, reading.load.cache_usage) == (7, 2, 0.5)
     assert reading.load.generated_tokens == 1000
     assert (reading.kv.moved_bytes, reading.kv.transfers, reading.kv.failures) == (4096, 5, 1)
-    assert (reading.kv.leases, reading.kv.pulls, reading.mode) == (None, None, "")
+    assert (reading.kv.leases, reading.kv.active_transfers, reading.mode) == (None, None, "")
     assert reading.model == "m/x"
 
 
@@ -62,7 +62,7 @@ def test_the_page_of_the_embedded_engine() -> None:
         ApiMetrics('odd "name" \\ with } and\nmore', transfer_mode="push").render(status)
     )
     assert (reading.load.running, reading.load.waiting, reading.load.cache_usage) == (2, 1, 0.4)
-    assert (reading.kv.leases, reading.kv.held_blocks, reading.kv.pulls) == (3, 17, 2)
+    assert (reading.kv.leases, reading.kv.held_blocks, reading.kv.active_transfers) == (3, 17, 2)
     assert (reading.kv.transfers, reading.kv.moved_bytes, reading.kv.failures) == (6, 1024, 4)
     assert reading.is_push
     assert reading.model == 'odd "name" \\ with } and\nmore'

@@ -44,7 +44,7 @@ class TicketStatus(StrEnum):
     """State of the lease that a ticket refers to."""
 
     HELD = "held"
-    PENDING = "ahead"
+    PENDING = "pending"
     """The scheduler has issued the ticket, but the grant has not reached this table yet."""
     GONE = "gone"
 

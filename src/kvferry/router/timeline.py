@@ -45,7 +45,7 @@ class RequestOutcome(StrEnum):
     REFUSED = "refused"
     """The router or an engine was overloaded (429, 503)."""
     FAILED = "failed"
-    BROKEN_OFF = "aborted"
+    ABORTED = "aborted"
     """The stream broke off."""
     ABANDONED = "abandoned"
     """The client disconnected."""
@@ -55,7 +55,7 @@ class RequestOutcome(StrEnum):
         return self in _ERRORS
 
 
-_ERRORS = frozenset((RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutcome.BROKEN_OFF))
+_ERRORS = frozenset((RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutcome.ABORTED))
 
 
 @dataclass(slots=True, eq=False)

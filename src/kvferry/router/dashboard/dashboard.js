@@ -133,7 +133,7 @@ function setConnection(state, words) {
 }
 
 function showLoss(error) {
-  const since = lastSeen === null ? "" : ` What is shown is ${duration(Math.round((performance.now() - lastSeen) / 1000))} old.`;
+  const since = lastSeen === null ? "" : ` The figures shown are ${duration(Math.round((performance.now() - lastSeen) / 1000))} old.`;
   const why = error instanceof TypeError || error.name === "TimeoutError" || error.name === "SyntaxError" ? "" : ` (${error.message})`;
   setText(byId("lost"), `Connection to the router lost${why}; trying again every second.${since}`);
   byId("lost").hidden = false;
@@ -152,7 +152,7 @@ function readKey() {
 }
 
 function askForKey(words) {
-  setText(byId("key-refused"), [apiKey ? "This key was refused." : "", words && `It says: ${words}.`].filter(Boolean).join(" "));
+  setText(byId("key-refused"), [apiKey ? "This key was refused." : "", words && `The router says: ${words}.`].filter(Boolean).join(" "));
   if (byId("key-form").hidden) {
     byId("key-form").hidden = false;
     byId("key").focus();
@@ -207,7 +207,7 @@ async function refreshTimeline() {
     const view = answer.ok ? await answer.json() : null;
     if (opened.id !== id) return;
     if (view !== null) showTimeline(view);
-    else showNoTimeline(id, answer.status === 404 ? "The router does not know this request, or no longer." : `The router answers with status ${answer.status}.`);
+    else showNoTimeline(id, answer.status === 404 ? "The router has no record of this request." : `The router answers with status ${answer.status}.`);
     opened.isOver = view !== null && view.duration_s !== null;
   } catch (error) {
     if (opened.id === id && answer === undefined) showNoTimeline(id, error instanceof KeyWanted ? "A key is needed." : "The router does not answer.");

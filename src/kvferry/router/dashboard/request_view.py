@@ -175,7 +175,7 @@ def _decodes(
             ended_s=None if timeline.ended is None else timeline.ended - timeline.arrived,
             instance=tries[-1].instance if tries else "",
             detail=timeline.error,
-            is_failed=timeline.outcome is RequestOutcome.BROKEN_OFF,
+            is_failed=timeline.outcome is RequestOutcome.ABORTED,
         )
 
 

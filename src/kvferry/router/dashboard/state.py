@@ -77,7 +77,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     cache_usage: float | None
     leases: float | None
     held_blocks: float | None
-    pulls: float | None
+    active_transfers: float | None
     transfers: float | None
     moved_bytes: float | None
     moved_bytes_per_s: float | None
@@ -234,7 +234,7 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
         cache_usage=load.cache_usage,
         leases=kv.leases,
         held_blocks=kv.held_blocks,
-        pulls=kv.pulls,
+        active_transfers=kv.active_transfers,
         transfers=kv.transfers,
         moved_bytes=kv.moved_bytes,
         moved_bytes_per_s=watcher.moved_bytes_per_s,

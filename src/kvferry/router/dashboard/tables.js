@@ -25,19 +25,19 @@ export function fillInstances(state, wanted) {
 }
 
 export function fillKv(state, wanted) {
-  const telling = state.instances.filter((one) => [one.leases, one.pulls, one.transfers, one.moved_bytes].some((value) => value !== null));
+  const telling = state.instances.filter((one) => [one.leases, one.active_transfers, one.transfers, one.moved_bytes].some((value) => value !== null));
   const classes = ["name", "word", ...Array(8).fill("number")];
   syncRows(byId("kv").tBodies[0], telling.filter((one) => isWanted(one, wanted)), keyOf, () => row(...classes), (node, one) => {
     fillWords(node.children[0], one.name);
     const values = [
-      one.role, count(one.leases), count(one.held_blocks), count(one.pulls), bytesPerSecond(one.moved_bytes_per_s),
+      one.role, count(one.leases), count(one.held_blocks), count(one.active_transfers), bytesPerSecond(one.moved_bytes_per_s),
       count(one.transfers), bytes(one.moved_bytes), count(one.transfer_failures), count(one.expired),
     ];
     values.forEach((value, index) => setText(node.children[index + 1], value));
   });
   byId("no-kv").hidden = telling.length > 0;
   const sum = (field) => telling.reduce((total, one) => total + (one[field] ?? 0), 0);
-  setText(byId("kv-sum"), `${count(sum("leases"))} leases on ${count(sum("held_blocks"))} blocks, ${count(sum("pulls"))} transfers under way`);
+  setText(byId("kv-sum"), `${count(sum("leases"))} leases on ${count(sum("held_blocks"))} blocks, ${count(sum("active_transfers"))} transfers in flight`);
 }
 
 export function fillRequests(state, open) {
@@ -58,7 +58,7 @@ export function fillRequests(state, open) {
     fillWords(notes, notesOf(one));
   });
   byId("no-requests").hidden = rows.length > 0;
-  setText(byId("requests-sum"), `${count(state.num_live)} under way${state.num_live > state.live.length ? `, the oldest ${state.live.length} shown` : ""}`);
+  setText(byId("requests-sum"), `${count(state.num_live)} in flight${state.num_live > state.live.length ? `, the oldest ${state.live.length} shown` : ""}`);
 }
 
 export function fillErrors(state, open) {
@@ -114,7 +114,7 @@ function isWanted(one, wanted) {
 function fillHealth(cell, one) {
   const until = one.returns_in_s === null ? "" : `, tried again in ${duration(one.returns_in_s)}`;
   const failures = one.failures ? `, ${one.failures} failed in a row` : "";
-  const silence = one.read_age_s === null ? ", tells no figures" : "";
+  const silence = one.read_age_s === null ? ", no metrics" : "";
   setText(cell, `${one.state.replaceAll("_", " ")}${failures}${until}${silence}`);
   setData(cell, "state", one.state);
 }

@@ -4,18 +4,18 @@ import { byId, element, setData, setText, syncRows } from "./dom.js";
 import { age, bytes, duration } from "./format.js";
 
 const EXPLAINED = {
-  queued: "Waits in the router until it may run",
+  queued: "The request waits in the router's queue",
   prefill: "P computes the prompt",
   received: "D reads the request and hands it to its engine",
   lease: "D attaches to P's lease on the blocks",
   blocks: "D waits for free blocks of its own",
   transfer: "The KV moves",
   confirm: "P confirms that the lease was alive all the time",
-  scheduled: "D takes the request into a step",
+  scheduled: "D schedules the request into a step",
   "first token": "D computes the last prompt token and answers",
-  decode: "D has the request and has not answered yet",
+  decode: "D has not answered yet",
   streaming: "The answer is relayed",
-  failed: "The KV could not be had",
+  failed: "D could not fetch the KV",
 };
 
 export function showTimeline(view) {
@@ -34,8 +34,8 @@ export function showNoTimeline(id, why) {
 }
 
 function facts(view) {
-  const list = [view.route, view.status ? `${view.state} with status ${view.status}` : view.state, `came ${age(view.age_s)}`];
-  list.push(view.duration_s === null ? "goes on" : `took ${duration(view.duration_s)}`);
+  const list = [view.route, view.status ? `${view.state} with status ${view.status}` : view.state, `arrived ${age(view.age_s)}`];
+  list.push(view.duration_s === null ? "in progress" : `took ${duration(view.duration_s)}`);
   if (view.relayed_bytes) list.push(`${bytes(view.relayed_bytes)} relayed`);
   if (view.retries) list.push(view.retries === 1 ? "one retry" : `${view.retries} retries`);
   if (view.conversation) list.push(`conversation ${view.conversation}`);
@@ -47,7 +47,7 @@ function facts(view) {
 function note(view) {
   const wasAsked = view.phases.some((phase) => phase.name === "decode" && !phase.is_failed);
   if (view.has_transfer || !wasAsked) return "";
-  return "The decode instance does not say when it attached to the lease, read and confirmed; the wait for it is shown as one phase.";
+  return "The decode instance does not report when it attached to the lease, read and confirmed; the wait for its answer is shown as one phase.";
 }
 
 function createPhase() {

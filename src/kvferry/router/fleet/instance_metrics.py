@@ -49,7 +49,7 @@ class KvMetrics:
     leases: float | None = None
     """Leases held for peers."""
     held_blocks: float | None = None
-    pulls: float | None = None
+    active_transfers: float | None = None
     """Requests whose KV is being transferred from a peer."""
     transfers: float | None = None
     moved_bytes: float | None = None
@@ -87,7 +87,7 @@ _SUMMED: Mapping[bytes, str] = {
     b"vllm:num_preemptions_total": "preemptions",
     b"kvferry:num_leases": "leases",
     b"kvferry:num_held_blocks": "held_blocks",
-    b"kvferry:num_transfers": "pulls",
+    b"kvferry:num_transfers": "active_transfers",
     b"kvferry:transfers_total": "transfers",
     b"kvferry:transfer_bytes_total": "moved_bytes",
     b"kvferry:transfer_seconds_total": "moving_s",
@@ -137,7 +137,7 @@ def read_metrics(page: bytes) -> InstanceReading:
         KvMetrics(
             get("leases"),
             get("held_blocks"),
-            get("pulls"),
+            get("active_transfers"),
             get("transfers", get("nixl transfers")),
             get("moved_bytes", get("nixl moved_bytes")),
             get("moving_s", get("nixl moving_s")),

@@ -180,7 +180,7 @@ def _answer(
 def _ending(context: RequestContext) -> RequestOutcome:
     status = context.reply.status
     if context.stream_error:
-        return RequestOutcome.BROKEN_OFF
+        return RequestOutcome.ABORTED
     if status in (429, 503):
         return RequestOutcome.REFUSED
     if status >= 500:
