@@ -103,8 +103,8 @@ def device_bytes(like: Region) -> int | None:
 def prepare_device(like: Region) -> None:
     """Make the device's context current, and compile the kernel of the copier.
 
-    Compiling takes seconds, which is too long for the transfer that later needs the copier. Without
-    CUDA this does nothing; NIXL then refuses the memory.
+    A transfer shall not have to wait for the compiler. Without CUDA this does nothing; NIXL then
+    refuses the memory.
     """
     with contextlib.suppress(TransportError, *WITHOUT_CUDA):
         if like.memory is MemoryKind.VRAM:

@@ -366,9 +366,9 @@ class BounceNixlTransport:
         except TransportError as error:
             endpoint.retry_at = now + ALLOCATION_RETRY_S
             endpoint.error = (
-                f"no bounce buffer of {size_bytes} bytes can be allocated on {where} ({error}): "
-                "small segments are moved one by one, which is slow; leave more memory free, or "
-                "set bounce_buffer_bytes to a smaller size, or to 0"
+                f"no bounce buffer of {size_bytes} bytes can be allocated on {where}: small "
+                "segments are moved one by one, which is slow; leave more memory free, or set "
+                f"bounce_buffer_bytes to a smaller size, or to 0 ({error})"
             )
             _log.warning("%s peer=%s", endpoint.error, peer)
             raise TransportError(endpoint.error) from error
