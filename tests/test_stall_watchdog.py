@@ -82,9 +82,7 @@ def test_a_failure_is_tried_again_only_where_the_machine_stood_still(
         ("port 3 entered disabled state", False),
     ],
 )
-def test_what_the_kernel_says_of_itself_counts(
-    tmp_path: Path, said: str, is_stalled: bool
-) -> None:
+def test_what_the_kernel_says_of_itself_counts(tmp_path: Path, said: str, is_stalled: bool) -> None:
     log = tmp_path / "kmsg"
     log.write_text("BUG: workqueue lockup - long ago\n")
     pulse = StallWatchdog(log)

@@ -33,7 +33,10 @@ def error_response(
 
 
 _MESSAGES: tuple[tuple[type[Exception], str], ...] = (
-    (http_exceptions.LineTooLong, "the request line or a header is longer than this server accepts"),
+    (
+        http_exceptions.LineTooLong,
+        "the request line or a header is longer than this server accepts",
+    ),
     (http_exceptions.InvalidHeader, "a header of the request is not valid HTTP"),
     (http_exceptions.BadStatusLine, "the request line is not valid HTTP"),
     (http_exceptions.InvalidURLError, "the address in the request line is not valid"),
