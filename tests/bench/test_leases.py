@@ -61,7 +61,7 @@ def test_what_is_flat_and_cheap_is_no_problem() -> None:
         ),
         (
             row(10_000, left=9_000),
-            "of 10,000 leases by shm on the prefill side 9,000 were left at the end",
+            "9,000 of 10,000 leases by shm on the prefill side were left at the end",
         ),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_second_request_needs_no_second_handshake(legs: Legs) -> None:
             {"remote_engine_id": "q"},
             "engine p answers at this address, but the router named engine q",
         ),
-        ({"tp_size": 2}, "rank 0 is one of 1"),
+        ({"tp_size": 2}, "rank 0 reports 1 ranks"),
     ],
 )
 def test_a_source_that_is_not_believed_gets_the_failure_policy(

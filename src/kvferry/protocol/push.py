@@ -232,7 +232,7 @@ class PushCoordinator:
             None
             if address in self.settings.peers
             else (
-                f"the registration has no push ticket, and {address} is not in this engine's "
+                f"the registration has no push ticket, and {address} is not among this engine's "
                 "`peers`"
             )
         )

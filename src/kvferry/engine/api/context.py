@@ -112,7 +112,7 @@ class RequestDrain:
     def refusal(self) -> RequestRefused:
         """The 503 error for requests that arrive, or are cancelled, while the server stops."""
         return RequestRefused(
-            "the server is shutting down: send the request to another one",
+            "the server is stopping: send the request to another one",
             status=503,
             retry_after_s=_RETRY_AFTER_S,
         )

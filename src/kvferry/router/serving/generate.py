@@ -36,7 +36,7 @@ _SENTENCES = {
     RefusalReason.TENANT: "your tenant has reached its limit of open requests; try again later",
     RefusalReason.FULL: "the router's queue is full; try again later",
     RefusalReason.LATE: "the request waited too long in the router's queue; try again later",
-    RefusalReason.CLOSING: "the router is shutting down: send the request to another one",
+    RefusalReason.CLOSING: "the router is stopping: send the request to another one",
 }
 
 
