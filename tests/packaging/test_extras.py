@@ -63,7 +63,7 @@ def test_the_check_knows_the_packages_of_every_extra() -> None:
 def test_commands_and_benchmarks_name_extras_that_exist() -> None:
     named = {entry.extra for entry in COMMANDS.values()}
     named |= {entry.extra for entry in BENCHMARKS.values()}
-    assert named - {None} == set(EXTRAS)
+    assert named == {None, *EXTRAS}
 
 
 @pytest.mark.parametrize(
