@@ -6,7 +6,7 @@ Each value is its own, so a deadline that takes another's would show.
 
 import msgspec
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_replies
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
@@ -195,11 +195,9 @@ def test_kv_lease_duration_bounds_how_long_blocks_are_kept_for_nobody() -> None:
     kept = producer()
     kept.grant(A, 1, now=0)
     kept.advance(60 - EARLIER)
-    assert kept.take_ended() == []
+    assert kept.outbox.take_events() == []
     kept.advance(60)
-    assert [LeaseEnded(ended.request, ended.end) for ended in kept.take_ended()] == [
-        LeaseEnded(A, LeaseEnd.EXPIRED)
-    ]
+    assert kept.outbox.take_events() == [LeaseEnded(A, LeaseEnd.EXPIRED)]
 
 
 def test_a_heartbeat_keeps_blocks_for_two_thirds_of_the_lease_from_then_on() -> None:
@@ -207,12 +205,14 @@ def test_a_heartbeat_keeps_blocks_for_two_thirds_of_the_lease_from_then_on() -> 
     kept.grant(A, 1, now=0)
     kept.receive(route, Heartbeat("e1", 1, ["a"]), now=50)
     kept.advance(50 + 40 - EARLIER)
-    assert kept.take_ended() == []
+    assert kept.outbox.take_events() == []
     kept.receive(route, Confirm("e1", "a", "d/r/0"), now=50 + 40)
     kept.advance(50 + 40)
-    assert [ended.end for ended in kept.take_ended()] == [LeaseEnd.EXPIRED]
+    assert kept.outbox.take_events() == [LeaseEnded(A, LeaseEnd.EXPIRED)]
     assert [
-        reply.message.reason for reply in kept.take_replies() if isinstance(reply.message, Refused)
+        reply.message.reason
+        for reply in take_replies(kept.outbox)
+        if isinstance(reply.message, Refused)
     ] == ["the lease ended before the read was confirmed"]
 
 
@@ -222,9 +222,9 @@ def test_grant_wait_bounds_how_long_a_reader_is_believed_before_its_lease_begins
         Route(b"d"), Attach(TicketKey(SECRET).sign(ticket()), "d/r/0", "memory", []), now=0
     )
     kept.advance(23 - EARLIER)
-    assert kept.take_replies() == []
+    assert take_replies(kept.outbox) == []
     kept.advance(23)
-    [reply] = kept.take_replies()
+    [reply] = take_replies(kept.outbox)
     assert isinstance(reply.message, Refused)
     assert reply.message.reason == "no lease was granted within 23 s"
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.events import LeaseEnded
+from kvferry.protocol.actions import Action, CopyToHostBuffer, Reply
 from kvferry.protocol.layout import Geometry, dense_axes, heads_of, rank_mappings
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import PeerSettings, PeerTable
 from kvferry.protocol.planning import BlockPermutation, plan_permutations, plan_read
 from kvferry.protocol.push_writer import PushWriter, WriterSettings
@@ -196,5 +199,34 @@ def no_writers() -> PushWriter:
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
     return PushWriter(
-        WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerTable(settings, [])
+        WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120),
+        PeerTable(settings, []),
+        Outbox(),
     )
+
+
+def take_replies(outbox: Outbox) -> list[Reply]:
+    """Remove the replies from an outbox and return them; the other actions stay."""
+    actions = outbox.take_actions()
+    outbox.actions += [action for action in actions if not isinstance(action, Reply)]
+    return [action for action in actions if isinstance(action, Reply)]
+
+
+def take_actions(outbox: Outbox) -> list[Action]:
+    """Remove the actions that are no replies from an outbox and return them; the replies stay."""
+    actions = outbox.take_actions()
+    outbox.actions += [action for action in actions if isinstance(action, Reply)]
+    return [action for action in actions if not isinstance(action, Reply)]
+
+
+def take_copies(outbox: Outbox) -> list[CopyToHostBuffer]:
+    """Remove the actions that are no replies from an outbox; all of them start copies."""
+    actions = take_actions(outbox)
+    copies = [action for action in actions if isinstance(action, CopyToHostBuffer)]
+    assert copies == actions
+    return copies
+
+
+def take_ended(outbox: Outbox) -> list[LeaseEnded]:
+    """Remove all events from an outbox and return the ends of leases."""
+    return [event for event in outbox.take_events() if isinstance(event, LeaseEnded)]

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_copies, take_ended, take_replies
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.protocol.actions import CopyToHostBuffer
@@ -286,7 +286,7 @@ class Memory:
         )
 
     def settle(self) -> None:
-        for expose in self.producer.take_actions():
+        for expose in take_copies(self.producer.outbox):
             self.copies[expose.copy] = (
                 expose,
                 [block for group in expose.blocks for block in group],
@@ -298,12 +298,12 @@ class Memory:
             for block in group
         ]
         assert len(copying) == len(set(copying)), "no two copies write the same block"
-        for reply in self.producer.take_replies():
+        for reply in take_replies(self.producer.outbox):
             if reply.message.reader in self.readers:  # type: ignore[union-attr]
                 self.readers[reply.message.reader].told.append(  # type: ignore[union-attr]
                     reply.message
                 )
-        for ended in self.producer.take_ended():
+        for ended in take_ended(self.producer.outbox):
             prefill = self.prefills.pop(ended.request)
             assert prefill.is_closed
             assert not any(

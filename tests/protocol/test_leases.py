@@ -8,7 +8,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.operations import count_instructions
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.leases import MAX_READERS, EndedLease, LeaseTable, TicketStatus
+from kvferry.events import LeaseEnded
+from kvferry.protocol.leases import MAX_READERS, LeaseTable, TicketStatus
 from kvferry.types import LeaseEnd, RequestId
 
 A, B = RequestId("a"), RequestId("b")
@@ -23,8 +24,8 @@ def test_a_renewed_lease_does_not_shield_a_stale_one() -> None:
     leases.grant(A, 1, now=0)
     leases.grant(B, 2, now=1)
     assert leases.renew_all([A], now=20) == []
-    assert leases.expire(now=39) == [EndedLease(B, LeaseEnd.EXPIRED)]
-    assert leases.expire(now=40) == [EndedLease(A, LeaseEnd.EXPIRED)]
+    assert leases.expire(now=39) == [LeaseEnded(B, LeaseEnd.EXPIRED)]
+    assert leases.expire(now=40) == [LeaseEnded(A, LeaseEnd.EXPIRED)]
 
 
 def test_a_renewal_never_shortens() -> None:
@@ -40,9 +41,9 @@ def test_a_lease_ends_when_somebody_confirmed_and_nobody_is_attached() -> None:
     assert leases.attach(A, "x", now=1)
     assert leases.attach(A, "y", now=1)
     assert leases.confirm(A, "x", now=2)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.confirm(A, "y", now=3)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
     assert len(leases) == 0
 
 
@@ -59,7 +60,7 @@ def test_giving_up_ends_a_lease_nobody_reads() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
     assert leases.abandon(A)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.RELEASED)]
     assert not leases.abandon(A)
     assert not leases.detach(A, "x")
 
@@ -68,9 +69,9 @@ def test_a_detached_reader_settles_the_lease() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
     leases.attach(A, "x", now=0)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.detach(A, "x")
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 def test_serials_tell_a_grant_that_is_on_its_way_from_a_lease_that_is_over() -> None:
@@ -122,14 +123,14 @@ def test_a_lease_waits_for_the_companions_of_its_first_reader() -> None:
     leases.grant(A, 1, now=0)
     assert leases.attach(A, "x", now=0, sibling_ranks=["y", "z"])
     assert leases.confirm(A, "x", now=1)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.attach(A, "y", now=2, sibling_ranks=["x", "z"])
     assert leases.confirm(A, "y", now=2)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.attach(A, "z", now=3, sibling_ranks=["x", "y"])
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.confirm(A, "z", now=3)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_only_those_who_have_attached_are_confirmed_not_those_awaited() -> None:
@@ -145,7 +146,7 @@ def test_an_awaited_companion_may_send_word_that_it_will_not_come() -> None:
     leases.attach(A, "x", now=0, sibling_ranks=["y"])
     assert leases.detach(A, "y")
     assert leases.confirm(A, "x", now=1)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_attaching_twice_is_attaching_once() -> None:
@@ -158,7 +159,7 @@ def test_attaching_twice_is_attaching_once() -> None:
     assert leases.confirm(A, "x", now=0)
     assert leases.attach(A, "y", now=0, sibling_ranks=["x"])
     assert leases.confirm(A, "y", now=0)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_a_ticket_handed_back_does_not_cheat_those_who_are_awaited() -> None:
@@ -167,10 +168,10 @@ def test_a_ticket_handed_back_does_not_cheat_those_who_are_awaited() -> None:
     leases.attach(A, "x", now=0, sibling_ranks=["y"])
     leases.abandon(A)
     assert leases.confirm(A, "x", now=0)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     leases.attach(A, "y", now=0, sibling_ranks=["x"])
     assert leases.confirm(A, "y", now=0)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_a_companion_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
@@ -179,7 +180,7 @@ def test_a_companion_that_never_comes_is_waited_for_no_longer_than_the_lease() -
     leases.attach(A, "x", now=0, sibling_ranks=["y"])
     leases.confirm(A, "x", now=1)
     assert leases.expire(now=29) == []
-    assert leases.expire(now=30) == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert leases.expire(now=30) == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_companions_count_among_the_readers_that_are_bounded() -> None:
@@ -199,7 +200,7 @@ def test_a_revoked_lease_is_over_for_all_its_readers() -> None:
     assert leases.revoke(A) is None
     leases.grant(A, 1, now=0)
     leases.attach(A, "x", now=0, transport="nixl")
-    assert leases.revoke(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert leases.revoke(A) == LeaseEnded(A, LeaseEnd.RELEASED)
     assert (len(leases), leases.num_readers("nixl"), leases.ticket_status(A, 1)) == (
         0,
         0,
@@ -257,7 +258,7 @@ class PartyMachine(RuleBasedStateMachine):
         expected = {(party, member) for party in shown for member in range(PARTIES[party])}
         is_over = (self.is_abandoned or bool(self.left)) and expected == self.left
         if not self.has_ended:
-            assert (self.table.take_if_ended(A) is not None) == is_over
+            assert [ended.request for ended in self.table.take_ended()] == [A] * is_over
             self.has_ended = is_over
 
 
@@ -301,9 +302,8 @@ class LeaseMachine(RuleBasedStateMachine):
         for reader in "xyz":
             self.table.detach(request, reader)
         assert self.table.abandon(request) == (request in self.deadlines)
-        assert (self.table.take_if_ended(request) is not None) == (
-            self.deadlines.pop(request, None) is not None
-        )
+        was_held = self.deadlines.pop(request, None) is not None
+        assert [ended.request for ended in self.table.take_ended()] == [request] * was_held
 
     @rule(seconds=st.floats(0, 25))
     def wait(self, seconds: float) -> None:
@@ -334,7 +334,7 @@ def test_deadlines_of_ended_leases_are_not_kept_for_long() -> None:
         request = RequestId(str(number))
         leases.grant(request, serial=number + 1, now=number / 100)
         leases.abandon(request)
-        assert leases.take_if_ended(request) is not None
+        assert leases.take_ended() == [LeaseEnded(request, LeaseEnd.RELEASED)]
     assert len(leases) == 0
     assert leases.num_entries < 100
 
@@ -370,13 +370,13 @@ def test_an_open_lease_neither_ends_nor_runs_out_before_it_is_closed() -> None:
     assert leases.next_deadline() is None
     assert leases.attach(A, "r", now=0)
     assert leases.confirm(A, "r", now=1000)
-    assert (leases.take_if_ended(A), leases.expire(now=10_000)) == (None, [])
+    assert (leases.take_ended(), leases.expire(now=10_000)) == ([], [])
     leases.close(A, now=10_000)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
     leases.open(B, 2)
     leases.close(B, now=0)
     assert leases.next_deadline() == 30
-    assert leases.expire(now=30) == [EndedLease(B, LeaseEnd.EXPIRED)]
+    assert leases.expire(now=30) == [LeaseEnded(B, LeaseEnd.EXPIRED)]
 
 
 def test_a_lease_that_is_not_open_cannot_be_closed() -> None:
@@ -408,6 +408,6 @@ def test_a_lease_waits_for_those_it_was_offered_to() -> None:
     leases.note_offer(B, "r")
     leases.attach(A, "r", now=0)
     assert leases.confirm(A, "r", now=1)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.detach(A, "s")
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]

@@ -7,7 +7,7 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_replies
 from tests.protocol.test_consumer import CONTROL, connect, make_consumer, sent
 from tests.protocol.test_consumer_push import OWN
 from tests.sampling import exhaustive
@@ -127,8 +127,8 @@ def _serve(producer: Producer, count: int, growth: Growth) -> None:
                 producer.receive(ROUTE, Attach(text, reader), now)
                 producer.receive(ROUTE, Confirm("e1", request, reader), now)
         producer.advance(now)
-        producer.take_replies()
-        producer.take_ended()
+        take_replies(producer.outbox)
+        producer.outbox.take_events()
         assert producer.num_registrations + producer.num_leases <= 30 * PER_SECOND
         growth.look(number)
 

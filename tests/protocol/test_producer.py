@@ -5,9 +5,10 @@ freed.
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_ended, take_replies
 
 from kvferry.protocol import producer as producer_module
+from kvferry.protocol.actions import Reply
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import (
@@ -19,7 +20,7 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     Refused,
 )
-from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
+from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -43,16 +44,16 @@ def ticket(request: str = "a", serial: int = 1, engine: str = "p", epoch: str = 
 
 
 def ended(producer: Producer) -> list[tuple[str, LeaseEnd]]:
-    return [(lease.request, lease.end) for lease in producer.take_ended()]
+    return [(lease.request, lease.end) for lease in take_ended(producer.outbox)]
 
 
 def test_attach_confirm_frees_the_blocks() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
-    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Confirmed("a", "d/1"))]
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
     assert producer.num_leases == 0
 
@@ -64,7 +65,7 @@ def test_a_confirm_after_the_lease_ran_out_is_refused() -> None:
     producer.advance(now=30)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED)]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=31)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
 
 
@@ -73,7 +74,7 @@ def test_a_confirm_that_is_processed_late_is_refused_even_before_the_expiry_was_
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=31)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
 
 
@@ -82,13 +83,13 @@ def test_a_ticket_that_overtakes_its_grant_is_good() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
-    assert producer.take_replies() == [
-        ProducerReply(D, HeartbeatReply("e1", 1, [])),
-        ProducerReply(D, Confirmed("a", "d/1")),
+    assert take_replies(producer.outbox) == [
+        Reply(D, HeartbeatReply("e1", 1, [])),
+        Reply(D, Confirmed("a", "d/1")),
     ]
     assert ended(producer) == []
     producer.grant(A, 1, now=2)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
@@ -110,7 +111,7 @@ def test_a_grant_that_never_comes_is_waited_for_only_so_long() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     assert producer.next_deadline() == 5
     producer.advance(now=5)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
     assert "within 5 s" in reply.message.reason
     assert producer.next_deadline() is None
@@ -122,7 +123,7 @@ def test_a_grant_that_comes_late_finds_that_its_readers_are_through() -> None:
         producer.receive(D, Attach(ticket(), reader), now=0)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
     producer.advance(now=5)
-    confirmed, refused = producer.take_replies()
+    confirmed, refused = take_replies(producer.outbox)
     assert confirmed.message == Confirmed("a", "d/1")
     assert isinstance(refused.message, Refused)
     assert refused.message.reader == "d/2"
@@ -136,7 +137,7 @@ def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Detach("e1", "a", "d/1"), now=1)
     producer.grant(A, 1, now=2)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
@@ -169,7 +170,7 @@ def test_a_ticket_is_good_for_its_own_lease_only_though_an_engine_uses_a_name_ag
     producer.grant(A, 2, now=31)
     producer.receive(D, Attach(ticket(serial=1), "d/1"), now=32)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=33)
-    assert all(isinstance(reply.message, Refused) for reply in producer.take_replies())
+    assert all(isinstance(reply.message, Refused) for reply in take_replies(producer.outbox))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(text, "d/1"), now=1)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
     assert reply.message.reader == "d/1"
 
@@ -196,8 +197,8 @@ def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer.grant(A, 1, now=0)
     producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
-    assert producer.take_replies() == [
-        ProducerReply(D, Refused("a", "d/1", "the lease has ended", 1))
+    assert take_replies(producer.outbox) == [
+        Reply(D, Refused("a", "d/1", "the lease has ended", 1))
     ]
 
 
@@ -206,9 +207,9 @@ def test_heartbeats_name_the_leases_that_are_gone() -> None:
     producer.grant(A, 1, now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a", "b,c"]), now=25)
     producer.receive(D, Heartbeat("e0", 2, ["a"]), now=25)
-    assert producer.take_replies() == [
-        ProducerReply(D, HeartbeatReply("e1", 1, ["b,c"])),
-        ProducerReply(D, HeartbeatReply("e1", 2, ["a"])),
+    assert take_replies(producer.outbox) == [
+        Reply(D, HeartbeatReply("e1", 1, ["b,c"])),
+        Reply(D, HeartbeatReply("e1", 2, ["a"])),
     ]
     producer.advance(now=44)
     assert producer.num_leases == 1
@@ -220,7 +221,7 @@ def test_messages_for_an_earlier_life_change_nothing() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Detach("e0", "a", "d/1"), now=1)
     producer.receive(D, Confirm("e0", "a", "d/1"), now=1)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
     assert "restarted" in reply.message.reason
     assert producer.num_leases == 1
@@ -236,7 +237,7 @@ def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch)
     producer.grant(A, 1, now=1)
     reasons = [
         reply.message.reason
-        for reply in producer.take_replies()
+        for reply in take_replies(producer.outbox)
         if isinstance(reply.message, Refused)
     ]
     assert [reason.split()[0] for reason in reasons] == ["more", "too"]
@@ -247,7 +248,7 @@ def test_a_reader_before_the_grant_brings_its_companions_along() -> None:
     producer.receive(D, Attach(ticket(), "d/1/0", "", ["d/1/1"]), now=0)
     producer.receive(D, Confirm("e1", "a", "d/1/0"), now=0)
     producer.grant(A, 1, now=1)
-    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1/0"))]
+    assert take_replies(producer.outbox) == [Reply(D, Confirmed("a", "d/1/0"))]
     assert ended(producer) == []
     producer.receive(D, Attach(ticket(), "d/1/1", "", ["d/1/0"]), now=2)
     producer.receive(D, Confirm("e1", "a", "d/1/1"), now=2)
@@ -330,9 +331,9 @@ class ProducerMachine(RuleBasedStateMachine):
         self.confirmations_come_before_the_end()
 
     def confirmations_come_before_the_end(self) -> None:
-        for reply in self.producer.take_replies():
+        for reply in take_replies(self.producer.outbox):
             assert not (isinstance(reply.message, Confirmed) and reply.message.lease in self.free)
-        for lease in self.producer.take_ended():
+        for lease in take_ended(self.producer.outbox):
             assert lease.request not in self.free
             self.free.add(lease.request)
 

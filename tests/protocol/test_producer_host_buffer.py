@@ -5,10 +5,10 @@ no block is freed under it.
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_actions, take_copies, take_ended, take_replies
 from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make_producer, ticket
 
-from kvferry.protocol.actions import CopyToHostBuffer
+from kvferry.protocol.actions import CopyToHostBuffer, Reply
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -19,7 +19,7 @@ from kvferry.protocol.messages import (
     Ready,
     Refused,
 )
-from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
+from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -42,13 +42,13 @@ def make_staged() -> Producer:
 def granted() -> Producer:
     producer = make_staged()
     producer.grant(A, 1, 0, BLOCKS)
-    assert producer.take_actions() == [CopyToHostBuffer(A, BLOCKS, 1)]
-    assert producer.take_actions() == []
+    assert take_actions(producer.outbox) == [CopyToHostBuffer(A, BLOCKS, 1)]
+    assert take_actions(producer.outbox) == []
     return producer
 
 
 def refusals(producer: Producer) -> list[str]:
-    replies = producer.take_replies()
+    replies = take_replies(producer.outbox)
     assert all(isinstance(reply.message, Refused) for reply in replies)
     return [reply.message.reason for reply in replies if isinstance(reply.message, Refused)]
 
@@ -57,32 +57,32 @@ def test_readers_are_told_when_the_copy_is_there() -> None:
     producer = granted()
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     producer.receive(E, Attach(ticket(), "e/1"), now=1)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     producer.copied_to_host_buffer(1, None, now=2)
-    assert producer.take_replies() == [
-        ProducerReply(D, Ready("a", "d/1")),
-        ProducerReply(E, Ready("a", "e/1")),
+    assert take_replies(producer.outbox) == [
+        Reply(D, Ready("a", "d/1")),
+        Reply(E, Ready("a", "e/1")),
     ]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
-    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Confirmed("a", "d/1"))]
 
 
 def test_a_reader_that_comes_after_the_copy_is_told_at_once() -> None:
     producer = granted()
     producer.copied_to_host_buffer(1, None, now=2)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Ready("a", "d/1"))]
 
 
 def test_a_reader_that_overtook_the_grant_is_told_after_grant_and_copy() -> None:
     producer = make_staged()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
-    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, []))]
+    assert take_replies(producer.outbox) == [Reply(D, HeartbeatReply("e1", 1, []))]
     producer.grant(A, 1, 1, BLOCKS)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     producer.copied_to_host_buffer(1, None, now=2)
-    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Ready("a", "d/1"))]
 
 
 def test_nobody_is_confirmed_before_the_copy_is_there() -> None:
@@ -99,7 +99,7 @@ def test_a_producer_that_is_not_staged_copies_nothing_and_tells_nobody() -> None
     producer = make_producer()
     producer.grant(A, 1, now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert (producer.take_actions(), producer.take_replies()) == ([], [])
+    assert (take_actions(producer.outbox), take_replies(producer.outbox)) == ([], [])
 
 
 @pytest.mark.parametrize("how", ["abandoned", "expired", "all left"])
@@ -115,7 +115,7 @@ def test_the_end_of_a_lease_is_not_reported_while_its_blocks_are_copied(how: str
     assert (ended(producer), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED if how == "expired" else LeaseEnd.RELEASED)]
-    assert (producer.take_replies(), producer.num_leases) == ([], 0)
+    assert (take_replies(producer.outbox), producer.num_leases) == ([], 0)
 
 
 def test_one_that_left_before_the_grant_does_not_free_blocks_that_are_copied() -> None:
@@ -157,9 +157,9 @@ class StagedMachine(ProducerMachine):
             self.producer.copied_to_host_buffer(self.copying.pop(request), error, self.now)
 
     def confirmations_come_before_the_end(self) -> None:
-        for action in self.producer.take_actions():
+        for action in take_copies(self.producer.outbox):
             self.copying[action.request] = action.copy
-        for reply in self.producer.take_replies():
+        for reply in take_replies(self.producer.outbox):
             match reply.message:
                 case Ready(lease, reader):
                     assert RequestId(lease) not in self.copying
@@ -167,7 +167,7 @@ class StagedMachine(ProducerMachine):
                 case Confirmed(lease, reader):
                     assert lease not in self.free
                     assert (lease, reader) in self.told
-        for end in self.producer.take_ended():
+        for end in take_ended(self.producer.outbox):
             assert end.request not in self.free | self.copying.keys()
             self.free.add(end.request)
 

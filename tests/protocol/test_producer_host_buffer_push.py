@@ -3,12 +3,12 @@ copied, then offered, and what was withdrawn counts for nobody.
 """
 
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_actions
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, A, registration, said
 
+from kvferry.events import LeaseEnded
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.leases import EndedLease
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -66,7 +66,7 @@ def begun(*requests: str) -> Producer:
         producer.receive(ROUTE, registration(request), now=0)
     producer.open(A, 1, now=0)
     publish(producer, 4, 3)
-    assert producer.take_actions() == [CopyToHostBuffer(A, ((3,),), 1)]
+    assert take_actions(producer.outbox) == [CopyToHostBuffer(A, ((3,),), 1)]
     assert said(producer) == []
     return producer
 
@@ -93,7 +93,7 @@ def test_each_segment_is_offered_when_it_is_copied_and_the_reader_reads_on() -> 
     assert said(producer) == [offer(12)]
     producer.receive(ROUTE, Confirm("e1", "a", READER, 1), now=6)
     assert said(producer) == [Confirmed("a", READER)]
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_a_segment_whose_copy_ends_early_waits_for_those_before_it() -> None:
@@ -147,7 +147,7 @@ def test_what_was_copied_for_a_withdrawn_prefill_is_offered_to_nobody() -> None:
     producer.withdraw(A, 1, now=1)
     producer.open(A, 2, now=1)
     publish(producer, 4, 7, serial=2)
-    assert producer.take_actions() == [CopyToHostBuffer(A, ((7,),), 2)]
+    assert take_actions(producer.outbox) == [CopyToHostBuffer(A, ((7,),), 2)]
     producer.copied_to_host_buffer(1, None, now=2)
     assert said(producer) == []
     producer.copied_to_host_buffer(2, None, now=3)
@@ -160,10 +160,13 @@ def test_a_block_that_is_still_copied_for_a_withdrawn_prefill_is_copied_again_af
     producer.withdraw(A, 1, now=1)
     producer.open(A, 2, now=1)
     publish(producer, 4, 3, serial=2)
-    assert producer.take_actions() == []
+    assert take_actions(producer.outbox) == []
     assert producer.is_copying([3])
     producer.copied_to_host_buffer(1, None, now=2)
-    assert (said(producer), producer.take_actions()) == ([], [CopyToHostBuffer(A, ((3,),), 2)])
+    assert (said(producer), take_actions(producer.outbox)) == (
+        [],
+        [CopyToHostBuffer(A, ((3,),), 2)],
+    )
     producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [offer(4, serial=2)]
     assert not producer.is_copying([3])
@@ -176,7 +179,7 @@ def test_a_copy_that_waits_for_its_turn_is_dropped_with_its_lease() -> None:
     publish(producer, 4, 3, serial=2)
     producer.withdraw(A, 2, now=2)
     producer.copied_to_host_buffer(1, None, now=3)
-    assert producer.take_actions() == []
+    assert take_actions(producer.outbox) == []
     assert not producer.is_copying([3])
 
 
@@ -204,10 +207,10 @@ def test_the_end_of_a_lease_is_reported_when_its_last_copy_has_ended(how: str) -
         producer.advance(now=32)
     else:
         producer.abandon(A)
-    assert (producer.take_ended(), producer.num_leases) == ([], 1)
+    assert (producer.outbox.take_events(), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(1, None, now=33)
-    assert producer.take_ended() == [
-        EndedLease(A, LeaseEnd.EXPIRED if how == "expires" else LeaseEnd.RELEASED)
+    assert producer.outbox.take_events() == [
+        LeaseEnded(A, LeaseEnd.EXPIRED if how == "expires" else LeaseEnd.RELEASED)
     ]
     assert (said(producer), producer.num_leases) == ([], 0)
 
@@ -218,9 +221,9 @@ def test_a_lease_that_ends_with_its_prefill_copies_nothing_more() -> None:
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
     producer.receive(ROUTE, Detach("e1", "a", READER), now=2)
     producer.close(A, 3, ((4, 5),))
-    assert (producer.take_actions(), producer.take_ended()) == (
+    assert (take_actions(producer.outbox), producer.outbox.take_events()) == (
         [],
-        [EndedLease(A, LeaseEnd.RELEASED)],
+        [LeaseEnded(A, LeaseEnd.RELEASED)],
     )
 
 
@@ -230,7 +233,7 @@ def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_
     producer.fail_prefill(A, "h1", "aborted", now=1)
     assert said(producer) == [Refused("", READER, "aborted")]
     producer.copied_to_host_buffer(1, None, now=2)
-    assert (said(producer), producer.take_ended(), producer.num_leases) == ([], [], 0)
+    assert (said(producer), producer.outbox.take_events(), producer.num_leases) == ([], [], 0)
 
 
 def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> (  # noqa: E501
@@ -249,9 +252,9 @@ def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_b
     producer.receive(ROUTE, registration("late"), now=3)
     assert said(producer) == [Refused("", "d/late/0", reason)]
     publish(producer, 12, 5)
-    assert (producer.take_ended(), said(producer)) == ([], [])
+    assert (producer.outbox.take_events(), said(producer)) == ([], [])
     producer.close(A, 4, ((5,),))
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
     publish(producer, 12)
     assert (said(producer), producer.num_leases) == ([], 0)
 
@@ -261,10 +264,10 @@ def test_of_two_segments_that_cannot_be_copied_readers_hear_once() -> None:
     publish(producer, 8, 4)
     producer.close(A, 1, ((5,),))
     producer.copied_to_host_buffer(1, "no memory", now=2)
-    assert producer.take_ended() == []
+    assert producer.outbox.take_events() == []
     producer.copied_to_host_buffer(2, "no memory", now=2)
     producer.copied_to_host_buffer(3, None, now=2)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -273,16 +276,16 @@ def test_a_prefill_that_cannot_be_copied_is_reported_after_its_other_copies_whoe
 ) -> None:
     producer = begun("r")
     publish(producer, 8, 4)
-    assert producer.take_actions() == [CopyToHostBuffer(A, ((4,),), 2)]
+    assert take_actions(producer.outbox) == [CopyToHostBuffer(A, ((4,),), 2)]
     producer.receive(ROUTE, Attach(ticket(4), READER), now=1)
     producer.copied_to_host_buffer(1, "no memory", now=2)
     if leaves:
         producer.receive(ROUTE, Detach("e1", "a", READER), now=3)
     producer.close(A, 4, ((5,),))
-    assert (producer.take_ended(), producer.num_leases) == ([], 1)
+    assert (producer.outbox.take_events(), producer.num_leases) == ([], 1)
     producer.copied_to_host_buffer(2, None, now=5)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
-    assert producer.take_actions() == []
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
+    assert take_actions(producer.outbox) == []
 
 
 def test_after_one_segment_has_failed_the_others_bring_nothing() -> None:
@@ -291,7 +294,7 @@ def test_after_one_segment_has_failed_the_others_bring_nothing() -> None:
     producer.copied_to_host_buffer(1, "no memory", now=2)
     said(producer)
     producer.copied_to_host_buffer(2, None, now=3)
-    assert (said(producer), producer.take_ended()) == ([], [])
+    assert (said(producer), producer.outbox.take_events()) == ([], [])
 
 
 def test_where_there_is_nothing_new_to_copy_the_offer_goes_at_once() -> None:

@@ -4,10 +4,10 @@ for, and when it ends.
 
 import msgspec
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_replies
 
+from kvferry.events import LeaseEnded
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.leases import EndedLease
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -64,7 +64,7 @@ def granted(producer: Producer, now: float = 0) -> Producer:
 
 
 def said(producer: Producer) -> list[object]:
-    return [reply.message for reply in producer.take_replies()]
+    return [reply.message for reply in take_replies(producer.outbox)]
 
 
 def offered(*requests: str) -> Producer:
@@ -81,7 +81,7 @@ def test_a_registration_becomes_a_reader_and_its_confirmation_ends_the_lease() -
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=2)
     assert said(producer) == [Confirmed("a", "d/r/0")]
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
     assert producer.num_registrations == 0
 
 
@@ -89,10 +89,10 @@ def test_the_lease_waits_for_everybody_it_was_offered_to() -> None:
     producer = offered("r", "s")
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=2)
-    assert producer.take_ended() == []
+    assert producer.outbox.take_events() == []
     producer.receive(ROUTE, Attach(TICKET, "d/s/0"), now=3)
     producer.receive(ROUTE, Detach("e1", "a", "d/s/0"), now=4)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_what_was_read_with_a_withdrawn_ticket_is_not_confirmed_by_the_next_lease() -> None:
@@ -109,23 +109,23 @@ def test_what_was_read_with_a_withdrawn_ticket_is_not_confirmed_by_the_next_leas
 def test_one_that_leaves_without_having_come_ends_the_lease_when_it_is_the_last() -> None:
     producer = offered("r", "s")
     producer.receive(ROUTE, cancel("r"), now=1)
-    assert producer.take_ended() == []
+    assert producer.outbox.take_events() == []
     producer.receive(ROUTE, cancel("s"), now=1)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 def test_nothing_is_kept_for_one_that_left_before() -> None:
     producer = make_producer()
     producer.receive(ROUTE, cancel(), now=0)
     granted(producer)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 def test_one_that_was_offered_something_and_died_costs_one_lease() -> None:
     producer = offered("r")
     assert producer.next_deadline() == 30
     producer.advance(now=30)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.EXPIRED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.EXPIRED)]
 
 
 def test_heartbeats_renew_registrations_and_say_which_are_gone() -> None:
@@ -160,7 +160,7 @@ def test_a_lease_that_a_reader_ahead_of_its_grant_has_ended_is_not_offered() -> 
     producer.receive(ROUTE, Attach(TICKET, "x"), now=0)
     producer.receive(ROUTE, Confirm("e1", "a", "x"), now=0)
     granted(producer)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
     said(producer)
     producer.receive(ROUTE, registration(), now=1)
     assert said(producer) == []
@@ -183,20 +183,20 @@ def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_whe
     producer.publish(A, "h1", TICKET, 8, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
     producer.advance(now=1000)
-    assert producer.take_ended() == [], "it has no end while it is computed"
+    assert producer.outbox.take_events() == [], "it has no end while it is computed"
     producer.close(A, now=1000)
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1001)
     assert said(producer) == [Confirmed("a", "d/r/0")]
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_an_open_prefill_that_nobody_needs_ends_when_it_is_closed() -> None:
     producer = opened()
     producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
     producer.publish(A, "h1", TICKET, 8, now=0)
-    assert (said(producer), producer.take_ended()) == ([], [])
+    assert (said(producer), producer.outbox.take_events()) == ([], [])
     producer.close(A, now=2)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 def test_nobody_is_confirmed_who_has_read_what_was_withdrawn() -> None:
@@ -205,7 +205,7 @@ def test_nobody_is_confirmed_who_has_read_what_was_withdrawn() -> None:
     assert said(producer) == [PushWithdrawal("d/r/0", 1)]
     producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1)
     assert [type(message) for message in said(producer)] == [Refused]
-    assert producer.take_ended() == [], (
+    assert producer.outbox.take_events() == [], (
         "the engine did not keep its blocks, so none are to be given back"
     )
     producer.open(A, 2, now=2)
@@ -226,7 +226,7 @@ def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
     producer = opened()
     producer.fail_prefill(A, "h1", "it was aborted", now=1)
     assert said(producer) == [Refused("", "d/r/0", "it was aborted")]
-    assert (producer.num_leases, producer.take_ended()) == (0, [])
+    assert (producer.num_leases, producer.outbox.take_events()) == (0, [])
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -247,9 +247,9 @@ def test_a_reader_that_was_written_to_and_falls_silent_lets_the_lease_run_out(
     producer.receive(ROUTE, Heartbeat("e1", 1, ["d/r/0"]), now=20)
     assert said(producer) == [HeartbeatReply("e1", 1, [])]
     producer.advance(now=39.9)
-    assert producer.take_ended() == []
+    assert producer.outbox.take_events() == []
     producer.advance(now=50)
     if is_open:
-        assert producer.take_ended() == [], "the engine still computes it"
+        assert producer.outbox.take_events() == [], "the engine still computes it"
         producer.close(A, now=51)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.EXPIRED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.EXPIRED)]

@@ -16,8 +16,8 @@ from tests.protocol.test_producer_push import (
     said,
 )
 
+from kvferry.events import LeaseEnded
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.leases import EndedLease
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -89,7 +89,7 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
     producer.receive(ROUTE, Attach(TICKET, "d2/s/0"), now=4)
     producer.receive(ROUTE, Confirm("e1", "a", "d2/s/0"), now=4)
     assert said(producer) == [Confirmed("a", "d2/s/0")]
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 @pytest.mark.parametrize("is_anew", [False, True])
@@ -120,9 +120,9 @@ def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed
         producer.grant(A, 2, now=2)
         producer.publish(A, "h1", ticket(2), 8, now=2)
     else:
-        assert producer.take_ended() == [], "its engine is at it"
+        assert producer.outbox.take_events() == [], "its engine is at it"
         producer.close(A, now=2)
-    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.outbox.take_events() == [LeaseEnded(A, LeaseEnd.RELEASED)]
     producer.advance(now=3)
     producer.advance(now=40)
     assert (producer.num_leases, producer.num_registrations, producer.next_deadline()) == (
@@ -144,7 +144,7 @@ def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None
     producer.grant(A, 2, now=3)
     producer.publish(A, "h1", ticket(2), 8, now=3)
     assert said(producer) == [PushOffer("d/r/1", ticket(2), 8)]
-    assert (producer.take_ended(), producer.num_leases) == ([], 1)
+    assert (producer.outbox.take_events(), producer.num_leases) == ([], 1)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,10 @@ def test_one_that_has_all_it_wants_before_the_prefill_is_through_is_offered_no_m
     else:
         producer.close(A, now=2)
         producer.publish(A, "h1", TICKET, 8, now=0)
-        assert (said(producer), producer.take_ended()) == ([], [EndedLease(A, LeaseEnd.CONFIRMED)])
+        assert (said(producer), producer.outbox.take_events()) == (
+            [],
+            [LeaseEnded(A, LeaseEnd.CONFIRMED)],
+        )
 
 
 def test_one_that_left_because_of_another_ranks_offer_is_not_waited_for_here() -> None:
@@ -195,7 +198,10 @@ def test_one_that_left_because_of_another_ranks_offer_is_not_waited_for_here() -
     producer.open(A, 1, now=2)
     producer.publish(A, "h1", TICKET, 4, now=0)
     producer.close(A, now=3)
-    assert (said(producer), producer.take_ended()) == ([], [EndedLease(A, LeaseEnd.RELEASED)])
+    assert (said(producer), producer.outbox.take_events()) == (
+        [],
+        [LeaseEnded(A, LeaseEnd.RELEASED)],
+    )
 
 
 def test_a_reader_ahead_by_two_leases_is_served_by_the_one_it_has_a_ticket_for() -> None:

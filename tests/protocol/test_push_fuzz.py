@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 from tests.protocol import test_consumer_ranks as ranks
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_ended, take_replies
 from tests.protocol.test_consumer import R1, SIDE, sent
 from tests.protocol.test_consumer_push import OWN, READER
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
@@ -153,8 +153,8 @@ class ProducerLife:
 
     def settle(self) -> None:
         self.producer.advance(self.now)
-        self.producer.take_replies()
-        for ended in self.producer.take_ended():
+        take_replies(self.producer.outbox)
+        for ended in take_ended(self.producer.outbox):
             assert not self.prefills.pop(ended.request).is_open, (
                 "blocks that are being filled are not given back"
             )

@@ -4,7 +4,7 @@ a producer's memory.
 
 import msgspec
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_ended
 from tests.protocol.test_producer_push import (
     KEY,
     PUSH_KEY,
@@ -18,6 +18,7 @@ from tests.protocol.test_producer_push import (
     registration,
     said,
 )
+from tests.protocol.test_push_desk import answers
 
 from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
@@ -52,7 +53,7 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(
     [refused] = said(producer)
     assert isinstance(refused, Refused)
     producer.receive(EVIL, PushCancel("e1", "evil", "a", "evil", match_id, shown), now=0)
-    assert (producer.take_ended(), producer.num_registrations) == ([], 0)
+    assert (producer.outbox.take_events(), producer.num_registrations) == ([], 0)
     producer.receive(ROUTE, registration(), now=1)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
 
@@ -92,10 +93,10 @@ def test_what_was_registered_without_a_ticket_is_cancelled_without_one_and_nothi
 ):
     producer = believing("h:1")
     producer.receive(EVIL, PushCancel("e1", "other", "a", "evil"), now=0)
-    assert producer.take_ended() == []
+    assert producer.outbox.take_events() == []
     producer.receive(ROUTE, evil("d/a/0", "a"), now=0)
     producer.receive(ROUTE, PushCancel("e1", "d/a/0", "a", "evil"), now=1)
-    assert [ended.request for ended in producer.take_ended()] == [A]
+    assert [ended.request for ended in take_ended(producer.outbox)] == [A]
 
 
 def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> None:
@@ -103,15 +104,15 @@ def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> No
     matcher.cancel(PushCancel("e1", "d/x/0", "cmpl-x-0-11111111", "d", "h1"), now=0)
     retry = RequestId("cmpl-x-0-33333333")
     matcher.publish(retry, "", "T", 8)
-    assert matcher.take_unwanted() == [], "asked alone: its ticket goes another way"
+    assert matcher.results == [], "asked alone: its ticket goes another way"
     matcher.register(
         ROUTE,
         PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"),
         now=0,
     )
-    assert matcher.take_replies() == []
+    assert matcher.results == []
     matcher.publish(RequestId("cmpl-x-0-55555555"), "h2", "mine", 8)
-    assert [reply.message for reply in matcher.take_replies()] == [PushOffer("d/y/0", "mine", 8)]
+    assert [message for _, message in answers(matcher)] == [PushOffer("d/y/0", "mine", 8)]
 
 
 def test_a_reader_that_registers_for_two_requests_breaks_nothing() -> None:
@@ -124,9 +125,9 @@ def test_a_reader_that_registers_for_two_requests_breaks_nothing() -> None:
     matcher.advance(now=100)
     assert matcher.num_entries == 0
     matcher.register(EVIL, evil("r", "q1"), now=100)
-    matcher.take_replies()
+    answers(matcher)
     matcher.publish(RequestId("q1"), "", "T", 4)
-    assert [reply.message for reply in matcher.take_replies()] == [PushOffer("r", "T", 4)]
+    assert [message for _, message in answers(matcher)] == [PushOffer("r", "T", 4)]
 
 
 def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(

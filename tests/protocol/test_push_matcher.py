@@ -14,7 +14,14 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
-from kvferry.protocol.push_matcher import MatchKey, PushMatcher
+from kvferry.protocol.push_matcher import (
+    MatcherReply,
+    MatcherResult,
+    MatchKey,
+    PrefillDeclined,
+    PushMatcher,
+    ReaderLeft,
+)
 from kvferry.types import RequestId, Route
 
 LEASE_S = 30.0
@@ -38,7 +45,17 @@ def route(rank: int = 0) -> Route:
 
 
 def answers(matcher: PushMatcher) -> list[tuple[Route, PushOffer | PushWithdrawal | Refused]]:
-    return [(reply.route, reply.message) for reply in matcher.take_replies()]
+    return [
+        (result.route, result.message)
+        for result in results(matcher)
+        if isinstance(result, MatcherReply)
+    ]
+
+
+def results(matcher: PushMatcher) -> list[MatcherResult]:
+    """What came since this was last asked."""
+    taken, matcher.results = matcher.results, []
+    return taken
 
 
 def refusals(matcher: PushMatcher) -> list[str]:
@@ -128,11 +145,11 @@ def test_a_consumer_that_needs_nothing_has_the_prefill_freed_whenever_it_ends() 
     matcher = PushMatcher(LEASE_S)
     matcher.cancel(cancel("x-00000000", "h1"), now=0)
     matcher.publish(RequestId("x-22222222"), "h1", "T", 8)
-    assert matcher.take_unwanted() == ["x-22222222"]
+    assert results(matcher) == [PrefillDeclined(RequestId("x-22222222"))]
     matcher.publish(RequestId("y-22222222"), "h2", "T", 8)
-    assert matcher.take_unwanted() == []
+    assert results(matcher) == []
     matcher.cancel(cancel("y-00000000", "h2"), now=0)
-    assert matcher.take_unwanted() == ["y-22222222"]
+    assert results(matcher) == [PrefillDeclined(RequestId("y-22222222"))]
 
 
 def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None:
@@ -140,12 +157,13 @@ def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None
     matcher.register(route(), registration(match_id="h1"), now=0)
     matcher.cancel(cancel(D_ID, "h1"), now=0)
     matcher.publish(P_ID, "h1", "T", 8)
-    assert (answers(matcher), matcher.take_unwanted()) == ([], [P_ID])
+    assert results(matcher) == [PrefillDeclined(P_ID)]
     other = RequestId("cmpl-y-0-ffffffff")
     matcher.publish(other, "", "T", 8)
     matcher.register(route(), registration("cmpl-y-0-0123abcd"), now=0)
+    assert answers(matcher) == [offer(0, "cmpl-y-0-0123abcd")]
     matcher.cancel(cancel("cmpl-y-0-0123abcd"), now=0)
-    assert matcher.take_left() == [(other, "d/cmpl-y-0-0123abcd/0")]
+    assert results(matcher) == [ReaderLeft(other, "d/cmpl-y-0-0123abcd/0")]
 
 
 def test_requests_that_share_a_handover_share_a_prefill_and_one_may_leave() -> None:
@@ -158,7 +176,7 @@ def test_requests_that_share_a_handover_share_a_prefill_and_one_may_leave() -> N
     matcher.register(route(), registration("d", match_id="h1"), now=1)
     assert answers(matcher) == [offer(0, "d")]
     matcher.cancel(cancel("c", "h1"), now=2)
-    assert (matcher.take_left(), matcher.take_unwanted()) == ([(P_ID, "d/c/0")], [])
+    assert results(matcher) == [ReaderLeft(P_ID, "d/c/0")]
 
 
 def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None:
@@ -166,7 +184,8 @@ def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None
     matcher.cancel(cancel("a", "h1"), now=0)
     matcher.register(route(), registration("b", match_id="h1"), now=0)
     matcher.publish(P_ID, "h1", "T", 8)
-    assert (answers(matcher), matcher.take_unwanted()) == ([offer(0, "b")], [])
+    assert [type(result) for result in matcher.results] == [MatcherReply]
+    assert answers(matcher) == [offer(0, "b")]
 
 
 def test_a_registration_lives_by_its_heartbeats() -> None:
@@ -320,8 +339,11 @@ class DeskMachine(RuleBasedStateMachine):
 
     @invariant()
     def look(self) -> None:
-        assert all(request in self.published for request in self.matcher.take_unwanted())
-        assert all(request in self.published for request, _ in self.matcher.take_left())
+        assert all(
+            result.request in self.published
+            for result in self.matcher.results
+            if not isinstance(result, MatcherReply)
+        )
         for _, message in answers(self.matcher):
             reader = message.reader
             assert reader in self.waiting or reader in self.offered, (

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol.caches import take_actions, take_replies
 from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 
 from kvferry.protocol.actions import StartWrite, StopWrite
@@ -23,6 +24,7 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
     Written,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.push_writer import Landed, PushWriter, WriterSettings
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, RequestId, Route
@@ -58,7 +60,9 @@ class Side:
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
         self.writers = PushWriter(
-            WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers
+            WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120),
+            self.consumer.peers,
+            Outbox(),
         )
         self.consumer.add_peer_user(self.writers)
 
@@ -76,12 +80,12 @@ class Side:
         return self
 
     def started(self) -> StartWrite:
-        [action] = self.writers.take_actions()
+        [action] = take_actions(self.writers.outbox)
         assert isinstance(action, StartWrite)
         return action
 
     def said(self) -> list[object]:
-        replies = self.writers.take_replies()
+        replies = take_replies(self.writers.outbox)
         assert {reply.route for reply in replies} <= {ROUTE}
         return [reply.message for reply in replies]
 
@@ -121,14 +125,14 @@ def test_what_comes_while_a_write_is_under_way_is_written_after_it() -> None:
     side = Side().connected().offer(4)
     first = side.started()
     side.offer(8, is_over=True)
-    assert side.writers.take_actions() == []
+    assert take_actions(side.writers.outbox) == []
     side.writers.write_ended(first.write, None, now=2)
     assert side.started().segments[0].total_bytes == BLOCK_BYTES
 
 
 def test_an_offer_that_comes_before_the_handshake_is_over_waits_for_it() -> None:
     side = Side().register().offer(8, is_over=True)
-    assert side.writers.take_actions() == []
+    assert take_actions(side.writers.outbox) == []
     connect(side.consumer)
     assert side.started().segments[0].total_bytes == 2 * BLOCK_BYTES
 
@@ -175,7 +179,7 @@ def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) ->
     side = Side().register(write=msgspec.structs.replace(LEASE, **changes))
     connect(side.consumer)
     side.offer(8)
-    assert (side.said(), side.writers.take_actions()) == (failed(reason), [])
+    assert (side.said(), take_actions(side.writers.outbox)) == (failed(reason), [])
 
 
 @pytest.mark.parametrize("needed_from", [[], [0]])
@@ -217,7 +221,7 @@ def test_a_write_that_takes_too_long_is_stopped() -> None:
     write = side.started().write
     side.writers.renew([READER], now=20)
     assert side.writers.advance(now=21) == []
-    assert side.writers.take_actions() == [StopWrite(write)]
+    assert take_actions(side.writers.outbox) == [StopWrite(write)]
     side.writers.write_ended(write, "cancelled", now=22)
     assert side.said() == failed("the write failed: cancelled")
 
@@ -238,7 +242,7 @@ def test_a_write_that_a_preemption_cuts_off_is_not_followed_by_another_into_the_
     side = Side().connected().offer(4)
     write = side.started().write
     side.writers.withdraw(READER)
-    assert side.writers.take_actions() == [StopWrite(write)]
+    assert take_actions(side.writers.outbox) == [StopWrite(write)]
     assert side.said() == failed("the prefill was preempted while its blocks were being written")
     side.writers.revoke(ROUTE, Revoke("e0", READER, 7))
     assert side.said() == []
@@ -263,7 +267,7 @@ def test_a_revocation_is_answered_once_nothing_of_that_lease_is_under_way(grant_
         assert side.said() == [Revoked(READER, 6)]
         assert side.writers.has(READER), "an earlier lease is not this one"
         return
-    assert (side.said(), side.writers.take_actions()) == ([], [StopWrite(write)])
+    assert (side.said(), take_actions(side.writers.outbox)) == ([], [StopWrite(write)])
     side.writers.write_ended(write, "cancelled", now=2)
     assert side.said() == [Revoked(READER, 7)]
     side.writers.revoke(ROUTE, Revoke("e0", READER, 7))
@@ -276,7 +280,7 @@ def test_a_lease_that_is_not_renewed_ends_what_is_written_under_it() -> None:
     side.writers.renew([READER, "a stranger"], now=10)
     assert side.writers.advance(now=39.9) == []
     assert side.writers.advance(now=40) == [READER]
-    assert StopWrite(write) in side.writers.take_actions()
+    assert StopWrite(write) in take_actions(side.writers.outbox)
     assert not side.writers.has(READER)
 
 
@@ -284,7 +288,7 @@ def test_a_registration_anew_replaces_what_was_lent() -> None:
     side = Side().connected().offer(4)
     write = side.started().write
     side.register(write=None)
-    assert side.writers.take_actions() == [StopWrite(write)]
+    assert take_actions(side.writers.outbox) == [StopWrite(write)]
     assert not side.writers.has(READER)
 
 
@@ -317,7 +321,7 @@ def test_no_lease_raises_anything_whatever_it_says(
     side.register(write=lease, decode_tp_size=tp_size)
     if side.writers.has(READER):
         side.offer(ready, is_over=True)
-        for action in side.writers.take_actions():
+        for action in take_actions(side.writers.outbox):
             if isinstance(action, StartWrite):
                 side.writers.write_ended(action.write, None, now=2)
         side.writers.advance(now=1000)

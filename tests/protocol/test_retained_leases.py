@@ -3,13 +3,14 @@ owner needs the blocks.
 """
 
 import pytest
-from tests.protocol.caches import no_writers
+from tests.protocol.caches import no_writers, take_copies, take_replies
 from tests.protocol.test_producer import KEY, A, D, ended, make_producer, ticket
 
-from kvferry.protocol.actions import CopyToHostBuffer
-from kvferry.protocol.leases import EndedLease, LeaseTable
+from kvferry.events import EvictionDeferred, LeaseEnded
+from kvferry.protocol.actions import CopyToHostBuffer, Reply
+from kvferry.protocol.leases import LeaseTable
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, Ready, Refused
-from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
+from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId
 
@@ -24,16 +25,16 @@ def test_a_kept_lease_has_a_time_of_its_own_and_lapses() -> None:
     assert leases.renew_all([A], now=100) == []
     assert leases.expire(now=479) == []
     assert leases.next_deadline() == 480
-    assert leases.expire(now=480) == [EndedLease(A, LeaseEnd.LAPSED)]
+    assert leases.expire(now=480) == [LeaseEnded(A, LeaseEnd.LAPSED)]
 
 
 def test_a_kept_lease_that_is_let_go_ends_at_once_when_nobody_reads() -> None:
     leases = make_table()
     leases.retain(A, 1, now=0, ttl_s=480)
     leases.evict(A, now=1)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.RELEASED)]
     leases.evict(A, now=2)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
 
 
 def test_a_reader_of_what_was_let_go_has_to_be_heard_of_as_usual() -> None:
@@ -42,11 +43,11 @@ def test_a_reader_of_what_was_let_go_has_to_be_heard_of_as_usual() -> None:
     assert leases.attach(A, "p", now=1)
     for now in (10, 11):
         leases.evict(A, now)
-    assert leases.take_if_ended(A) is None
+    assert leases.take_ended() == []
     assert leases.expire(now=39) == []
     leases.renew_all([A], now=39)
     assert leases.expire(now=58) == []
-    assert leases.expire(now=59) == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert leases.expire(now=59) == [LeaseEnded(A, LeaseEnd.RELEASED)]
     assert leases.num_entries <= 64
 
 
@@ -56,7 +57,7 @@ def test_what_was_let_go_may_still_be_confirmed_by_who_reads_it() -> None:
     leases.attach(A, "p", now=1)
     leases.evict(A, now=2)
     assert leases.confirm(A, "p", now=3)
-    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert leases.take_ended() == [LeaseEnded(A, LeaseEnd.CONFIRMED)]
 
 
 def test_a_short_lease_is_not_prolonged_by_being_let_go() -> None:
@@ -64,25 +65,25 @@ def test_a_short_lease_is_not_prolonged_by_being_let_go() -> None:
     leases.retain(A, 1, now=0, ttl_s=5)
     leases.attach(A, "p", now=0)
     leases.evict(A, now=1)
-    assert leases.expire(now=20) == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert leases.expire(now=20) == [LeaseEnded(A, LeaseEnd.RELEASED)]
 
 
 def test_a_producer_tells_a_reader_that_asks_that_it_may_read() -> None:
     producer = make_producer()
     producer.retain(A, 1, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=100)
-    assert producer.take_replies() == [ProducerReply(D, Ready("a", "p/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Ready("a", "p/1"))]
     producer.receive(D, Confirm("e1", "a", "p/1"), now=101)
-    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "p/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Confirmed("a", "p/1"))]
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
 def test_a_reader_that_overtakes_the_grant_is_told_when_it_has_come() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=0)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     producer.retain(A, 1, now=1, ttl_s=480)
-    assert producer.take_replies() == [ProducerReply(D, Ready("a", "p/1"))]
+    assert take_replies(producer.outbox) == [Reply(D, Ready("a", "p/1"))]
 
 
 def test_what_was_let_go_lingers_while_it_is_read() -> None:
@@ -90,10 +91,11 @@ def test_what_was_let_go_lingers_while_it_is_read() -> None:
     producer.retain(A, 1, now=0, ttl_s=480)
     producer.retain(RequestId("b"), 2, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
-    assert producer.evict(A, now=2)
-    assert not producer.evict(RequestId("b"), now=2)
-    assert not producer.evict(RequestId("nobody's"), now=2)
-    assert ended(producer) == [("b", LeaseEnd.RELEASED)]
+    producer.evict(A, now=2)
+    assert producer.outbox.take_events() == [EvictionDeferred(A)]
+    producer.evict(RequestId("b"), now=2)
+    producer.evict(RequestId("nobody's"), now=2)
+    assert producer.outbox.take_events() == [LeaseEnded(RequestId("b"), LeaseEnd.RELEASED)]
     producer.receive(D, Detach("e1", "a", "p/1"), now=3)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
@@ -103,7 +105,8 @@ def test_a_reader_that_died_holds_nothing_up_for_longer_than_a_lease() -> None:
     producer.retain(A, 1, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=2)
-    assert producer.evict(A, now=10)
+    producer.evict(A, now=10)
+    assert producer.outbox.take_events() == [EvictionDeferred(A)]
     producer.advance(now=39.9)
     assert ended(producer) == []
     producer.advance(now=40)
@@ -116,7 +119,7 @@ def test_who_comes_too_late_is_refused() -> None:
     producer.advance(now=480)
     assert ended(producer) == [("a", LeaseEnd.LAPSED)]
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=481)
-    [reply] = producer.take_replies()
+    [reply] = take_replies(producer.outbox)
     assert isinstance(reply.message, Refused)
 
 
@@ -132,11 +135,11 @@ def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> 
     )
     producer = Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
     producer.retain(A, 1, now=0, ttl_s=480, blocks=((3,),))
-    [copy] = producer.take_actions()
+    [copy] = take_copies(producer.outbox)
     assert isinstance(copy, CopyToHostBuffer)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
-    assert producer.take_replies() == []
+    assert take_replies(producer.outbox) == []
     producer.copied_to_host_buffer(copy.copy, error, now=2)
-    assert [type(reply.message) for reply in producer.take_replies()] == [
+    assert [type(reply.message) for reply in take_replies(producer.outbox)] == [
         Ready if error is None else Refused
     ]

@@ -12,16 +12,25 @@ from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
+    Confirmed,
     Detach,
     HandshakeRequest,
     Heartbeat,
+    HeartbeatReply,
     OfferInfo,
     PushCancel,
+    PushOffer,
     PushRegistration,
+    PushWithdrawal,
+    Ready,
+    Refused,
     Revoke,
+    Revoked,
+    WriteFailed,
+    Written,
 )
 from kvferry.protocol.planning import BlockPermutation, Segments
-from kvferry.types import PeerId, RequestId
+from kvferry.types import PeerId, RequestId, Route
 
 __all__ = [
     "Action",
@@ -31,6 +40,8 @@ __all__ = [
     "GrantWrites",
     "OpenPeer",
     "PlaceBlocks",
+    "Reply",
+    "ReplyMessage",
     "RevokeWrites",
     "Send",
     "StartRead",
@@ -55,6 +66,28 @@ class Send:
         | PushCancel
         | Revoke
     )
+
+
+ReplyMessage = (
+    Ready
+    | Confirmed
+    | Refused
+    | HeartbeatReply
+    | PushOffer
+    | PushWithdrawal
+    | Written
+    | WriteFailed
+    | Revoked
+)
+"""Messages from a producer to a consumer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a message to a consumer, over the connection that the consumer has opened."""
+
+    route: Route
+    message: ReplyMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +211,7 @@ class CopyToHostBuffer:
 
 Action = (
     Send
+    | Reply
     | CloseConnection
     | OpenPeer
     | ClosePeer

@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from kvferry.events import LeaseEnded
 from kvferry.protocol.actions import CopyToHostBuffer
-from kvferry.protocol.leases import EndedLease
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId, Route
 
@@ -115,7 +116,7 @@ class CopyResult:
     """The publication that may be offered now."""
     readers: Mapping[str, Route] = field(default_factory=dict)
     """Readers to answer: with `Ready` or, after a failure, with `Refused`."""
-    end: EndedLease | None = None
+    end: LeaseEnded | None = None
     """The end of the lease, to be reported now."""
     failure: str = ""
     """Why the copy failed; empty after a success."""
@@ -143,20 +144,20 @@ class _LeaseCopy:
     match_id: str = ""
     failure: str = ""
     """Why a copy of the lease failed; empty if none did."""
-    end: EndedLease | None = None
+    end: LeaseEnded | None = None
     """The end of the lease, if the lease has ended while copies were running."""
 
 
 class HostBufferCopies:
     """Copies of leased blocks to the host buffer, and the readers and offers behind the copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
         self._lease_copies: dict[RequestId, _LeaseCopy] = {}
         self._owners: dict[int, _LeaseCopy] = {}
         """The lease of each copy. A copy that runs for a withdrawn lease has no entry."""
         self._queue = HostCopyQueue()
         self._last_copy = 0
-        self._actions: list[CopyToHostBuffer] = []
 
     @property
     def num_unreported(self) -> int:
@@ -213,7 +214,7 @@ class HostBufferCopies:
             for copy in lease_copy.copies:
                 del self._owners[copy]
 
-    def end(self, ended: EndedLease) -> bool:
+    def end(self, ended: LeaseEnded) -> bool:
         """Handle the end of a lease; returns whether the end may be reported now.
 
         If not, `copied` returns the end when the last running copy has ended.
@@ -296,10 +297,6 @@ class HostBufferCopies:
             )
         return self._progress(lease_copy)
 
-    def take_actions(self) -> list[CopyToHostBuffer]:
-        actions, self._actions = self._actions, []
-        return actions
-
     def _progress(self, lease_copy: _LeaseCopy) -> CopyResult:
         publication, readers = None, {}
         # Copies may end out of order: only copies below the oldest unfinished copy count, so that
@@ -324,7 +321,7 @@ class HostBufferCopies:
     def _begin(self, copies: list[int]) -> None:
         for copy in copies:
             lease_copy = self._owners[copy]
-            self._actions.append(
+            self._outbox.actions.append(
                 CopyToHostBuffer(lease_copy.request, lease_copy.copies[copy], copy)
             )
 

@@ -26,9 +26,10 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 
 from kvferry.errors import LocalProtocolError
+from kvferry.events import LeaseEnded
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["MAX_TURN_ID_CHARS", "EndedLease", "EndedTurns", "LeaseTable", "TicketStatus"]
+__all__ = ["MAX_TURN_ID_CHARS", "EndedTurns", "LeaseTable", "TicketStatus"]
 
 
 MAX_READERS = 8192
@@ -47,14 +48,6 @@ class TicketStatus(StrEnum):
     PENDING = "pending"
     """The scheduler has issued the ticket, but the grant has not reached this table yet."""
     GONE = "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class EndedLease:
-    """A lease that has ended, and how: the blocks may be freed."""
-
-    request: RequestId
-    end: LeaseEnd
 
 
 @dataclass(slots=True)
@@ -93,6 +86,8 @@ class LeaseTable:
     # with the new deadline (docs/decisions/019-many-leases.md).
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
     _readers_by_transport: Counter[str] = field(default_factory=Counter, init=False)
+    _possibly_ended: dict[RequestId, None] = field(default_factory=dict, init=False)
+    """Leases to examine in `take_ended`: a reader has left, or the lease was settled or closed."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -130,12 +125,13 @@ class LeaseTable:
         """Stop retaining a turn because the owner needs the blocks.
 
         The lease waits for no new reader. Attached readers may finish as long as they renew. Call
-        `take_if_ended` afterwards.
+        `take_ended` afterwards.
         """
         lease = self._leases.get(request)
         if lease is None:
             return
         lease.settled = lease.settled or LeaseEnd.RELEASED
+        self._possibly_ended[request] = None
         if lease.deadline > now + self.ttl_s:
             # A dead reader must not hold the blocks for the long duration of a retained turn.
             self._run_until(request, lease, now + self.ttl_s)
@@ -152,11 +148,15 @@ class LeaseTable:
         self._add(request, serial).is_open = True
 
     def close(self, request: RequestId, now: float) -> None:
-        """Turn an open lease into an ordinary one, because the engine has filled the blocks."""
+        """Turn an open lease into an ordinary one, because the engine has filled the blocks.
+
+        Call `take_ended` afterwards: all readers may have left already.
+        """
         lease = self._leases.get(request)
         if lease is None or not lease.is_open:
             raise LocalProtocolError(f"{request} has no open lease")
         lease.is_open = False
+        self._possibly_ended[request] = None
         self._run_until(request, lease, now + self.ttl_s)
 
     def _add(self, request: RequestId, serial: int) -> _Lease:
@@ -240,7 +240,7 @@ class LeaseTable:
         """Detach a reader and return True if the lease was alive for the reader's whole read.
 
         A reader that is dropped with its lease cannot attach to that lease again, so "attached now"
-        means "attached during the whole read". Call `take_if_ended` afterwards. If the result is
+        means "attached during the whole read". Call `take_ended` afterwards. If the result is
         False, nothing has changed.
         """
         lease = self._leases.get(request)
@@ -248,12 +248,14 @@ class LeaseTable:
             return False
         self._drop_reader(lease, reader)
         lease.settled = LeaseEnd.CONFIRMED
+        self._possibly_ended[request] = None
         return True
 
     def detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> bool:
         """Remove a reader that has not used the blocks, or that will not attach.
 
-        If the lease is not settled yet, `end` settles it. False if the reader is unknown.
+        If the lease is not settled yet, `end` settles it. False if the reader is unknown. Call
+        `take_ended` afterwards.
         """
         lease = self._leases.get(request)
         if lease is None or not (
@@ -264,44 +266,46 @@ class LeaseTable:
         lease.awaited.discard(reader)
         lease.offered.discard(reader)
         lease.settled = lease.settled or end
+        self._possibly_ended[request] = None
         return True
 
     def abandon(self, request: RequestId) -> bool:
-        """Wait for no new reader; readers that are attached, awaited or offered may finish."""
+        """Wait for no new reader; readers that are attached, awaited or offered may finish.
+
+        Call `take_ended` afterwards.
+        """
         lease = self._leases.get(request)
         if lease is None:
             return False
         lease.settled = lease.settled or LeaseEnd.RELEASED
+        self._possibly_ended[request] = None
         return True
 
-    def take_if_ended(self, request: RequestId) -> EndedLease | None:
-        """Remove and return a closed, settled lease without attached, awaited or offered readers.
-
-        None if the lease has not ended.
+    def take_ended(self) -> list[LeaseEnded]:
+        """Remove and return the closed, settled leases without attached, awaited or offered
+        readers.
         """
-        lease = self._leases.get(request)
-        if (
-            lease is None
-            or lease.is_open
-            or lease.settled is None
-            or lease.readers
-            or lease.awaited
-            or lease.offered
-        ):
-            return None
-        del self._leases[request]
-        return EndedLease(request, lease.settled)
+        ended = []
+        for request in self._possibly_ended:
+            lease = self._leases.get(request)
+            if lease is None or lease.is_open or lease.settled is None:
+                continue
+            if not (lease.readers or lease.awaited or lease.offered):
+                del self._leases[request]
+                ended.append(LeaseEnded(request, lease.settled))
+        self._possibly_ended.clear()
+        return ended
 
-    def revoke(self, request: RequestId) -> EndedLease | None:
+    def revoke(self, request: RequestId) -> LeaseEnded | None:
         """Remove and return a lease even if readers are attached, because the KV is not valid."""
         lease = self._leases.pop(request, None)
         if lease is None:
             return None
         for reader in list(lease.readers):
             self._drop_reader(lease, reader)
-        return EndedLease(request, lease.settled or LeaseEnd.RELEASED)
+        return LeaseEnded(request, lease.settled or LeaseEnd.RELEASED)
 
-    def expire(self, now: float) -> list[EndedLease]:
+    def expire(self, now: float) -> list[LeaseEnded]:
         """Remove and return every lease whose deadline has passed, earliest first."""
         ended, renewed = [], 0
         while self._by_deadline and self._by_deadline[0][0] <= now:
@@ -322,7 +326,7 @@ class LeaseTable:
             del self._leases[request]
             for reader in list(lease.readers):
                 self._drop_reader(lease, reader)
-            ended.append(EndedLease(request, lease.settled or lease.unsettled))
+            ended.append(LeaseEnded(request, lease.settled or lease.unsettled))
         return ended
 
     def next_deadline(self) -> float | None:

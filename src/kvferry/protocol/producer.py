@@ -16,8 +16,8 @@ Such a producer sends `Ready` to each reader when the copy is complete. Before t
 the producer neither confirms a reader nor offers that segment of a prefill. The end of a lease is
 reported only when no copy reads its blocks any more.
 
-Pure: the caller feeds commands and messages, passes `now`, and takes actions, replies and ended
-leases.
+Pure: the caller feeds commands and messages, passes `now`, and empties the outbox
+(`protocol/outbox.py`) that the producer shares with all its parts.
 """
 
 import math
@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.errors import InvalidTicket
-from kvferry.protocol.actions import CopyToHostBuffer
+from kvferry.events import EvictionDeferred, LeaseEnded
 from kvferry.protocol.heartbeats import READ_BEGINS, Deadlines
 from kvferry.protocol.host_buffers import BlockTables, HostBufferCopies, Publication
-from kvferry.protocol.leases import EndedLease, LeaseTable, TicketStatus
+from kvferry.protocol.leases import LeaseTable, TicketStatus
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -40,23 +40,18 @@ from kvferry.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     PushCancel,
-    PushOffer,
     PushRegistration,
-    PushWithdrawal,
     Ready,
     Refused,
     Revoke,
-    Revoked,
     ToProducer,
-    WriteFailed,
-    Written,
 )
 from kvferry.protocol.push import ProducerSettings, PushCoordinator
 from kvferry.protocol.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import RequestId, Route
 
-__all__ = ["PendingReaders", "Producer", "ProducerReply", "ProducerSettings"]
+__all__ = ["PendingReaders", "Producer", "ProducerSettings"]
 
 
 @dataclass(slots=True)
@@ -94,24 +89,6 @@ Some reads begin with a request to us that arrives a moment after the announceme
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerReply:
-    """A message to a consumer, and the route to send the message to."""
-
-    route: Route
-    message: (
-        Ready
-        | Confirmed
-        | Refused
-        | HeartbeatReply
-        | PushOffer
-        | PushWithdrawal
-        | Written
-        | WriteFailed
-        | Revoked
-    )
-
-
 class Producer:
     """State of every lease on this rank: its readers, registrations, writes and host copies."""
 
@@ -122,6 +99,8 @@ class Producer:
         push_key: PushTicketKey,
         writers: PushWriter,
     ) -> None:
+        self.outbox = writers.outbox
+        """Actions and events of the producer, of its parts and of the writer."""
         self._settings = settings
         self._key = key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
@@ -129,10 +108,15 @@ class Producer:
         self._pending_deadlines: Deadlines[RequestId] = Deadlines()
         self._pending_by_transport: Counter[str] | None = None
         """Number of unfinished pending readers by transport; None means: count again."""
-        self._host_buffer_copies = HostBufferCopies()
-        self._push = PushCoordinator(settings, (key, push_key), self._leases, writers)
-        self._replies: list[ProducerReply] = []
-        self._ended: list[EndedLease] = []
+        self._host_buffer_copies = HostBufferCopies(self.outbox)
+        self._push = PushCoordinator(
+            settings,
+            (key, push_key),
+            self._leases,
+            self._host_buffer_copies,
+            writers,
+            self.outbox,
+        )
         self._read_expected_at = -math.inf
 
     @property
@@ -184,14 +168,16 @@ class Producer:
             self._host_buffer_copies.grant(request, blocks)
         self._serve_pending_readers(request, serial, now)
 
-    def evict(self, request: RequestId, now: float) -> bool:
+    def evict(self, request: RequestId, now: float) -> None:
         """Evict a retained turn, because the engine needs its blocks.
 
-        Returns True if a reader is still attached; the blocks are freed when the reader detaches.
+        `EvictionDeferred` is reported if a reader is still attached; the blocks are freed when the
+        reader detaches.
         """
         self._leases.evict(request, now)
-        self._collect(request)
-        return request in self._leases
+        self._report_ended()
+        if request in self._leases:
+            self.outbox.events.append(EvictionDeferred(request))
 
     def _serve_pending_readers(self, request: RequestId, serial: int, now: float) -> None:
         """Attach the readers that arrived before the grant, then apply their early endings."""
@@ -208,9 +194,9 @@ class Producer:
                 self._leases.confirm(request, end.reader, now)
             else:
                 self._leases.detach(request, end.reader)
-        self._collect(request)
         if pending.is_abandoned:
-            self.abandon(request)
+            self._leases.abandon(request)
+        self._report_ended()
 
     def open(self, request: RequestId, serial: int, now: float) -> None:
         """Open a lease on a request that the engine still computes; readers may read what is
@@ -227,7 +213,7 @@ class Producer:
         `blocks` are the last blocks that a producer with a host buffer still has to copy.
         """
         self._leases.close(request, now)
-        self._collect(request)
+        self._report_ended()
         if self._host_buffer_copies.failure_of(request):
             self._revoke(request)
         elif request in self._leases:
@@ -241,7 +227,7 @@ class Producer:
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
         self._push.withdraw(request, serial, now)
-        self._take_from_push()
+        self._report_ended()
 
     def publish(
         self,
@@ -266,14 +252,14 @@ class Producer:
 
     def _offer(self, request: RequestId, publication: Publication, now: float) -> None:
         self._push.publish(request, publication, now)
-        self._take_from_push()
+        self._report_ended()
 
     def fail_prefill(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """Revoke the lease of a failed prefill and refuse its readers and registrations."""
         self._leases.revoke(request)
         self._host_buffer_copies.withdraw(request)
         self._push.fail(request, match_id, reason, now)
-        self._take_from_push()
+        self._report_ended()
 
     def copied_to_host_buffer(self, copy: int, error: str | None, now: float) -> None:
         """Handle the end of a `CopyToHostBuffer` action; the copy no longer reads engine blocks."""
@@ -286,13 +272,13 @@ class Producer:
                 if copied.failure
                 else Ready(copied.request, reader)
             )
-            self._replies.append(ProducerReply(route, reply))
+            self.outbox.reply(route, reply)
         if copied.end is not None:
-            self._ended.append(copied.end)
+            self.outbox.events.append(copied.end)
         elif copied.failure and copied.is_open:
             # The engine still computes this request; the end of the lease is reported by `close`.
             self._push.fail(copied.request, copied.match_id, copied.failure, now)
-            self._take_from_push()
+            self._report_ended()
         elif copied.failure:
             self._revoke(copied.request)
         elif copied.publication is not None:
@@ -311,7 +297,7 @@ class Producer:
         if pending is not None:
             pending.is_abandoned = True
         self._leases.abandon(request)
-        self._collect(request)
+        self._report_ended()
 
     def is_reading_likely(self, now: float) -> bool:
         """Return whether a reader has attached, or announced a read, within `READ_WATCH_S`."""
@@ -335,14 +321,14 @@ class Producer:
                 self._receive_end(route, message, now)
             case PushRegistration() | PushCancel() | Revoke():
                 self._push.receive(route, message, now)
-                self._take_from_push()
+        self._report_ended()
 
     def advance(self, now: float) -> None:
         """Expire leases, registrations and write grants, and refuse overdue pending readers."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
         self._push.advance(now)
-        self._take_from_push()
+        self._report_ended()
         for request in self._pending_deadlines.take_due(now):
             pending, self._pending_by_transport = self._pending[request], None
             for reader in [reader for reader in pending.readers if reader not in pending.ends]:
@@ -364,23 +350,6 @@ class Producer:
             self._push.next_deadline(),
         )
         return min((at for at in deadlines if at is not None), default=None)
-
-    def take_actions(self) -> list[CopyToHostBuffer]:
-        return self._host_buffer_copies.take_actions()
-
-    def take_replies(self) -> list[ProducerReply]:
-        """Return the pending replies, with the replies about writes first.
-
-        The last `Written` must arrive before a `HeartbeatReply` that no longer knows the
-        registration: otherwise the consumer would take a finished write for a lost registration.
-        """
-        replies, self._replies = self._replies, []
-        return [*(ProducerReply(*reply) for reply in self._push.take_writer_replies()), *replies]
-
-    def take_ended(self) -> list[EndedLease]:
-        """Return the leases that have ended since the last call; their blocks may be freed."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def _receive_attach(self, route: Route, message: Attach, now: float) -> None:
         try:
@@ -431,9 +400,7 @@ class Producer:
             ]
             registered = self._push.renew(missing, now)
             gone = [lease for lease in missing if lease not in registered]
-        self._replies.append(
-            ProducerReply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone)))
-        )
+        self.outbox.reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone)))
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
@@ -470,12 +437,11 @@ class Producer:
             if isinstance(message, Confirm):
                 # Confirming before the grant is safe: the engine frees blocks only after their
                 # lease has ended, and this lease has not begun.
-                self._replies.append(ProducerReply(route, Confirmed(request, message.reader)))
+                self.outbox.reply(route, Confirmed(request, message.reader))
         elif isinstance(message, Confirm):
             self._confirm(request, message, route, now)
         else:
             self._leases.detach(request, message.reader)
-            self._collect(request)
 
     def confirm_writes(self, now: float) -> None:
         """Confirm the writes that had landed before this tick's commands and are still leased.
@@ -484,18 +450,7 @@ class Producer:
         the lease while its blocks were being copied.
         """
         self._push.confirm_writes(now)
-        self._take_from_push()
-
-    def _take_from_push(self) -> None:
-        for reply in self._push.take_replies():
-            self._replies.append(ProducerReply(reply.route, reply.message))
-            reader = reply.message.reader
-            if reply.lease is not None and self._host_buffer_copies.offer(reply.lease, reader):
-                self._replies.append(ProducerReply(reply.route, Ready(reply.lease, reader)))
-        for request in self._push.take_possibly_ended():
-            self._collect(request)
-        for request in self._push.take_unwanted():
-            self.abandon(request)
+        self._report_ended()
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(
@@ -512,9 +467,9 @@ class Producer:
             if self._host_buffer_copies.attach(
                 request, message.reader, route, is_offered=is_offered
             ):
-                self._replies.append(ProducerReply(route, Ready(request, message.reader)))
+                self.outbox.reply(route, Ready(request, message.reader))
         elif message.wants_ready:
-            self._replies.append(ProducerReply(route, Ready(request, message.reader)))
+            self.outbox.reply(route, Ready(request, message.reader))
 
     def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
         is_other = (
@@ -522,10 +477,9 @@ class Producer:
             and self._leases.ticket_status(request, message.serial) is not TicketStatus.HELD
         )
         if not is_other and self._leases.confirm(request, message.reader, now):
-            self._replies.append(ProducerReply(route, Confirmed(request, message.reader)))
+            self.outbox.reply(route, Confirmed(request, message.reader))
             # The reader has all tokens it wanted, even if the prefill will publish more.
             self._push.leave(message.reader)
-            self._collect(request)
         else:
             self._refuse(
                 route,
@@ -538,16 +492,16 @@ class Producer:
     def _refuse(
         self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0
     ) -> None:
-        self._replies.append(ProducerReply(route, Refused(request, reader, reason, serial)))
+        self.outbox.reply(route, Refused(request, reader, reason, serial))
 
     def _is_unready(self, request: RequestId, reader: str) -> bool:
         return self._host_buffer_copies.is_waiting(request, reader) or (
             self._settings.uses_host_buffer and request in self._pending
         )
 
-    def _collect(self, request: RequestId) -> None:
-        ended = self._leases.take_if_ended(request)
-        if ended is not None:
+    def _report_ended(self) -> None:
+        """Report the leases that have ended because their readers left or none will come."""
+        for ended in self._leases.take_ended():
             self._note_end(ended)
 
     def _revoke(self, request: RequestId) -> None:
@@ -555,7 +509,7 @@ class Producer:
         if revoked is not None:
             self._note_end(revoked)
 
-    def _note_end(self, ended: EndedLease) -> None:
+    def _note_end(self, ended: LeaseEnded) -> None:
         self._push.end(ended)
         if self._host_buffer_copies.end(ended):
-            self._ended.append(ended)
+            self.outbox.events.append(ended)

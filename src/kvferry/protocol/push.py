@@ -3,25 +3,28 @@
 `PushMatcher` (`protocol/push_matcher.py`) joins registrations with prefills. `PushWriter`
 (`protocol/push_writer.py`) writes for readers with a write grant; all remaining readers get an
 offer. Readers with a write grant are attached to the lease as well.
-Pure: `Producer` owns the coordinator, passes `now` and takes the results.
+Pure: `Producer` owns the coordinator and passes `now`; replies go to the producer's outbox.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.errors import InvalidTicket
-from kvferry.protocol.host_buffers import Publication
-from kvferry.protocol.leases import EndedLease, LeaseTable
+from kvferry.events import LeaseEnded
+from kvferry.protocol.host_buffers import HostBufferCopies, Publication
+from kvferry.protocol.leases import LeaseTable
 from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
     PushRegistration,
     PushWithdrawal,
+    Ready,
     Refused,
     Revoke,
 )
-from kvferry.protocol.push_matcher import MatcherReply, PushMatcher
-from kvferry.protocol.push_writer import PushWriter, WriterReply
+from kvferry.protocol.outbox import Outbox
+from kvferry.protocol.push_matcher import MatcherReply, PrefillDeclined, PushMatcher, ReaderLeft
+from kvferry.protocol.push_writer import PushWriter
 from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -49,7 +52,7 @@ class ProducerSettings:
 
 
 # -- coordinator --
-# Connects the lease table, the matcher and the writer.
+# Connects the lease table, the host buffer, the matcher and the writer.
 
 
 _END_REASONS = {
@@ -67,14 +70,11 @@ class PushCoordinator:
     settings: ProducerSettings
     keys: tuple[TicketKey, PushTicketKey]
     leases: LeaseTable
-    """The lease table of the producer, shared with `Producer`."""
+    """The lease table of the producer. `Producer` calls `take_ended` after each call from here."""
+    host_buffer_copies: HostBufferCopies
     writers: PushWriter
+    outbox: Outbox
     _matcher: PushMatcher = field(init=False)
-    _replies: list[MatcherReply] = field(default_factory=list, init=False)
-    _possibly_ended: list[RequestId] = field(default_factory=list, init=False)
-    """Requests whose lease may have ended, because a reader has left."""
-    _unwanted: list[RequestId] = field(default_factory=list, init=False)
-    """Prefills that no reader will need."""
 
     def __post_init__(self) -> None:
         self._matcher = PushMatcher(self.settings.lease_ttl_s)
@@ -90,19 +90,19 @@ class PushCoordinator:
         self._matcher.publish(
             request, publication.match_id, publication.ticket, publication.ready_tokens
         )
-        self._drain_matcher(now)
+        self._handle_results(now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
         """Withdraw a prefill that was preempted and will be computed again."""
         self._matcher.withdraw(request, serial, now)
-        self._drain_matcher(now)
+        self._handle_results(now)
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """Refuse the readers of a prefill that ended without KV to transfer."""
         self._matcher.fail(request, match_id, reason, now)
-        self._drain_matcher(now)
+        self._handle_results(now)
 
-    def end(self, ended: EndedLease) -> None:
+    def end(self, ended: LeaseEnded) -> None:
         """Remove the prefill of an ended lease and fail the writes from its blocks."""
         for reader in self._matcher.end(ended.request, _END_REASONS[ended.end]):
             self.writers.fail(reader, _END_REASONS[ended.end])
@@ -111,9 +111,10 @@ class PushCoordinator:
         """Confirm the writes that had landed before this tick's commands and are still leased."""
         for request, reader in self.writers.take_landed():
             if self.leases.confirm(request, reader, now):
+                # The last `Written` is in the outbox before the matcher forgets the reader: a
+                # `HeartbeatReply` that no longer knows the registration must not overtake it.
                 self.writers.finish(reader)
                 self._matcher.leave(reader)
-                self._possibly_ended.append(request)
             else:
                 self.writers.fail(reader, "the lease ended before all blocks were written")
 
@@ -131,11 +132,11 @@ class PushCoordinator:
                 self.writers.register(route, message, now)
                 self._matcher.register(route, message, now)
             case PushRegistration():
-                self._replies.append(MatcherReply(route, Refused("", message.reader, str(refusal))))
+                self.outbox.reply(route, Refused("", message.reader, str(refusal)))
             case PushCancel() if refusal is None:
                 self.writers.drop(message.reader)
                 self._matcher.cancel(message, now)
-        self._drain_matcher(now)
+        self._handle_results(now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
         """Extend registrations, and the leases from which we write for these readers.
@@ -153,7 +154,7 @@ class PushCoordinator:
     def offered_to(self, reader: str) -> RequestId | None:
         return self._matcher.offered_to(reader)
 
-    # -- time and results --
+    # -- time --
 
     def advance(self, now: float) -> None:
         self._matcher.advance(now)
@@ -161,7 +162,7 @@ class PushCoordinator:
             request = self._matcher.offered_to(reader)
             self._matcher.leave(reader)
             if request is not None:
-                self._detach(request, reader, LeaseEnd.EXPIRED)
+                self.leases.detach(request, reader, LeaseEnd.EXPIRED)
 
     def next_deadline(self) -> float | None:
         return min(
@@ -172,23 +173,6 @@ class PushCoordinator:
             ),
             default=None,
         )
-
-    def take_replies(self) -> list[MatcherReply]:
-        replies, self._replies = self._replies, []
-        return replies
-
-    def take_writer_replies(self) -> list[WriterReply]:
-        return self.writers.take_replies()
-
-    def take_possibly_ended(self) -> list[RequestId]:
-        """Return the leases that may have ended since the last call, because a reader has left."""
-        touched, self._possibly_ended = self._possibly_ended, []
-        return touched
-
-    def take_unwanted(self) -> list[RequestId]:
-        """Return the prefills that no reader will need, since the last call."""
-        unwanted, self._unwanted = self._unwanted, []
-        return unwanted
 
     # -- internals --
 
@@ -237,17 +221,27 @@ class PushCoordinator:
             )
         )
 
-    def _drain_matcher(self, now: float) -> None:
-        for reply in self._matcher.take_replies():
-            if self.writers.has(reply.message.reader):
-                self._write(reply, now)
-                continue
-            if reply.lease is not None:
-                self.leases.note_offer(reply.lease, reply.message.reader)
-            self._replies.append(reply)
-        for request, reader in self._matcher.take_left():
-            self._detach(request, reader)
-        self._unwanted += self._matcher.take_unwanted()
+    def _handle_results(self, now: float) -> None:
+        """Apply the matcher's decisions to the leases and the writer, and send the replies."""
+        results, self._matcher.results = self._matcher.results, []
+        for result in results:
+            match result:
+                case MatcherReply() if self.writers.has(result.message.reader):
+                    self._write(result, now)
+                case MatcherReply(route, message, lease):
+                    self.outbox.reply(route, message)
+                    if lease is not None:
+                        self._note_offer(lease, message.reader, route)
+                case ReaderLeft(request, reader):
+                    self.leases.detach(request, reader)
+                case PrefillDeclined(request):
+                    self.leases.abandon(request)
+
+    def _note_offer(self, lease: RequestId, reader: str, route: Route) -> None:
+        self.leases.note_offer(lease, reader)
+        # The offered tokens are in the host buffer, so a reader need not wait for the rest.
+        if self.host_buffer_copies.offer(lease, reader):
+            self.outbox.reply(route, Ready(lease, reader))
 
     def _write(self, reply: MatcherReply, now: float) -> None:
         """Apply a reply of the matcher to a reader that we write for."""
@@ -263,18 +257,11 @@ class PushCoordinator:
                     )
                 else:
                     self.writers.drop(reader)
-                    self._replies.append(
-                        MatcherReply(
-                            reply.route,
-                            Refused(request, reader, "too many readers share this lease"),
-                        )
+                    self.outbox.reply(
+                        reply.route, Refused(request, reader, "too many readers share this lease")
                     )
             case PushWithdrawal(reader):
                 self.writers.withdraw(reader)
             case _:
                 self.writers.drop(message.reader)
-                self._replies.append(reply)
-
-    def _detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
-        self.leases.detach(request, reader, end)
-        self._possibly_ended.append(request)
+                self.outbox.reply(reply.route, message)

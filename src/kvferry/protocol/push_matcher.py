@@ -19,7 +19,7 @@ prefill, or unknown.
     registration  waiting ── prefill published ──> offered ── cancelled, expired, refused ──> gone
     prefill       waiting ── registration ───────> offered ── lease ended ──────────────────> gone
 
-Pure: the caller passes `now` (local monotonic seconds) and takes replies and results.
+Pure: the caller passes `now` (local monotonic seconds) and handles the `results`.
 """
 
 import re
@@ -43,8 +43,11 @@ __all__ = [
     "MatchIndex",
     "MatchKey",
     "MatcherReply",
+    "MatcherResult",
+    "PrefillDeclined",
     "PushMatcher",
     "PushTombstones",
+    "ReaderLeft",
 ]
 
 
@@ -248,6 +251,24 @@ class MatcherReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderLeft:
+    """A reader has declined the prefill that matched the reader's registration."""
+
+    request: RequestId
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDeclined:
+    """No reader will need this published prefill."""
+
+    request: RequestId
+
+
+MatcherResult = MatcherReply | ReaderLeft | PrefillDeclined
+
+
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     """The registration of one reader."""
 
@@ -275,6 +296,8 @@ class PushMatcher:
 
     tombstone_ttl_s: float
     """How long a tombstone is kept; the caller passes its lease duration."""
+    results: list[MatcherResult] = field(default_factory=list, init=False)
+    """Results that the owner of the matcher has not handled yet, oldest first."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     """Registrations that wait for a prefill, by reader."""
     _readers: dict[RegistrationKey, list[str]] = field(default_factory=dict, init=False)
@@ -288,8 +311,6 @@ class PushMatcher:
     """The prefill that each reader was offered."""
     _tombstones: PushTombstones = field(init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _replies: list[MatcherReply] = field(default_factory=list, init=False)
-    _given_up: "_Unclaimed" = field(default_factory=lambda: _Unclaimed(), init=False)
 
     def __post_init__(self) -> None:
         self._tombstones = PushTombstones(self.tombstone_ttl_s)
@@ -330,7 +351,7 @@ class PushMatcher:
             )
         self._ready.add(request, name)
         if not found and self._tombstones.is_declined(name):
-            self._given_up.unwanted.append(request)
+            self.results.append(PrefillDeclined(request))
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """Refuse every reader of a prefill that ended without KV to transfer."""
@@ -356,7 +377,7 @@ class PushMatcher:
         ):
             self._tombstones.add_declined(prefill.registration_key, prefill.name, now)
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
-            self._replies.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
+            self.results.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
     def end(self, request: RequestId, reason: str) -> list[str]:
@@ -429,13 +450,13 @@ class PushMatcher:
         registration_key = _registration_key(message)
         self._remove(message.reader)
         if registration_key in self._matched:
-            self._given_up.left.append((self._matched[registration_key], message.reader))
+            self.results.append(ReaderLeft(self._matched[registration_key], message.reader))
         if registration_key in self._matched or registration_key in self._readers:
             return
         name = MatchKey(message.request_id, message.match_id)
         found = self._ready.find_exactly(name)
         if len(found) == 1:
-            self._given_up.unwanted.append(found[0])
+            self.results.append(PrefillDeclined(found[0]))
         if len(found) <= 1:
             # Leave a tombstone even for a published prefill: the engine may preempt the prefill,
             # compute it again and publish it again.
@@ -454,7 +475,7 @@ class PushMatcher:
             self._expiry.set(reader, now + self._waiting[reader].lease_s)
         return known
 
-    # -- time and results --
+    # -- time --
 
     def advance(self, now: float) -> None:
         for reader in self._expiry.take_due(now):
@@ -470,20 +491,6 @@ class PushMatcher:
             ),
             default=None,
         )
-
-    def take_replies(self) -> list[MatcherReply]:
-        replies, self._replies = self._replies, []
-        return replies
-
-    def take_unwanted(self) -> list[RequestId]:
-        """Return the published prefills that no reader will need, since the last call."""
-        unwanted, self._given_up.unwanted = self._given_up.unwanted, []
-        return unwanted
-
-    def take_left(self) -> list[tuple[RequestId, str]]:
-        """Return the readers that declined a matched prefill since the last call."""
-        left, self._given_up.left = self._given_up.left, []
-        return left
 
     # -- internals --
 
@@ -503,7 +510,7 @@ class PushMatcher:
 
     def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
         prefill = self._prefills[request]
-        self._replies.append(
+        self.results.append(
             MatcherReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request)
         )
 
@@ -512,7 +519,7 @@ class PushMatcher:
             self._refuse(waiting.route, reader, reason)
 
     def _refuse(self, route: Route, reader: str, reason: str) -> None:
-        self._replies.append(MatcherReply(route, Refused("", reader, reason)))
+        self.results.append(MatcherReply(route, Refused("", reader, reason)))
 
     def _drop(self, registration_key: RegistrationKey) -> list[tuple[str, _Waiting]]:
         readers = self._readers.pop(registration_key, [])
@@ -542,13 +549,3 @@ def _registration_key(message: PushRegistration | PushCancel) -> RegistrationKey
         if message.match_id
         else (message.decode_engine_id, message.request_id)
     )
-
-
-@dataclass(slots=True)
-class _Unclaimed:
-    """Prefills and readers that have become superfluous since the caller last took them."""
-
-    unwanted: list[RequestId] = field(default_factory=list)
-    """Prefills that no reader will need."""
-    left: list[tuple[RequestId, str]] = field(default_factory=list)
-    """Matched prefills, each with a reader that has cancelled."""

@@ -37,23 +37,17 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
     Written,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
 from kvferry.protocol.planning import Segments, plan_read
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.protocol.transfer import next_tokens, reader_name
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
-__all__ = ["Landed", "PushWriter", "WriterReply", "WriterSettings"]
+__all__ = ["Landed", "PushWriter", "WriterSettings"]
 
 MAX_WRITERS = 20_000
 """Maximum number of readers that we write for; further ones get `WriteFailed` and read instead."""
-
-
-class WriterReply(NamedTuple):
-    """A message to one reader, and the route to send the message to."""
-
-    route: Route
-    message: Written | WriteFailed | Revoked
 
 
 class Landed(NamedTuple):
@@ -178,13 +172,12 @@ class PushWriter:
     settings: WriterSettings
     peers: PeerTable
     """All peers of this transfer worker. The table's owner calls `peer_ready` and `peer_lost`."""
+    outbox: Outbox
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
     _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
     _posted_writes: _PostedWrites = field(init=False)
     _landed: dict[str, None] = field(default_factory=dict, init=False)
     _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _actions: list[StartWrite | StopWrite] = field(default_factory=list, init=False)
-    _replies: list[WriterReply] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._posted_writes = _PostedWrites(self.settings.write_timeout_s)
@@ -216,15 +209,13 @@ class PushWriter:
             or incarnation.engine == self.settings.engine
             or len(self._writings) >= MAX_WRITERS
         ):
-            self._replies.append(
-                WriterReply(
-                    route,
-                    WriteFailed(
-                        message.reader,
-                        lease.grant_id,
-                        "this producer cannot write to the decode engine",
-                    ),
-                )
+            self.outbox.reply(
+                route,
+                WriteFailed(
+                    message.reader,
+                    lease.grant_id,
+                    "this producer cannot write to the decode engine",
+                ),
             )
             return
         names = (
@@ -297,7 +288,7 @@ class PushWriter:
         if writing is not None and writing.lease.grant_id == message.grant_id:
             self.drop(message.reader)
         if not self._posted_writes.notify_when_ended(message.reader, message.grant_id, route):
-            self._replies.append(WriterReply(route, Revoked(message.reader, message.grant_id)))
+            self.outbox.reply(route, Revoked(message.reader, message.grant_id))
 
     def drop(self, reader: str) -> None:
         """Stop writing for a reader; an unknown reader is ignored."""
@@ -312,7 +303,7 @@ class PushWriter:
         self._landed.pop(reader, None)
         if writing.posted:
             self._posted_writes.give_up(writing)
-            self._actions.append(StopWrite(writing.posted))
+            self.outbox.actions.append(StopWrite(writing.posted))
 
     # -- prefills --
 
@@ -363,16 +354,14 @@ class PushWriter:
         if self._writings.get(writing.reader) is not writing:
             route = self._posted_writes.take_revoke_route(writing)
             if route is not None:
-                self._replies.append(WriterReply(route, Revoked(*key)))
+                self.outbox.reply(route, Revoked(*key))
         elif error is not None:
             self.fail(writing.reader, f"the write failed: {error}")
         else:
             progress.landed_until = posted.until
             progress.landed_bytes += posted.num_bytes
             if posted.until < writing.lease.end_token:
-                self._replies.append(
-                    WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False))
-                )
+                self.outbox.reply(writing.route, Written(*key, tokens=posted.until, is_last=False))
             self._write_next(writing, now)
 
     def advance(self, now: float) -> list[str]:
@@ -381,7 +370,7 @@ class PushWriter:
         Returns the dropped readers.
         """
         for write in self._posted_writes.take_overdue(now):
-            self._actions.append(StopWrite(write))
+            self.outbox.actions.append(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
             self.drop(reader)
@@ -418,16 +407,14 @@ class PushWriter:
             left_tokens=left,
             early_bytes=early,
         )
-        self._replies.append(WriterReply(writing.route, message))
+        self.outbox.reply(writing.route, message)
         self.drop(reader)
 
     def fail(self, reader: str, reason: str) -> None:
         """Send `WriteFailed` to the consumer and stop writing for the reader."""
         writing = self._writings.get(reader)
         if writing is not None:
-            self._replies.append(
-                WriterReply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason))
-            )
+            self.outbox.reply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason))
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
@@ -439,14 +426,6 @@ class PushWriter:
             ),
             default=None,
         )
-
-    def take_actions(self) -> list[StartWrite | StopWrite]:
-        actions, self._actions = self._actions, []
-        return actions
-
-    def take_replies(self) -> list[WriterReply]:
-        replies, self._replies = self._replies, []
-        return replies
 
     # -- internals --
 
@@ -475,7 +454,7 @@ class PushWriter:
         target = PeerId(
             writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank
         )
-        self._actions.append(
+        self.outbox.actions.append(
             StartWrite(
                 write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id
             )

@@ -16,8 +16,6 @@ from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, Tra
 from kvferry.events import (
     BytesMoved,
     Event,
-    EvictionDeferred,
-    LeaseEnded,
     MessageDropped,
     PeerConnected,
     TransferFailed,
@@ -31,6 +29,7 @@ from kvferry.protocol.actions import (
     GrantWrites,
     OpenPeer,
     PlaceBlocks,
+    Reply,
     RevokeWrites,
     Send,
     StartRead,
@@ -41,6 +40,7 @@ from kvferry.protocol.actions import (
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.push_matcher import MAX_LEASES_WAITED
@@ -144,7 +144,8 @@ class TransferWorker:
         self._key = TicketKey(settings.secret)
         self._push_key = PushTicketKey(settings.secret)
         self._consumer = Consumer(settings.consumer)
-        self._writers = _writers(settings, self._consumer)
+        self._outbox = Outbox()
+        self._writers = _writers(settings, self._consumer, self._outbox)
         self._producer = Producer(settings.producer, self._key, self._push_key, self._writers)
         self._transports = {transport.name: transport for transport in transports}
         self._control = control
@@ -156,7 +157,6 @@ class TransferWorker:
         self._postponed = PostponedCommands(
             settings.consumer.peers.geometry.block_size, self._producer.is_copying
         )
-        self._events: deque[Event] = deque()
 
     def snapshot(self) -> TransferWorkerSnapshot:
         producer, consumer, num_writes = (
@@ -216,9 +216,7 @@ class TransferWorker:
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._outbox.take_events()
 
     def idle_s(self) -> float:
         """Return how many seconds the worker may sleep if no input arrives."""
@@ -271,7 +269,7 @@ class TransferWorker:
         try:
             message = codec.decode(control_event.frame)
         except RemoteProtocolError as error:
-            self._events.append(MessageDropped(str(error)))
+            self._outbox.events.append(MessageDropped(str(error)))
             return
         # A connection that we dialled leads to a producer; an accepted connection, to a consumer.
         is_inbound = not control_event.route.dialled
@@ -282,7 +280,7 @@ class TransferWorker:
         elif not is_inbound and isinstance(message, PushOffer):
             self._take_offer(control_event.route.dialled, message, now)
         else:
-            self._events.append(
+            self._outbox.events.append(
                 MessageDropped(f"the worker does not expect a {type(message).__name__} here")
             )
 
@@ -297,7 +295,7 @@ class TransferWorker:
                 now,
             )
         except InvalidTicket as error:
-            self._events.append(MessageDropped(f"an offer has no valid ticket: {error}"))
+            self._outbox.events.append(MessageDropped(f"an offer has no valid ticket: {error}"))
 
     def _execute(self, command: WorkerCommand, now: float) -> None:
         if isinstance(command, ProducerCommand):
@@ -312,8 +310,7 @@ class TransferWorker:
             case RetainTurn(request, serial, ttl_s, blocks):
                 self._producer.retain(request, serial, now, ttl_s, blocks)
             case EvictTurn(request):
-                if self._producer.evict(request, now):
-                    self._events.append(EvictionDeferred(request))
+                self._producer.evict(request, now)
             case OpenStream(request, serial):
                 self._producer.open(request, serial, now)
             case CloseStream(request, blocks):
@@ -365,7 +362,7 @@ class TransferWorker:
             case AbortLoad(request):
                 self._consumer.abort(request, now)
             case RejectLoad(request, reason):
-                self._events.append(TransferFailed(request, reason))
+                self._outbox.events.append(TransferFailed(request, reason))
 
     def _take_completion(self, transport: str, completion: Completion, now: float) -> None:
         move = self._moves.pop((transport, completion.handle), None)
@@ -375,7 +372,7 @@ class TransferWorker:
         moved, used = completion.total_bytes, completion.segments
         planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
         request = move.request if isinstance(move, StartRead) else None
-        self._events.append(
+        self._outbox.events.append(
             BytesMoved(
                 transport,
                 moved,
@@ -408,24 +405,17 @@ class TransferWorker:
 
     def _perform(self, now: float) -> None:
         # Performing an action may produce further actions, so the loop runs until there are none.
-        while actions := [
-            *self._consumer.take_actions(),
-            *self._producer.take_actions(),
-            *self._writers.take_actions(),
-        ]:
+        while actions := [*self._consumer.take_actions(), *self._outbox.take_actions()]:
             for action in actions:
                 self._perform_one(action, now)
-        for reply in self._producer.take_replies():
-            self._control.reply(reply.route, codec.encode(reply.message))
-        self._events.extend(
-            LeaseEnded(ended.request, ended.end) for ended in self._producer.take_ended()
-        )
-        self._events.extend(self._consumer.take_events())
+        self._outbox.events += self._consumer.take_events()
 
     def _perform_one(self, action: Action, now: float) -> None:
         match action:
             case Send(address, message):
                 self._send(address, codec.encode(message), now)
+            case Reply(route, message):
+                self._control.reply(route, codec.encode(message))
             case CloseConnection(address):
                 self._control.forget(address)
             case OpenPeer():
@@ -436,14 +426,8 @@ class TransferWorker:
                 self._control.forget(control_address)
             case StartRead() | StartWrite():
                 self._start_move(action, now)
-            case StopRead(request, peer):
-                self._cancel(
-                    lambda move: (
-                        isinstance(move, StartRead) and (move.request, move.peer) == (request, peer)
-                    )
-                )
-            case StopWrite(write):
-                self._cancel(lambda move: isinstance(move, StartWrite) and move.write == write)
+            case StopRead() | StopWrite():
+                self._cancel(action)
             case GrantWrites(transport, grant_id, blocks):
                 self._transports[transport].grant_writes(grant_id, blocks)
             case RevokeWrites(_, transport, grant_id):
@@ -473,7 +457,7 @@ class TransferWorker:
                 problems.append(f"{choice.transport}: {_described(error)}")
                 continue
             reason = "; ".join([choice.reason, *problems])
-            self._events.append(PeerConnected(action.peer.engine, choice.transport, reason))
+            self._outbox.events.append(PeerConnected(action.peer.engine, choice.transport, reason))
             self._consumer.peer_opened(action.peer, choice.transport, now)
             return
         self._consumer.peer_unreachable(
@@ -498,9 +482,9 @@ class TransferWorker:
             return
         self._moves[action.transport, handle] = action
 
-    def _cancel(self, matches: Callable[[StartRead | StartWrite | RevokeWrites], bool]) -> None:
+    def _cancel(self, stop: StopRead | StopWrite) -> None:
         for (name, handle), move in self._moves.items():
-            if matches(move):
+            if _is_stopped(move, stop):
                 self._transports[name].cancel(handle)
 
     def _store_blocks(self, action: PlaceBlocks | CopyToHostBuffer, now: float) -> None:
@@ -517,7 +501,7 @@ class TransferWorker:
         self._stored[handle] = action
 
 
-def _writers(settings: TransferWorkerSettings, consumer: Consumer) -> PushWriter:
+def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbox) -> PushWriter:
     producer = settings.producer
     max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
     ours = WriterSettings(
@@ -526,9 +510,18 @@ def _writers(settings: TransferWorkerSettings, consumer: Consumer) -> PushWriter
         max_lease_s,
         can_write=not producer.uses_host_buffer,
     )
-    writers = PushWriter(ours, consumer.peers)
+    writers = PushWriter(ours, consumer.peers, outbox)
     consumer.add_peer_user(writers)
     return writers
+
+
+def _is_stopped(move: StartRead | StartWrite | RevokeWrites, stop: StopRead | StopWrite) -> bool:
+    match move, stop:
+        case StartRead(request, peer), StopRead():
+            return (request, peer) == (stop.request, stop.peer)
+        case StartWrite(write), StopWrite():
+            return write == stop.write
+    return False
 
 
 def _described(error: Exception) -> str:

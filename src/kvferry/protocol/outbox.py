@@ -1,0 +1,35 @@
+"""The outbox of a rank's protocol code: actions for the transfer worker, events for the engine.
+
+The producer and all its parts append to one outbox, so the transfer worker performs their actions
+in the order in which the decisions were made. Pure.
+"""
+
+from dataclasses import dataclass, field
+
+from kvferry.events import Event
+from kvferry.protocol.actions import Action, Reply, ReplyMessage
+from kvferry.types import Route
+
+__all__ = ["Outbox"]
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Actions to perform and events to report, oldest first."""
+
+    actions: list[Action] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def reply(self, route: Route, message: ReplyMessage) -> None:
+        self.actions.append(Reply(route, message))
+
+    def take_actions(self) -> list[Action]:
+        # The lists are shared with the parts that append to them, so they are cleared in place.
+        actions = list(self.actions)
+        self.actions.clear()
+        return actions
+
+    def take_events(self) -> list[Event]:
+        events = list(self.events)
+        self.events.clear()
+        return events
