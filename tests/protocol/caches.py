@@ -197,9 +197,16 @@ def _flat(block: Bytes) -> Bytes:
 def no_writers() -> PushWriter:
     """Of a producer nobody lends blocks to."""
     geometry = Cache(Model(), Form(), 0).geometry
-    settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
+    settings = PeerSettings(
+        factors=None,
+        geometry=geometry,
+        offers=(),
+        pinned_transports=(),
+        handshake_timeout_s=5,
+        engine_ttl_s=3600,
+    )
     return PushWriter(
-        WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120),
+        WriterSettings(engine=EngineId("p"), write_timeout_s=30, max_lease_s=120),
         PeerTable(settings, []),
         Outbox(),
     )

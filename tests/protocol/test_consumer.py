@@ -58,7 +58,7 @@ FACTORS = {"dtype": "float32"}
 
 
 def make_consumer(
-    idle_ttl_s: float = 3600,
+    engine_ttl_s: float = 3600,
     offer_timeout_s: float = 480,
     writable_transports: frozenset[str] = frozenset(),
     fenced: frozenset[str] = frozenset(),
@@ -68,17 +68,17 @@ def make_consumer(
         0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8, group=group),), 1
     )
     peers = PeerSettings(
-        FACTORS,
-        geometry,
-        (OfferInfo("memory", "", b"us"),),
-        (),
+        factors=FACTORS,
+        geometry=geometry,
+        offers=(OfferInfo("memory", "", b"us"),),
+        pinned_transports=(),
         handshake_timeout_s=5,
-        idle_ttl_s=idle_ttl_s,
+        engine_ttl_s=engine_ttl_s,
     )
     settings = ConsumerSettings(
-        EngineId("d"),
-        peers,
-        30,
+        engine=EngineId("d"),
+        peers=peers,
+        read_timeout_s=30,
         confirm_timeout_s=5,
         receive_timeout_s=100,
         offer_timeout_s=offer_timeout_s,
@@ -459,7 +459,7 @@ def test_tracking_twice_is_tracking_once() -> None:
 
 
 def test_idle_peers_are_forgotten() -> None:
-    consumer = make_consumer(idle_ttl_s=10)
+    consumer = make_consumer(engine_ttl_s=10)
     consumer.track(R1, ticket(), "T1", now=0)
     connect(consumer)
     consumer.advance(now=4)
@@ -477,7 +477,7 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.consumer = make_consumer(idle_ttl_s=50)
+        self.consumer = make_consumer(engine_ttl_s=50)
         self.now = 0.0
         self.count = 0
         self.started: set[RequestId] = set()

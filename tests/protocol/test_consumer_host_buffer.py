@@ -130,14 +130,23 @@ def make_staged() -> Consumer:
     )
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, regions, 1)
     peers = PeerSettings(
-        {"dtype": "float32"},
-        geometry,
-        (OfferInfo("memory", "", b"us"),),
-        (),
+        factors={"dtype": "float32"},
+        geometry=geometry,
+        offers=(OfferInfo("memory", "", b"us"),),
+        pinned_transports=(),
         handshake_timeout_s=5,
-        idle_ttl_s=3600,
+        engine_ttl_s=3600,
     )
-    return Consumer(ConsumerSettings(EngineId("d"), peers, 30, 5, 100, uses_host_buffer=True))
+    return Consumer(
+        ConsumerSettings(
+            engine=EngineId("d"),
+            peers=peers,
+            read_timeout_s=30,
+            confirm_timeout_s=5,
+            receive_timeout_s=100,
+            uses_host_buffer=True,
+        )
+    )
 
 
 def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:

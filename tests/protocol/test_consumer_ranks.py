@@ -39,7 +39,7 @@ def axes(heads: int) -> tuple[Axis, ...]:
 def make_consumer(
     tp_rank: int = 0,
     tp_size: int = 1,
-    idle_ttl_s: float = 3600,
+    engine_ttl_s: float = 3600,
     writable_transports: frozenset[str] = frozenset(),
 ) -> Consumer:
     """64 bytes per head and block."""
@@ -47,17 +47,17 @@ def make_consumer(
     region = Region("l0", 4096, 64 * heads, 64 * heads, 8, axes=axes(heads))
     geometry = Geometry(tp_rank, tp_size, 4, 8, KVLayout.HND, heads, 8, (region,), HEADS)
     peers = PeerSettings(
-        FACTORS,
-        geometry,
-        (OfferInfo("memory", "", b"us"),),
-        (),
+        factors=FACTORS,
+        geometry=geometry,
+        offers=(OfferInfo("memory", "", b"us"),),
+        pinned_transports=(),
         handshake_timeout_s=5,
-        idle_ttl_s=idle_ttl_s,
+        engine_ttl_s=engine_ttl_s,
     )
     return Consumer(
         ConsumerSettings(
-            EngineId("d"),
-            peers,
+            engine=EngineId("d"),
+            peers=peers,
             read_timeout_s=30,
             confirm_timeout_s=5,
             receive_timeout_s=100,
@@ -246,7 +246,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.consumer = make_consumer(idle_ttl_s=50)
+        self.consumer = make_consumer(engine_ttl_s=50)
         self.now = 0.0
         self.count = 0
         self.asked: list[HandshakeRequest] = []

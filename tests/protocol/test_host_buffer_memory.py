@@ -62,7 +62,14 @@ class Memory:
     def __init__(self, seed: int, *, waits_for_copies: bool = True) -> None:
         self.chance = random.Random(seed)
         self.producer = Producer(
-            ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True),
+            ProducerSettings(
+                engine=EngineId("p"),
+                epoch=Epoch("e1"),
+                lease_ttl_s=30,
+                lease_extension_s=20,
+                grant_wait_s=5,
+                uses_host_buffer=True,
+            ),
             KEY,
             PUSH_KEY,
             no_writers(),

@@ -95,7 +95,16 @@ def test_a_producer_remembers_no_more_of_the_last_registrations_than_of_the_firs
     count: int,
 ) -> None:
     producer = Producer(
-        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers()
+        ProducerSettings(
+            engine=EngineId("p"),
+            epoch=Epoch("e1"),
+            lease_ttl_s=30,
+            lease_extension_s=20,
+            grant_wait_s=5,
+        ),
+        KEY,
+        PUSH_KEY,
+        no_writers(),
     )
     growth = Growth(producer)
     _serve(producer, count, growth)

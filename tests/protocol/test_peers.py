@@ -26,12 +26,12 @@ class Book:
     def __init__(self) -> None:
         geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
         settings = PeerSettings(
-            None,
-            geometry,
-            (OfferInfo("memory", "", b"us"),),
-            (),
+            factors=None,
+            geometry=geometry,
+            offers=(OfferInfo("memory", "", b"us"),),
+            pinned_transports=(),
             handshake_timeout_s=5,
-            idle_ttl_s=TTL_S,
+            engine_ttl_s=TTL_S,
         )
         self.actions: list[Action] = []
         self.book = PeerTable(settings, self.actions)

@@ -31,7 +31,11 @@ A = RequestId("a")
 
 def make_producer() -> Producer:
     settings = ProducerSettings(
-        EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5
+        engine=EngineId("p"),
+        epoch=Epoch("e1"),
+        lease_ttl_s=30,
+        lease_extension_s=20,
+        grant_wait_s=5,
     )
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 

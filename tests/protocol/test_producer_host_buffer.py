@@ -29,8 +29,8 @@ BLOCKS = ((3, 4), (7,))
 
 def make_staged() -> Producer:
     settings = ProducerSettings(
-        EngineId("p"),
-        Epoch("e1"),
+        engine=EngineId("p"),
+        epoch=Epoch("e1"),
         lease_ttl_s=30,
         lease_extension_s=20,
         grant_wait_s=5,

@@ -48,7 +48,14 @@ def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> 
 
 def make_staged() -> Producer:
     return Producer(
-        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True),
+        ProducerSettings(
+            engine=EngineId("p"),
+            epoch=Epoch("e1"),
+            lease_ttl_s=30,
+            lease_extension_s=20,
+            grant_wait_s=5,
+            uses_host_buffer=True,
+        ),
         KEY,
         PUSH_KEY,
         no_writers(),

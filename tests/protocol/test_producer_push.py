@@ -36,7 +36,16 @@ TICKET = KEY.sign(
 
 def make_producer() -> Producer:
     return Producer(
-        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers()
+        ProducerSettings(
+            engine=EngineId("p"),
+            epoch=Epoch("e1"),
+            lease_ttl_s=30,
+            lease_extension_s=20,
+            grant_wait_s=5,
+        ),
+        KEY,
+        PUSH_KEY,
+        no_writers(),
     )
 
 

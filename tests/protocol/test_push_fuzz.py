@@ -69,9 +69,15 @@ class ProducerLife:
     serial: int = 0
 
     def __post_init__(self) -> None:
-        settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
+        settings = ProducerSettings(
+            engine=EngineId("p"),
+            epoch=Epoch("e1"),
+            lease_ttl_s=30,
+            lease_extension_s=20,
+            grant_wait_s=5,
+        )
         self.producer = Producer(
-            replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})),
+            replace(settings, peer_addresses=frozenset() if self.is_honest else frozenset({"h:1"})),
             KEY,
             PUSH_KEY,
             no_writers(),

@@ -60,7 +60,14 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(
 
 def believing(*peers: str) -> Producer:
     producer = Producer(
-        ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)),
+        ProducerSettings(
+            engine=EngineId("p"),
+            epoch=Epoch("e1"),
+            lease_ttl_s=30,
+            lease_extension_s=20,
+            grant_wait_s=5,
+            peer_addresses=frozenset(peers),
+        ),
         KEY,
         PUSH_KEY,
         no_writers(),

@@ -126,8 +126,8 @@ def test_who_comes_too_late_is_refused() -> None:
 @pytest.mark.parametrize("error", [None, "no memory"])
 def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> None:
     settings = ProducerSettings(
-        EngineId("p"),
-        Epoch("e1"),
+        engine=EngineId("p"),
+        epoch=Epoch("e1"),
         lease_ttl_s=30,
         lease_extension_s=20,
         grant_wait_s=5,

@@ -126,17 +126,24 @@ class Side:
         self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
         transports, none = frozenset({self.transport.name}), frozenset[str]()
         settings = TransferWorkerSettings(
-            ProducerSettings(
-                EngineId(name),
-                Epoch(epoch),
+            producer=ProducerSettings(
+                engine=EngineId(name),
+                epoch=Epoch(epoch),
                 lease_ttl_s=30,
                 lease_extension_s=20,
                 grant_wait_s=5,
                 uses_host_buffer=place.uses_host_buffer,
             ),
-            ConsumerSettings(
-                EngineId(name),
-                PeerSettings(factors, geometry, offers, (), 5, 3600),
+            consumer=ConsumerSettings(
+                engine=EngineId(name),
+                peers=PeerSettings(
+                    factors=factors,
+                    geometry=geometry,
+                    offers=offers,
+                    pinned_transports=(),
+                    handshake_timeout_s=5,
+                    engine_ttl_s=3600,
+                ),
                 read_timeout_s=30,
                 confirm_timeout_s=5,
                 receive_timeout_s=100,
@@ -145,7 +152,7 @@ class Side:
                 writable_transports=transports if lends else none,
                 fenced=transports if self.transport.supports_write_grants else none,
             ),
-            SECRET,
+            secret=SECRET,
         )
         store = HostBlockStore(
             regions, CpuHostBuffer(own, regions) if place.uses_host_buffer else None

@@ -182,7 +182,7 @@ class NixlExtraConfig(ExtraConfig):
             else self.kv_lease_duration * 2 / 3
         )
 
-    def write_grant_transports(
+    def writable_transports(
         self, transports: Iterable[str], fenced: Iterable[str]
     ) -> frozenset[str]:
         """In push: which of these transports P may use to write into this engine's blocks."""

@@ -299,40 +299,39 @@ def transfer_worker_settings(
     settings.
     """
     engine, epoch = EngineId(config.kv_transfer.engine_id), Epoch(config.epoch)
-    demanded = factors if extra.enforce_handshake_compat else None
     peers = PeerSettings(
-        demanded,
-        geometry,
-        offers,
-        tuple(extra.transports),
-        extra.handshake_timeout,
-        extra.engine_ttl,
+        factors=factors if extra.enforce_handshake_compat else None,
+        geometry=geometry,
+        offers=offers,
+        pinned_transports=tuple(extra.transports),
+        handshake_timeout_s=extra.handshake_timeout,
+        engine_ttl_s=extra.engine_ttl,
     )
-    return TransferWorkerSettings(
-        ProducerSettings(
-            engine,
-            epoch,
-            extra.kv_lease_duration,
-            extra.lease_extension_s,
-            extra.grant_wait,
-            uses_host_buffer,
-            extra.peer_addresses,
-        ),
-        ConsumerSettings(
-            engine,
-            peers,
-            extra.read_timeout,
-            extra.confirm_timeout,
-            extra.receive_timeout,
-            uses_host_buffer,
-            extra.push_registration_timeout_s,
-            extra.kv_lease_duration,
-            epoch,
-            extra.write_grant_transports((offer.transport for offer in offers), fenced),
-            fenced,
-        ),
-        config.secret,
+    producer = ProducerSettings(
+        engine=engine,
+        epoch=epoch,
+        lease_ttl_s=extra.kv_lease_duration,
+        lease_extension_s=extra.lease_extension_s,
+        grant_wait_s=extra.grant_wait,
+        uses_host_buffer=uses_host_buffer,
+        peer_addresses=extra.peer_addresses,
     )
+    consumer = ConsumerSettings(
+        engine=engine,
+        epoch=epoch,
+        peers=peers,
+        read_timeout_s=extra.read_timeout,
+        confirm_timeout_s=extra.confirm_timeout,
+        receive_timeout_s=extra.receive_timeout,
+        offer_timeout_s=extra.push_registration_timeout_s,
+        registration_s=extra.kv_lease_duration,
+        uses_host_buffer=uses_host_buffer,
+        writable_transports=extra.writable_transports(
+            (offer.transport for offer in offers), fenced
+        ),
+        fenced=fenced,
+    )
+    return TransferWorkerSettings(producer=producer, consumer=consumer, secret=config.secret)
 
 
 def _layout(

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSettings:
     """Settings of a consumer: timeouts, and the transports that producers may write with."""
 

@@ -47,7 +47,7 @@ epoch.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
     """Our own cache and transports, and the requirements for a peer."""
 
@@ -57,7 +57,8 @@ class PeerSettings:
     offers: tuple[OfferInfo, ...]
     pinned_transports: tuple[str, ...]
     handshake_timeout_s: float
-    idle_ttl_s: float
+    engine_ttl_s: float
+    """How long a peer stays connected without a request; 0 or less: for ever."""
 
 
 @dataclass(slots=True)
@@ -246,7 +247,7 @@ class PeerTable:
             used_at=now,
         )
         self._peers[incarnation] = self._unready[incarnation] = peer
-        self._next_idle_check = min(self._next_idle_check, now + self._settings.idle_ttl_s)
+        self._next_idle_check = min(self._next_idle_check, now + self._settings.engine_ttl_s)
         for rank in planned:
             self._nonce += 1
             peer.waiting[self._nonce] = rank
@@ -335,8 +336,8 @@ class PeerTable:
         ]
 
     def evict_idle(self, now: float, busy: Container[EngineIncarnation]) -> None:
-        """Drop ready peers that no request has used for `idle_ttl_s`."""
-        ttl = self._settings.idle_ttl_s
+        """Drop ready peers that no request has used for `engine_ttl_s`."""
+        ttl = self._settings.engine_ttl_s
         if ttl <= 0 or now < self._next_idle_check:
             return
         for peer in list(self._peers.values()):

@@ -31,7 +31,7 @@ from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 __all__ = ["ProducerSettings", "PushCoordinator"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:
     """Settings of a producer."""
 
@@ -45,7 +45,7 @@ class ProducerSettings:
     """How long a reader with a genuine ticket waits for the grant of the lease."""
     uses_host_buffer: bool = False
     """Whether readers read a copy of the blocks in host memory."""
-    peers: frozenset[str] = frozenset()
+    peer_addresses: frozenset[str] = frozenset()
     """Side channels (host:port) of push consumers that may register by request id, without a push
     ticket.
     """
@@ -214,7 +214,7 @@ class PushCoordinator:
         address = str(Address(message.decode_host, message.decode_port))
         return (
             None
-            if address in self.settings.peers
+            if address in self.settings.peer_addresses
             else (
                 f"the registration has no push ticket, and {address} is not among this engine's "
                 "`peers`"

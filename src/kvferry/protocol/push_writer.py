@@ -152,7 +152,7 @@ class _PostedWrites:
         return self._overdue.next()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
     """Settings of the push writer."""
 

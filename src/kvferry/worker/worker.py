@@ -109,7 +109,7 @@ READ_START_INTERVAL_S = 0.001
 """How often a transport that needs `poll` to serve reads is polled while a read is beginning."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferWorkerSettings:
     """Configuration of a transfer worker; `secret` signs the tickets of the cluster."""
 
@@ -503,11 +503,10 @@ class TransferWorker:
 
 def _writers(settings: TransferWorkerSettings, consumer: Consumer, outbox: Outbox) -> PushWriter:
     producer = settings.producer
-    max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
     ours = WriterSettings(
-        producer.engine,
-        settings.consumer.read_timeout_s,
-        max_lease_s,
+        engine=producer.engine,
+        write_timeout_s=settings.consumer.read_timeout_s,
+        max_lease_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
         can_write=not producer.uses_host_buffer,
     )
     writers = PushWriter(ours, consumer.peers, outbox)
