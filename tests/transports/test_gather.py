@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transports.base import Segments
+from kvferry.transports.base import Operation, Segments
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     Copier,
-    CopyDirection,
     RegionCopy,
     copy_by_numpy,
     copy_in_slices,
@@ -23,13 +22,13 @@ copiers = pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 
 
 def expected_after(
-    part: Segments, local: np.ndarray, remote: np.ndarray, direction: CopyDirection
+    part: Segments, local: np.ndarray, remote: np.ndarray, operation: Operation
 ) -> np.ndarray:
     target, source = (
-        (local.copy(), remote) if direction is CopyDirection.READ else (remote.copy(), local)
+        (local.copy(), remote) if operation is Operation.READ else (remote.copy(), local)
     )
     for near, far in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
-        to, origin = (near, far) if direction is CopyDirection.READ else (far, near)
+        to, origin = (near, far) if operation is Operation.READ else (far, near)
         target[to : to + part.segment_bytes] = source[origin : origin + part.segment_bytes]
     return target
 
@@ -38,12 +37,12 @@ def expected_after(
 @settings(deadline=None)
 @given(
     st.data(),
-    st.sampled_from(CopyDirection),
+    st.sampled_from(Operation),
     st.sampled_from([1, 3, 64, 200, 4096]),
     st.integers(0, 3),
 )
 def test_exactly_the_named_bytes_are_copied(
-    copier: Copier, data: st.DataObject, direction: CopyDirection, segment_bytes: int, skew: int
+    copier: Copier, data: st.DataObject, operation: Operation, segment_bytes: int, skew: int
 ) -> None:
     slots = 60
     size = (slots + 1) * segment_bytes + 3
@@ -58,9 +57,9 @@ def test_exactly_the_named_bytes_are_copied(
     if data.draw(st.booleans()):
         near, far = np.sort(near), np.sort(far)
     part = Segments(0, 0, segment_bytes, near, far)
-    expected = expected_after(part, local, remote, direction)
-    moved = list(copy_in_slices([RegionCopy(part, local, remote, direction)], copier))
-    assert np.array_equal(local if direction is CopyDirection.READ else remote, expected)
+    expected = expected_after(part, local, remote, operation)
+    moved = list(copy_in_slices([RegionCopy(part, local, remote, operation)], copier))
+    assert np.array_equal(local if operation is Operation.READ else remote, expected)
     assert sum(size for size, _ in moved) == part.total_bytes
     assert sum(copies for _, copies in moved) <= count
 
@@ -81,7 +80,7 @@ def test_every_slice_is_bounded(copier: Copier, segment_bytes: int, shape: str) 
     part = Segments(0, 0, segment_bytes, near, far)
     sizes = [
         size
-        for size, _ in copy_in_slices([RegionCopy(part, local, remote, CopyDirection.READ)], copier)
+        for size, _ in copy_in_slices([RegionCopy(part, local, remote, Operation.READ)], copier)
     ]
     assert max(sizes) <= SLICE_BYTES
     assert len(sizes) >= 3
@@ -97,11 +96,7 @@ def test_neighbours_are_one_copy_whichever_side_is_sorted(copier: Copier) -> Non
     local, remote = np.zeros(40, np.uint8), np.arange(50, dtype=np.uint8)
     moved = list(
         copy_in_slices(
-            [
-                RegionCopy(
-                    Segments(0, 0, 10, offsets, offsets + 5), local, remote, CopyDirection.READ
-                )
-            ],
+            [RegionCopy(Segments(0, 0, 10, offsets, offsets + 5), local, remote, Operation.READ)],
             copier,
         )
     )
@@ -116,12 +111,11 @@ def test_regions_with_the_same_and_other_blocks_are_each_copied_as_asked(copier:
     first, second = np.array([30, 0], np.int64), np.array([50, 80], np.int64)
     plan = [(first, second), (first, second), (second, first), (first, first)]
     copies = [
-        RegionCopy(Segments(n, n, 10, *sides), here[n], there[n], CopyDirection.READ)
+        RegionCopy(Segments(n, n, 10, *sides), here[n], there[n], Operation.READ)
         for n, sides in enumerate(plan)
     ]
     expected = [
-        expected_after(copy.segments, copy.local, copy.remote, CopyDirection.READ)
-        for copy in copies
+        expected_after(copy.segments, copy.local, copy.remote, Operation.READ) for copy in copies
     ]
     assert [moved for moved, _ in copy_in_slices(copies, copier)] == [20] * 4
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(here, expected, strict=True))

@@ -15,6 +15,7 @@ thread that makes the calls.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType, Protocol
 
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
@@ -37,6 +38,7 @@ __all__ = [
     "EngineStream",
     "Handle",
     "HostStream",
+    "Operation",
     "Received",
     "Route",
     "Segments",
@@ -46,6 +48,13 @@ __all__ = [
     "TransportKit",
     "TransportOffer",
 ]
+
+
+class Operation(StrEnum):
+    """What a transfer does with the peer's memory; the values are the names that NIXL uses."""
+
+    READ = "READ"
+    WRITE = "WRITE"
 
 
 class CacheMemory(Protocol):

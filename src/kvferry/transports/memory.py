@@ -20,12 +20,13 @@ from kvferry.transports.base import (
     ControlEvent,
     Disconnected,
     Handle,
+    Operation,
     Received,
     Route,
     Segments,
     TransportOffer,
 )
-from kvferry.transports.copy.gather import CopyDirection, region_view
+from kvferry.transports.copy.gather import region_view
 from kvferry.transports.copy.queue import CopyQueue, Slices
 from kvferry.transports.copy.segments import Bytes, check_segments
 from kvferry.transports.write_grants import (
@@ -124,11 +125,11 @@ class MemoryTransport:
         self._peers.pop(peer, None)
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, CopyDirection.READ)
+        return self._start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
         check_grant_id(grant_id)
-        return self._start(peer, segments, CopyDirection.WRITE, grant_id)
+        return self._start(peer, segments, Operation.WRITE, grant_id)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -195,7 +196,7 @@ class MemoryTransport:
         self,
         peer: PeerId,
         segments: Sequence[Segments],
-        direction: CopyDirection,
+        operation: Operation,
         grant_id: int = 0,
     ) -> Handle:
         other = self._peers.get(peer)
@@ -203,8 +204,8 @@ class MemoryTransport:
             raise TransportError(f"peer {peer} is not connected over memory")
         remote, views = other.regions, other.views
         check_segments(segments, self._regions, remote, peer)
-        if direction is CopyDirection.READ or not other.supports_write_grants:
-            return self._queue.start(peer, segments, self._views, views, direction)
+        if operation is Operation.READ or not other.supports_write_grants:
+            return self._queue.start(peer, segments, self._views, views, operation)
         empty = np.empty(0, np.int64)
         addresses = np.concatenate(
             [
@@ -226,7 +227,7 @@ class MemoryTransport:
             segments,
             self._views,
             views,
-            direction,
+            operation,
             partial(other.admit, grant_id, addresses, sizes),
         )
 

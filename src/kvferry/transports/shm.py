@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
-from kvferry.transports.copy.gather import Copier, CopyDirection, fastest_copier
+from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
+from kvferry.transports.copy.gather import Copier, fastest_copier
 from kvferry.transports.copy.queue import CopyQueue
 from kvferry.transports.copy.segments import Bytes, check_regions, check_segments
 from kvferry.transports.locality import ProcessIncarnation, host_identity, start_ticks
@@ -247,10 +247,10 @@ class ShmTransport:
         self._drop(peer, f"peer {peer} was disconnected")
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, CopyDirection.READ)
+        return self._start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, CopyDirection.WRITE)
+        return self._start(peer, segments, Operation.WRITE)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -289,14 +289,12 @@ class ShmTransport:
         self._views = []
         self._regions = ()
 
-    def _start(
-        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection
-    ) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
         mapping = self._peers.get(peer)
         if mapping is None:
             raise TransportError(f"peer {peer} is not connected over shm")
         check_segments(segments, self._regions, mapping.regions, peer)
-        return self._queue.start(peer, segments, self._views, mapping.views(direction), direction)
+        return self._queue.start(peer, segments, self._views, mapping.views(operation), operation)
 
     def _is_alive(self, peer: PeerId) -> bool:
         """Whether a peer with transfers is still alive; drops everything held for a dead peer."""
@@ -331,27 +329,27 @@ class _Mapping:
         if incarnation is None:
             raise TransportError(_ended(peer))
         self._incarnation = incarnation
-        self._maps: dict[CopyDirection, mmap.mmap] = {}
-        self._views: dict[CopyDirection, list[Bytes]] = {}
+        self._maps: dict[Operation, mmap.mmap] = {}
+        self._views: dict[Operation, list[Bytes]] = {}
         try:
             # Map for reading at once, so that `connect` fails if the cache cannot be mapped.
-            self.views(CopyDirection.READ)
+            self.views(Operation.READ)
         except TransportError:
             self._incarnation.close()
             raise
 
-    def views(self, direction: CopyDirection) -> list[Bytes]:
+    def views(self, operation: Operation) -> list[Bytes]:
         """Return views of the peer's regions, writable only for writes. TransportError if the cache
         cannot be mapped.
         """
-        if direction not in self._maps:
-            self._maps[direction] = pages = self._map(direction)
+        if operation not in self._maps:
+            self._maps[operation] = pages = self._map(operation)
             whole = np.frombuffer(pages, np.uint8)
             starts = [region.address - self._offer.address for region in self.regions]
-            self._views[direction] = [
+            self._views[operation] = [
                 whole[at : at + r.size_bytes] for at, r in zip(starts, self.regions, strict=True)
             ]
-        return self._views[direction]
+        return self._views[operation]
 
     def has_ended(self) -> bool:
         return self._incarnation.has_ended()
@@ -365,9 +363,9 @@ class _Mapping:
             self._maps.popitem()[1].close()
         self._incarnation.close()
 
-    def _map(self, direction: CopyDirection) -> mmap.mmap:
+    def _map(self, operation: Operation) -> mmap.mmap:
         flags, protection = os.O_RDONLY, mmap.PROT_READ
-        if direction is CopyDirection.WRITE:
+        if operation is Operation.WRITE:
             flags, protection = os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE
         try:
             fd = os.open(

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.sleep import short_sleep
-from kvferry.transports.base import Segments
+from kvferry.transports.base import Operation, Segments
 from kvferry.transports.copy.native import native_or
 from kvferry.transports.copy.segments import (
     Bytes,
@@ -34,7 +34,6 @@ __all__ = [
     "AddressCopies",
     "AddressedMemory",
     "Copier",
-    "CopyDirection",
     "CopyJob",
     "HostAddressCopier",
     "RegionCopy",
@@ -130,11 +129,6 @@ could be copied in that time.
 """
 
 
-class CopyDirection(Enum):
-    READ = "read"
-    WRITE = "write"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionCopy:
     """One region's share of a transfer. The segments have been checked against both regions."""
@@ -142,13 +136,13 @@ class RegionCopy:
     segments: Segments
     local: Bytes
     remote: Bytes
-    direction: CopyDirection
+    operation: Operation
 
     def ends(self) -> tuple[Bytes, Bytes]:
         """Return the target and the source."""
         return (
             (self.local, self.remote)
-            if self.direction is CopyDirection.READ
+            if self.operation is Operation.READ
             else (self.remote, self.local)
         )
 
@@ -157,7 +151,7 @@ class RegionCopy:
         local side of each descriptor.
         """
         segments = self.segments
-        if self.direction is CopyDirection.READ:
+        if self.operation is Operation.READ:
             segments = Segments(
                 segments.remote_region,
                 segments.local_region,
@@ -172,10 +166,10 @@ class RegionCopy:
         ]
 
     def is_cut_as(self, other: "RegionCopy") -> bool:
-        """Whether the other copy has the same offsets and direction, in another region."""
+        """Whether the other copy has the same offsets and operation, in another region."""
         ours, theirs = self.segments, other.segments
         return (
-            (self.direction, ours.segment_bytes) == (other.direction, theirs.segment_bytes)
+            (self.operation, ours.segment_bytes) == (other.operation, theirs.segment_bytes)
             and _are_same(ours.local_offsets, theirs.local_offsets)
             and _are_same(ours.remote_offsets, theirs.remote_offsets)
         )

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Completion, Handle, Segments
+from kvferry.transports.base import Completion, Handle, Operation, Segments
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     SLICE_COST,
     Copier,
-    CopyDirection,
     RegionCopy,
     copy_in_slices,
     fastest_copier,
@@ -74,7 +73,7 @@ class CopyQueue:
         segments: Sequence[Segments],
         local: Sequence[Bytes],
         remote: Sequence[Bytes],
-        direction: CopyDirection,
+        operation: Operation,
         admit: Callable[[Slices], Slices] = iter,
     ) -> Handle:
         """Start a transfer. `admit` may wrap the slices, to check each before it is copied: a
@@ -82,7 +81,7 @@ class CopyQueue:
         """
         started = time.perf_counter()
         copies = [
-            RegionCopy(part, local[part.local_region], remote[part.remote_region], direction)
+            RegionCopy(part, local[part.local_region], remote[part.remote_region], operation)
             for part in segments
         ]
         slices = admit(copy_in_slices(copies, self.copier))

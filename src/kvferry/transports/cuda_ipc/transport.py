@@ -29,8 +29,8 @@ import msgspec
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.sleep import SHORT_SLEEP_S
-from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
-from kvferry.transports.copy.gather import AddressCopies, CopyDirection, Timing
+from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
+from kvferry.transports.copy.gather import AddressCopies, Timing
 from kvferry.transports.copy.segments import check_regions, check_segment_fields, check_segments
 from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
 from kvferry.transports.cuda_ipc import driver as cuda_driver
@@ -227,10 +227,10 @@ class CudaIpcTransport:
         self._drop(peer, f"peer {peer} was disconnected")
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, CopyDirection.READ)
+        return self._start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, CopyDirection.WRITE)
+        return self._start(peer, segments, Operation.WRITE)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -300,14 +300,12 @@ class CudaIpcTransport:
         self._device.work()
         return self._device
 
-    def _start(
-        self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection
-    ) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
         memory = self._peers.get(peer)
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
         check_segment_fields(segments, self._regions, memory.regions, peer)
-        copies = [self._copies(group, memory, direction) for group in group_by_offsets(segments)]
+        copies = [self._copies(group, memory, operation) for group in group_by_offsets(segments)]
         self._last_handle += 1
         transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
         copier = self._entered().copier
@@ -333,7 +331,7 @@ class CudaIpcTransport:
         return transfer.handle
 
     def _copies(
-        self, group: Sequence[Segments], memory: PeerMemory, direction: CopyDirection
+        self, group: Sequence[Segments], memory: PeerMemory, operation: Operation
     ) -> AddressCopies:
         size, near, far = group[0].segment_bytes, group[0].local_offsets, group[0].remote_offsets
         ours, theirs = [part.local_region for part in group], [part.remote_region for part in group]
@@ -345,7 +343,7 @@ class CudaIpcTransport:
             min([self._sizes[each] for each in ours]) - size,
             min([memory.sizes[each] for each in theirs]) - size,
         )
-        if direction is CopyDirection.READ:
+        if operation is Operation.READ:
             return AddressCopies(size, far, near, there, here, last_there, last_here)
         return AddressCopies(size, near, far, here, there, last_here, last_there)
 

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.transports.base import HOLE, Segments
+from kvferry.transports.base import HOLE, Operation, Segments
 from kvferry.transports.copy.gather import (
     SLICE_BYTES,
     SLICE_COST,
-    CopyDirection,
     RegionCopy,
     copy_in_slices,
     fastest_copier,
@@ -79,15 +78,15 @@ class CpuHostBuffer:
         self._copier = fastest_copier()
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        return self._copies(blocks, CopyDirection.READ)
+        return self._copies(blocks, Operation.READ)
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
-        return self._copies(blocks, CopyDirection.WRITE)
+        return self._copies(blocks, Operation.WRITE)
 
     def close(self) -> None:
         self._views = []
 
-    def _copies(self, blocks: Sequence[Sequence[int]], direction: CopyDirection) -> Iterator[float]:
+    def _copies(self, blocks: Sequence[Sequence[int]], operation: Operation) -> Iterator[float]:
         """Copy in slices. The host buffer is the local side, so that `save` is a READ."""
         copies = []
         for index, chosen in blocks_by_region(blocks, self._engine):
@@ -100,7 +99,7 @@ class CpuHostBuffer:
                 chosen * engine.stride_bytes,
             )
             theirs, ours = self._views[index]
-            copies.append(RegionCopy(segments, ours, theirs, direction))
+            copies.append(RegionCopy(segments, ours, theirs, operation))
         return run_in_ticks(
             (copied + SLICE_COST for copied, _ in copy_in_slices(copies, self._copier)), SLICE_BYTES
         )

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError, MissingDependency, TransportError
+from kvferry.transports.base import Operation
 from kvferry.transports.copy.segments import Descriptors, Offsets, merged_ranges
 from kvferry.transports.nixl.transfer import (
     Agent,
@@ -178,7 +179,7 @@ class NixlAgent:
         with contextlib.suppress(*self._errors):
             self._agent.remove_remote_agent(name)
 
-    def post(self, operation: str, batch: Descriptors, link: NixlLink) -> Posted:
+    def post(self, operation: Operation, batch: Descriptors, link: NixlLink) -> Posted:
         """Post one batch. UncertainFailure if some bytes may be written despite the error."""
         local = self._descriptors(batch.local, batch.size_bytes, self._device)
         remote = self._descriptors(batch.remote, batch.size_bytes, link.regions[0].device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Completion, Handle
+from kvferry.transports.base import Completion, Handle, Operation
 from kvferry.transports.copy.segments import Descriptors
 from kvferry.types import PeerId, Region
 
@@ -38,7 +38,7 @@ class Agent(Protocol):
 
     @property
     def is_gone(self) -> bool: ...
-    def post(self, operation: str, batch: Descriptors, link: "NixlLink") -> Posted: ...
+    def post(self, operation: Operation, batch: Descriptors, link: "NixlLink") -> Posted: ...
     def is_done(self, posted: Posted, link: "NixlLink") -> bool: ...
     def last_completed_at(self, link: "NixlLink") -> float:
         """When a batch with this peer last completed, in local monotonic seconds; 0 if none has."""
@@ -77,7 +77,7 @@ class NixlTransfer:
     handle: Handle
     link: NixlLink
     agent: Agent
-    operation: str
+    operation: Operation
     batches: Iterator[Descriptors]
     upcoming: Descriptors | None = None
     """The batch after the last posted batch.

@@ -28,7 +28,7 @@ from enum import Enum
 import msgspec
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
+from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.segments import (
     Descriptors,
     batches,
@@ -175,10 +175,10 @@ class NixlTransport:
             self._drop(link, f"peer {peer} was disconnected")
 
     def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
-        return self._start(peer, segments, "READ")
+        return self._start(peer, segments, Operation.READ)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
-        return self._start(peer, segments, "WRITE")
+        return self._start(peer, segments, Operation.WRITE)
 
     @property
     def supports_write_grants(self) -> bool:
@@ -269,7 +269,7 @@ class NixlTransport:
             self._fail(link, str(error))
             raise
 
-    def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
+    def move(self, peer: PeerId, operation: Operation, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of segments given by addresses, already joined and checked."""
         link = self._links.get(peer)
         if link is None:
@@ -393,14 +393,16 @@ class NixlTransport:
             )
         return agent
 
-    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: str) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: Operation) -> Handle:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         check_segments(segments, self._regions, link.regions, peer)
         return self._enqueue(link, operation, self._batches(segments, link))
 
-    def _enqueue(self, link: NixlLink, operation: str, batches: Iterator[Descriptors]) -> Handle:
+    def _enqueue(
+        self, link: NixlLink, operation: Operation, batches: Iterator[Descriptors]
+    ) -> Handle:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import RemoteProtocolError
+from kvferry.transports.base import Operation
 from kvferry.transports.copy.segments import MAX_ADDRESS, merged_ranges
 from kvferry.types import Region
 
@@ -80,9 +81,8 @@ Rows = npt.NDArray[np.int64]
 """One row for each segment: address in the producer, size in bytes."""
 
 
-class Operation(IntEnum):
-    READ = 1
-    WRITE = 2
+_OPERATION_CODES = {Operation.READ: 1, Operation.WRITE: 2}
+_OPERATIONS = {code: operation for operation, code in _OPERATION_CODES.items()}
 
 
 class ReplyStatus(IntEnum):
@@ -173,25 +173,26 @@ def is_proof(received: bytes, token: bytes, role: HandshakeRole, nonces: bytes) 
 
 
 def pack_header(operation: Operation, rows: Rows, grant_id: int = 0) -> bytes:
-    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()), grant_id)
+    return _HEADER.pack(_OPERATION_CODES[operation], len(rows), int(rows[:, 1].sum()), grant_id)
 
 
 def unpack_header(received: bytes) -> Header:
-    operation, num_descriptors, total_bytes, grant_id = _HEADER.unpack(received)
+    code, num_descriptors, total_bytes, grant_id = _HEADER.unpack(received)
+    operation = _OPERATIONS.get(code)
     if (
-        operation not in list(Operation)
+        operation is None
         or not 0 < num_descriptors <= MAX_BATCH_DESCRIPTORS
         or not 0 < total_bytes <= MAX_BATCH_BYTES
     ):
         raise RemoteProtocolError(
-            f"a request of kind {operation} for {num_descriptors} segments and "
+            f"a request of kind {code} for {num_descriptors} segments and "
             f"{total_bytes} bytes is not possible"
         )
-    if grant_id and operation == Operation.READ:
+    if grant_id and operation is Operation.READ:
         raise RemoteProtocolError(
             f"a read with grant id {grant_id} is not possible: only writes have a grant id"
         )
-    return Header(Operation(operation), num_descriptors, total_bytes, grant_id)
+    return Header(operation, num_descriptors, total_bytes, grant_id)
 
 
 def pack_reply(refusal: str = "", status: ReplyStatus = ReplyStatus.REFUSED) -> bytes:

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Completion, Handle, Segments
+from kvferry.transports.base import Completion, Handle, Operation, Segments
 from kvferry.transports.copy.segments import Descriptors
 from kvferry.transports.nixl.bounce.messages import (
     BounceMessage,
@@ -208,7 +208,7 @@ class DescriptorMover(Protocol):
     def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
         """Load the metadata that makes the peer's bounce buffer reachable."""
 
-    def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
+    def move(self, peer: PeerId, operation: Operation, descriptors: Descriptors) -> Handle:
         """Start a READ or WRITE of descriptors with local and remote addresses."""
 
     def cancel(self, handle: Handle) -> None: ...
@@ -551,7 +551,7 @@ class BounceTransfers:
                 self._bounce_buffer.address, 0
             )
             handle = self._mover.move(
-                transfer.peer, "READ" if transfer.is_read else "WRITE", descriptors
+                transfer.peer, Operation.READ if transfer.is_read else Operation.WRITE, descriptors
             )
             transfer.in_flight.append((end, handle))
             transfer.posted = end
