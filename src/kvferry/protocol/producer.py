@@ -99,6 +99,7 @@ class Producer:
         push_key: PushTicketKey,
         writers: PushWriter,
     ) -> None:
+        self.writers = writers
         self.outbox = writers.outbox
         """Actions and events of the producer, of its parts and of the writer."""
         self._settings = settings

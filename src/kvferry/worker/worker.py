@@ -145,8 +145,8 @@ class TransferWorker:
         self._push_key = PushTicketKey(settings.secret)
         self._consumer = Consumer(settings.consumer)
         self._outbox = Outbox()
-        self._writers = _writers(settings, self._consumer, self._outbox)
-        self._producer = Producer(settings.producer, self._key, self._push_key, self._writers)
+        writers = _writers(settings, self._consumer, self._outbox)
+        self._producer = Producer(settings.producer, self._key, self._push_key, writers)
         self._transports = {transport.name: transport for transport in transports}
         self._control = control
         self._store = store
@@ -159,19 +159,14 @@ class TransferWorker:
         )
 
     def snapshot(self) -> TransferWorkerSnapshot:
-        producer, consumer, num_writes = (
-            self._producer,
-            self._consumer,
-            len(self._writers) + self._writers.num_posted,
-        )
-        num_moves, num_registrations = len(self._moves), producer.num_registrations
+        producer, consumer = self._producer, self._consumer
         return TransferWorkerSnapshot(
-            producer.num_leases,
-            consumer.num_transfers,
-            num_moves,
-            consumer.num_peers,
-            num_registrations,
-            num_writes,
+            leases=producer.num_leases,
+            transfers=consumer.num_transfers,
+            reads=len(self._moves),
+            peers=consumer.num_peers,
+            registrations=producer.num_registrations,
+            writes=len(producer.writers) + producer.writers.num_posted,
         )
 
     def step(
@@ -221,7 +216,7 @@ class TransferWorker:
     def idle_s(self) -> float:
         """Return how many seconds the worker may sleep if no input arrives."""
         now = self._clock()
-        if self._writers.has_landed:
+        if self._producer.writers.has_landed:
             return 0.0
         producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
         waits = [] if consumer_at is None else [consumer_at - now]
@@ -391,7 +386,7 @@ class TransferWorker:
         if isinstance(move, StartRead):
             self._consumer.read_ended(move.request, move.peer, error, now)
         else:
-            self._writers.write_ended(move.write, error, now)
+            self._producer.writers.write_ended(move.write, error, now)
 
     def _finish_store(
         self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float
