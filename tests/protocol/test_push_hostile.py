@@ -18,7 +18,7 @@ from tests.protocol.test_producer_push import (
     registration,
     said,
 )
-from tests.protocol.test_push_desk import answers
+from tests.protocol.test_push_matcher import answers
 
 from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
