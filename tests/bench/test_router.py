@@ -117,10 +117,12 @@ def test_every_request_through_our_router_is_verified(writes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", [Router.TOY, Router.VLLM_ROUTER])
-def test_every_request_through_the_routers_of_others_is_verified(router: Router) -> None:
+@pytest.mark.parametrize("router", [Router.AIOHTTP, Router.TOY, Router.VLLM_ROUTER])
+def test_every_request_through_the_other_routers_is_verified(router: Router) -> None:
     tools = Tools(ROOT / ".venv-router" / "bin" / "python")
-    if not tools.python.exists() or missing_packages(router, tools):
+    if router is Router.AIOHTTP:
+        tools = Tools(Path(sys.executable))
+    elif not tools.python.exists() or missing_packages(router, tools):
         pytest.skip("its packages are not installed here; make setup-vllm does it")
     flags = ["--requests", "30", "--concurrency", "1", "8", "--prompt-bytes", "1k", "64K"]
     ran = bench("--routers", router, *flags, "--router-python", str(tools.python))

@@ -51,7 +51,8 @@ __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 DESCRIPTION = (
     "Measure requests per second, time to the first byte and CPU time of `kvferry proxy` with "
     "stub engines behind it, beside a client\n"
-    "that asks both engines itself (direct), a program that does what vLLM's toy proxy does (toy) "
+    "that asks both engines itself (direct), a minimal proxy on plain aiohttp, a program that does "
+    "what vLLM's toy proxy does (toy)\n"
     "and vllm-router."
 )
 EXAMPLES = """\

@@ -40,6 +40,7 @@ POLL_INTERVAL_S = 0.1
 IMPORT_S = 60.0
 CLOSE_TIMEOUT_S = 15.0
 TOY_PROGRAM = Path(__file__).with_name("toy_proxy.py")
+AIOHTTP_PROGRAM = Path(__file__).with_name("aiohttp_proxy.py")
 INSTALL = (
     "`make setup-vllm` makes .venv-router, which has it; or name an interpreter that has it with "
     "--router-python"
@@ -227,6 +228,8 @@ def _command(
     if router is Router.TOY:
         # Without -P Python would first look for modules in the folder of the program.
         return [str(tools.python), "-P", str(tools.toy_program), *seeds]
+    if router is Router.AIOHTTP:
+        return [sys.executable, "-P", str(AIOHTTP_PROGRAM), *seeds]
     return [sys.executable, "-m", "kvferry", "proxy", *seeds]
 
 

@@ -37,6 +37,8 @@ class Router(StrEnum):
     DIRECT = "direct"
     """No router: the client sends requests to P and D itself."""
     KVFERRY = "kvferry"
+    AIOHTTP = "aiohttp"
+    """A minimal proxy on plain aiohttp."""
     TOY = "toy"
     VLLM_ROUTER = "vllm-router"
 
