@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import uvloop
-from tests.router.http1.kit import read_request
+from tests.router.http.kit import read_request
 from tests.router.stubs import prefills, stage
 from tests.router.test_proxy import ONE
 

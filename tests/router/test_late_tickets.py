@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from tests.router.http1.kit import read_request
+from tests.router.http.kit import read_request
 from tests.router.stubs import (
     DEADLINE_S,
     PARAMS,

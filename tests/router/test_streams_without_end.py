@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import uvloop
-from tests.router.http1.kit import instance, read_request
+from tests.router.http.kit import instance, read_request
 from tests.router.stubs import prefills, stage
 from tests.router.test_proxy import STREAMED
 

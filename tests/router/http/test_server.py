@@ -3,7 +3,7 @@ import json
 import logging
 
 import pytest
-from tests.router.http1.kit import RawClient, Served, chunked, echo, post, run, serving
+from tests.router.http.kit import RawClient, Served, chunked, echo, post, run, serving
 
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import Admit, ResponseParts, ResponseWriter

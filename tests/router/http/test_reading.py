@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.http1.kit import LIMITS, chunked, post
+from tests.router.http.kit import LIMITS, chunked, post
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http.framing import RequestReader

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
+from tests.router.http.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
 from kvferry.router.http.messages import (
     ConnectFailed,

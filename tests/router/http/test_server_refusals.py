@@ -10,7 +10,7 @@ import struct
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.router.http1.kit import Served, echo, post, run, serving
+from tests.router.http.kit import Served, echo, post, run, serving
 
 TLS_HELLO = bytes.fromhex("160301020001000001fc0303") + bytes(range(200))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.router.http1.kit import (
+from tests.router.http.kit import (
     Served,
     Talk,
     answering,

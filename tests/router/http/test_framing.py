@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.http1.kit import chunked
+from tests.router.http.kit import chunked
 
 from kvferry.router.http.framing import ChunkedBody, FramingError, LengthBody, UntilCloseBody, chunk
 

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass, field
 
 import pytest
-from tests.router.http1.kit import RawClient, chunked, echo, post, run, serving
+from tests.router.http.kit import RawClient, chunked, echo, post, run, serving
 
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import ResponseWriter

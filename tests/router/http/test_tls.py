@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.router.http1.kit import (
+from tests.router.http.kit import (
     answering,
     ask,
     chunked,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.router.http1.kit import Talk, chunked, instance, post, read_request, run, upstreams
-from tests.router.http1.test_client import CHUNKED, OK, settles
-from tests.router.http1.test_tls import cert, client_side, server_side
+from tests.router.http.kit import Talk, chunked, instance, post, read_request, run, upstreams
+from tests.router.http.test_client import CHUNKED, OK, settles
+from tests.router.http.test_tls import cert, client_side, server_side
 
 from kvferry.router.http import pool as client
 from kvferry.router.http import upstream_connection
