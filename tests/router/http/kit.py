@@ -123,7 +123,10 @@ async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
 async def instance(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[Target]:
     """A server of raw bytes: `talk` is run for every connection, which is closed after it."""
 
+    tasks = set()  # asyncio refers to a pending task only weakly
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
         try:
             await talk(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -193,8 +196,7 @@ def post(body: bytes, path: str = "/v1/x", *lines: bytes) -> bytes:
     )
 
 
-def chunked(segments: list[bytes]) -> bytes:
+def chunked(chunks: list[bytes]) -> bytes:
     return (
-        b"".join(b"%x\r\n%b\r\n" % (len(segment), segment) for segment in segments if segment)
-        + b"0\r\n\r\n"
+        b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk) + b"0\r\n\r\n"
     )

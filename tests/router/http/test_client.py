@@ -100,10 +100,10 @@ def test_an_answer_byte_by_byte_is_the_same() -> None:
         async with instance(talk) as target, upstreams() as made:
             for _ in range(2):
                 with await ask(made, target) as answer:
-                    segments = []
-                    while segment := await answer.read_some(5):
-                        segments.append(segment)
-                    assert b"".join(segments) == b"hello"
+                    parts = []
+                    while part := await answer.read_some(5):
+                        parts.append(part)
+                    assert b"".join(parts) == b"hello"
             assert made.num_connections == 1
 
     run(story())

@@ -38,9 +38,9 @@ class Reading:
             self.is_in_body = False
 
 
-def read_all(segments: list[bytes], limits: ServerLimits = LIMITS) -> list[tuple[str, bytes]]:
+def read_all(parts: list[bytes], limits: ServerLimits = LIMITS) -> list[tuple[str, bytes]]:
     reading = Reading(RequestReader(limits))
-    return [request for segment in segments for request in reading.feed(segment)]
+    return [request for part in parts for request in reading.feed(part)]
 
 
 @st.composite
@@ -55,10 +55,10 @@ def conversation(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, bytes]]]:
             raw += post(body, path)
         elif kind == "chunked":
             size = draw(st.integers(1, 20))
-            segments = [body[i : i + size] for i in range(0, len(body), size)]
+            chunks = [body[i : i + size] for i in range(0, len(body), size)]
             raw += (
                 b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
-                + chunked(segments)
+                + chunked(chunks)
             )
         else:
             body = b""
@@ -84,21 +84,21 @@ def test_requests_byte_by_byte_are_the_same_requests(
 
 
 @given(st.lists(st.binary(max_size=80), max_size=5))
-def test_any_bytes_are_requests_or_a_refusal_and_nothing_else(segments: list[bytes]) -> None:
+def test_any_bytes_are_requests_or_a_refusal_and_nothing_else(parts: list[bytes]) -> None:
     with suppress(RequestRefused):
-        read_all(segments)
+        read_all(parts)
 
 
 def test_a_head_of_the_greatest_length_is_read_and_a_longer_one_is_not() -> None:
     limits = replace(LIMITS, head_bytes=200)
     for pad, is_read in ((100, True), (200, False), (10_000, False)):
         raw = b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * pad + b"\r\n\r\n"
-        for segments in ([raw], [raw[i : i + 7] for i in range(0, len(raw), 7)]):
+        for parts in ([raw], [raw[i : i + 7] for i in range(0, len(raw), 7)]):
             if is_read:
-                assert read_all(segments, limits) == [("/", b"")]
+                assert read_all(parts, limits) == [("/", b"")]
             else:
                 with pytest.raises(RequestRefused) as caught:
-                    read_all(segments, limits)
+                    read_all(parts, limits)
                 assert caught.value.status == 431
 
 

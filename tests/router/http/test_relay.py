@@ -45,7 +45,7 @@ class Passing:
     made: UpstreamPool
     target: Target
     num_read: int = 0
-    """Segments of the body that are read first, and handed in as `start`."""
+    """Number of reads of the body that come first, and handed in as `start`."""
     filter: Callable[[bytes], bytes] | None = None
     idle_timeout_s: float = 10
     errors: list[Exception] = field(default_factory=list)
@@ -83,10 +83,10 @@ class Passing:
 
 
 def decoded(raw: bytes) -> bytes:
-    body, segments = ChunkedBody(), list[bytes]()
-    assert body.advance(raw, segments) == len(raw)
+    body, parts = ChunkedBody(), list[bytes]()
+    assert body.advance(raw, parts) == len(raw)
     assert body.is_ended
-    return b"".join(segments)
+    return b"".join(parts)
 
 
 async def passed_on(talk: Talk, request: bytes = GET, **settings: object) -> tuple[bytes, Passing]:
@@ -192,12 +192,12 @@ def test_head_gets_the_head_alone(head: bytes) -> None:
     run(story())
 
 
-def test_a_filter_sees_decoded_segments_and_the_end() -> None:
+def test_a_filter_sees_decoded_chunks_and_the_end() -> None:
     seen: list[bytes] = []
 
-    def shout(segment: bytes) -> bytes:
-        seen.append(segment)
-        return segment.upper() if segment else b"THE END"
+    def shout(chunk: bytes) -> bytes:
+        seen.append(chunk)
+        return chunk.upper() if chunk else b"THE END"
 
     async def story() -> None:
         stream = STREAM + chunked(EVENTS)
@@ -212,7 +212,7 @@ def test_a_filter_sees_decoded_segments_and_the_end() -> None:
 def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fails(segment: bytes) -> bytes:
+    def fails(chunk: bytes) -> bytes:
         raise ZeroDivisionError
 
     async def story() -> None:
@@ -226,7 +226,7 @@ def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    segments=st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=6),
+    chunks=st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 300), max_size=6),
     num_read=st.integers(0, 3),
     is_filtered=st.booleans(),
@@ -234,16 +234,16 @@ def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(
     kind=st.sampled_from(["chunked", "length", "close"]),
 )
 def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
-    segments: list[bytes],
+    chunks: list[bytes],
     cuts: list[int],
     num_read: int,
     is_filtered: bool,
     version: bytes,
     kind: str,
 ) -> None:
-    said = b"".join(segments)
+    said = b"".join(chunks)
     raw = {
-        "chunked": STREAM + chunked(segments),
+        "chunked": STREAM + chunked(chunks),
         "length": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said) + said,
         "close": b"HTTP/1.1 200 OK\r\n\r\n" + said,
     }[kind]
@@ -257,7 +257,7 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
             await asyncio.sleep(0.001)
 
     async def story() -> None:
-        filter = (lambda segment: segment) if is_filtered else None
+        filter = (lambda chunk: chunk) if is_filtered else None
         async with instance(talk) as target, upstreams() as made:
             passing = Passing(made, target, num_read=num_read, filter=filter)
             async with serving(passing.handle) as served:
@@ -294,15 +294,13 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
 
             async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target) as first:
-                    start = b"".join([segment async for segment in segments(first)])
+                    start = b"".join([part async for part in parts_of(first)])
                     with await ask(made, target) as second:
                         await asyncio.sleep(0.05)
                         assert made.num_connections == 1
                         await first.relay(reply, [], idle_timeout_s=5, start=start)
                         half.set()
-                        seconds.put_nowait(
-                            b"".join([segment async for segment in segments(second)])
-                        )
+                        seconds.put_nowait(b"".join([part async for part in parts_of(second)]))
 
             async with serving(handler) as served:
                 client = await served.connect()
@@ -314,9 +312,9 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
     run(story())
 
 
-async def segments(answer: UpstreamResponse) -> AsyncIterator[bytes]:
-    while segment := await answer.read_some(5):
-        yield segment
+async def parts_of(answer: UpstreamResponse) -> AsyncIterator[bytes]:
+    while part := await answer.read_some(5):
+        yield part
 
 
 # -- instances that fail --
@@ -372,7 +370,7 @@ def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(
 def test_a_stream_that_is_decoded_can_be_continued_anywhere() -> None:
     async def story() -> None:
         received, passing = await passed_on(
-            breaking(STREAM + FIRST[:-5]), filter=lambda segment: segment
+            breaking(STREAM + FIRST[:-5]), filter=lambda chunk: chunk
         )
         assert decoded(received.partition(b"\r\n\r\n")[2]) == b"data: " + b"data: sorry\n\n"
         assert len(passing.errors) == 2
@@ -481,9 +479,7 @@ def test_a_client_that_reads_slowly_slows_the_instance_down(is_filtered: bool) -
     async def story() -> None:
         flood = Flood()
         async with instance(flood.talk) as target, upstreams() as made:
-            passing = Passing(
-                made, target, filter=(lambda segment: segment) if is_filtered else None
-            )
+            passing = Passing(made, target, filter=(lambda chunk: chunk) if is_filtered else None)
             async with serving(passing.handle) as served:
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1000)
                 writer.write(GET)

@@ -106,13 +106,13 @@ def test_a_request_in_chunks_is_one_body() -> None:
     async def story() -> None:
         async with serving(echo) as served:
             client = await served.connect()
-            for segment in (
+            for part in (
                 b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
                 b"llo\r\n1",
                 b"\r\n!\r\n0\r\n",
                 b"\r\n",
             ):
-                client.send(segment)
+                client.send(part)
                 await asyncio.sleep(0)
             assert (await client.answer())[2] == b"hello!"
             client.close()
@@ -234,7 +234,7 @@ def test_admit_refuses_a_client_that_asks_first_without_telling_it_to_go_on() ->
     run(story())
 
 
-def test_many_refused_requests_in_one_segment_are_all_answered() -> None:
+def test_many_refused_requests_in_one_write_are_all_answered() -> None:
     async def story() -> None:
         async with serving(echo, admit=refuses) as served:
             client = await served.connect()
