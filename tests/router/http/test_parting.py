@@ -255,9 +255,7 @@ def test_no_more_are_waited_for_than_so_many_and_the_log_says_so(
         assert made.num_connections == 0
 
     run(story())
-    assert ["too many requests are being left" in record.message for record in caplog.records] == [
-        True
-    ]
+    assert ["too many abandoned requests" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.usefixtures("_soon")

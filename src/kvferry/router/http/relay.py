@@ -162,7 +162,7 @@ class Relay:
                 True,
                 LengthBody(1),
             )  # the end of the client's current chunk is unknown: nothing can follow
-            self.fail(InvalidResponse(f"its answer is not chunked as it says: {error}"))
+            self.fail(InvalidResponse(f"its chunked answer is not valid: {error}"))
             return
         except Exception as error:
             self.fail(error)

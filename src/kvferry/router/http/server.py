@@ -91,7 +91,7 @@ class ServerConnection(asyncio.Protocol):
         elif num_over > 0:
             self._refuse(
                 RequestRefused(
-                    "the server has as many connections as it takes", status=503, retry_after_s=1
+                    "the server has reached its connection limit", status=503, retry_after_s=1
                 )
             )
 
@@ -130,9 +130,9 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _IDLE:
             self.close()
         elif self._state == _HEAD:
-            self._refuse(RequestRefused("the request's head did not come in time", status=408))
+            self._refuse(RequestRefused("the request head did not arrive in time", status=408))
         elif self._state == _BODY:
-            self._refuse(RequestRefused("the request's body did not come in time", status=408))
+            self._refuse(RequestRefused("the request body did not arrive in time", status=408))
         elif self.out.has_progressed():
             self.deadline = now + self._close_timeout()
         else:
@@ -156,7 +156,7 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(refusal)
             return
         except Exception:  # raised by `admit`; this is the top of a request
-            logger.exception("a request was not admitted")
+            logger.exception("the admission check of a request failed")
             self._refuse(RequestRefused(_SERVER_ERROR, status=500))
             return
         if self._state != _BODY:
@@ -211,7 +211,7 @@ class ServerConnection(asyncio.Protocol):
         except ConnectionError:
             self.out.abort()
         except Exception:
-            logger.exception("a request was not served: %s %s", request.method, request.path)
+            logger.exception("the handler of a request failed: %s %s", request.method, request.path)
         self._task = None
         if self.out.transport is None:
             self._server.remove(self)

@@ -90,8 +90,7 @@ class AbandonedConnections:
         if time.monotonic() >= self._warned_at + _WARN_S:
             self._warned_at = time.monotonic()
             _log.warning(
-                "too many requests are being left at once: what their answers would bring is lost "
-                "instance=%s",
+                "too many abandoned requests: late answers are dropped instance=%s",
                 where,
             )
 
@@ -186,7 +185,7 @@ class Receiver(Protocol):
     def receive(self, data: bytes) -> None: ...
     def fail(self, error: Exception) -> None: ...
     def on_connection_lost(self) -> None:
-        """The connection is lost; its `error` tells why."""
+        """The connection is lost; its `error` is the reason."""
 
 
 # State of a connection. FRESH: no request was sent yet; data is stored anyway, because a server
@@ -297,9 +296,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.write(data)
         elif not waiter.done():
             waiter.set_exception(
-                UpstreamDisconnected(
-                    "it closed the connection before it had answered", self.has_answered
-                )
+                UpstreamDisconnected("it closed the connection before answering", self.has_answered)
             )
         return waiter
 
@@ -327,7 +324,9 @@ class UpstreamConnection(asyncio.Protocol):
         is closed and UpstreamTimeout is raised.
         """
         if self._phase == _ABANDONED:
-            raise UpstreamDisconnected("it was left before it had answered", self.has_answered)
+            raise UpstreamDisconnected(
+                "the request was abandoned before it answered", self.has_answered
+            )
         self.deadline = deadline
         self._waiter = self.loop.create_future()
         try:
@@ -426,9 +425,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.receiver.on_connection_lost()
         elif self._phase == _HEAD:
             self._fail(
-                UpstreamDisconnected(
-                    "it closed the connection before it had answered", self.has_answered
-                )
+                UpstreamDisconnected("it closed the connection before answering", self.has_answered)
             )
         elif self._phase == _BODY:
             self._wake()
@@ -443,7 +440,9 @@ class UpstreamConnection(asyncio.Protocol):
     # -- helpers --
 
     def _abandon(self) -> None:
-        self._fail(UpstreamDisconnected("it was left before it had answered", self.has_answered))
+        self._fail(
+            UpstreamDisconnected("the request was abandoned before it answered", self.has_answered)
+        )
         self._phase = _ABANDONED
         self._segments = []
         self._size = 0

@@ -72,7 +72,7 @@ class ConnectionWriter:
         """Write bytes. ConnectionResetError if the client has disconnected."""
         transport = self.transport
         if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
+            raise ConnectionResetError("the client has disconnected")
         self.num_sent += len(data)
         if self._corked is None:
             transport.write(data)
@@ -277,7 +277,7 @@ class ResponseWriter:
     def put(self, data: bytes) -> None:
         """Write part of the stream without waiting."""
         if not self.can_write:
-            raise ConnectionError("this answer cannot be continued")
+            raise ConnectionError("this response cannot be continued")
         if data and self.has_body:
             self.out.put(chunk(data) if self._framing is _CHUNKED else data)
 
@@ -289,7 +289,7 @@ class ResponseWriter:
     def end(self) -> None:
         """End the stream without waiting."""
         if not self.can_write:
-            raise ConnectionError("this answer cannot be continued")
+            raise ConnectionError("this response cannot be continued")
         self.can_write = False
         self.is_finished = True
         if self._framing is _CHUNKED and self.has_body:
@@ -302,7 +302,7 @@ class ResponseWriter:
 
     def _begin(self, status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
         if self.status:
-            raise ConnectionError("this answer was started before")
+            raise ConnectionError("this response has already started")
         self.has_body = self.has_body and status not in _BODILESS
         if self.out.is_draining:
             self.out.keeps_alive = False
