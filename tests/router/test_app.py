@@ -134,7 +134,7 @@ def test_a_body_over_the_limit_is_a_413_and_one_at_the_limit_is_served() -> None
             assert status == 413
             assert (
                 json.loads(body)["error"]["message"]
-                == "the request body is larger than the 4096 bytes that this server takes"
+                == "the request body is larger than the limit of 4096 bytes"
             )
             assert len(s.p.calls) == 1
 

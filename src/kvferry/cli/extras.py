@@ -12,6 +12,7 @@ from kvferry.errors import MissingDependency
 __all__ = ["EXTRAS", "check_extra", "missing_packages"]
 
 _ROUTER = (
+    "httptools",
     "prometheus_client",
     "uvloop",
 )

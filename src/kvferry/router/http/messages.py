@@ -96,29 +96,25 @@ class Headers:
     joined by commas.
     """
 
-    __slots__ = ("_lines", "_pairs", "_values")
+    __slots__ = ("_pairs", "_values")
 
-    def __init__(self, lines: Sequence[str] = (), values: Mapping[str, str] = _NO_VALUES) -> None:
-        """`lines` are the validated lines of a head, `values` the same fields by lower-case name.
-        The lines are split only if `items` is called.
-        """
-        self._lines = lines
+    def __init__(
+        self, pairs: Sequence[tuple[str, str]] = (), values: Mapping[str, str] = _NO_VALUES
+    ) -> None:
+        """`pairs` are the fields as they arrived, `values` the same fields by lower-case name."""
+        self._pairs = pairs
         self._values = values
-        self._pairs: list[tuple[str, str]] | None = None
 
     def get(self, name: str) -> str | None:
         """The value of a field; `name` in lower case."""
         return self._values.get(name)
 
-    def items(self) -> Iterable[tuple[str, str]]:
+    def items(self) -> Sequence[tuple[str, str]]:
         """Fields in the order and spelling in which they arrived."""
-        if self._pairs is None:
-            parts = [line.partition(":") for line in self._lines]
-            self._pairs = [(name, value.strip(" \t")) for name, _, value in parts]
         return self._pairs
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._pairs)
 
     def __repr__(self) -> str:
         return f"Headers({self.items()!r})"
@@ -191,7 +187,7 @@ def request_head(method: str, path: str, host: str, headers: Fields, length: int
 @lru_cache(256)
 def _request_start(method: str, path: str, host: str) -> bytes:
     if " " in path or " " in method:
-        raise ValueError("a method or path with a blank in it cannot be sent")
+        raise ValueError("a method or path that contains a space cannot be sent")
     return _join(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n", (), "", _NOT_FORWARDED, 2).encode(
         "latin-1"
     )
@@ -206,5 +202,5 @@ def _join(
     # More line ends than lines: a header value would inject a line.
     expected = len(lines) + num_own
     if text.count("\r") != expected or text.count("\n") != expected:
-        raise ValueError("a header with a line end in it cannot be sent")
+        raise ValueError("a header that contains a line end cannot be sent")
     return text

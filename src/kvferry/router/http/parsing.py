@@ -1,14 +1,20 @@
 """Parses the heads of HTTP/1.1 messages, strictly.
 
-Input that is not exactly valid is refused, so that no server behind the router can interpret it
-differently. Written by hand instead of using httptools: as fast, and stricter, see
-docs/decisions/031-router-http.md. Pure.
+httptools (llhttp) parses the bytes; this module adapts it and refuses what httptools accepts
+although another server could read it differently, see docs/decisions/031-router-http.md. Pure.
 """
 
 import re
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+
+from httptools import (
+    HttpParserError,
+    HttpParserUpgrade,
+    HttpRequestParser,
+    HttpResponseParser,
+)
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import Headers, InvalidResponse
@@ -18,24 +24,14 @@ __all__ = [
     "RequestHead",
     "ResponseHead",
     "check_partial_head",
-    "is_field_line",
     "read_request_head",
     "read_response_head",
 ]
 
-_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
-_REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([!-~]+) HTTP/1\.([01])")
-_STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
-# Matches any prefix of a valid request line.
-_BEGINNING = re.compile(
-    rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: (?:[!-~]+(?: [HTP/1.0]{0,8}\r?)?)?)?"
-)
 _ABSOLUTE = re.compile(r"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+([/?].*)?")
 _MAX_LENGTH_DIGITS = 15
-_MAX_KNOWN = 256
-"""Longest line that is cached; bounds the caches in bytes."""
 _MAX_KNOWN_HEAD = 512
-"""Longest response head that is cached."""
+"""Longest response head that is cached; bounds the cache in bytes."""
 
 
 class BodyKind(IntEnum):
@@ -87,38 +83,42 @@ class ResponseHead:
 
 def read_request_head(data: bytes, max_fields: int) -> RequestHead:
     """Parse a request head. `data` ends with the empty line. RequestRefused if it is not valid."""
-    lines = data.decode("latin-1").split("\r\n")
-    first = lines[0]
-    line = _known_request_line(first) if len(first) < _MAX_KNOWN else _read_request_line(first)
-    if line is None:
+    found = _FoundHead()
+    parser = HttpRequestParser(found)
+    try:
+        parser.feed_data(data)
+    except HttpParserUpgrade:
+        pass  # the client offers another protocol; the router answers in HTTP/1.1
+    except HttpParserError as error:
+        raise RequestRefused(f"the request is not valid HTTP: {error}") from None
+    method, target = parser.get_method(), found.target
+    # httptools also accepts several blanks, RTSP, HTTP/2.0, no version, and empty lines before.
+    line = b"%b %b HTTP/1." % (method, target)
+    version = data[len(line) : len(line) + 3]
+    if not data.startswith(line) or version not in (b"0\r\n", b"1\r\n") or not found.is_complete:
         raise RequestRefused("the request line is not valid HTTP")
-    fields = lines[1:-2]
-    if len(fields) > max_fields:
+    if len(found.fields) > max_fields:
         raise RequestRefused(f"the request has more than {max_fields} headers", status=431)
-    values = _read_fields(fields)
-    if values is None:
-        raise RequestRefused("a header of the request is not valid HTTP")
-    method, path, query, is_http11 = line
+    headers, values = _decode_fields(found.fields)
+    is_http11 = version[0] == 0x31
     host = values.get("host")
     if (host is None and is_http11) or (host is not None and "," in host):
         raise RequestRefused("the request must have one Host header")
+    method_name = method.decode("latin-1")
+    path, query = _split_target(target.decode("latin-1"), method_name)
     kind, length = _request_body(
         values.get("transfer-encoding"), values.get("content-length"), is_http11
     )
-    expects_continue = "expect" in values and _expects_continue(values["expect"])
-    keeps_alive = (
-        _keeps_alive(values["connection"], is_http11) if "connection" in values else is_http11
-    )
     return RequestHead(
-        method,
+        method_name,
         path,
         query,
-        Headers(fields, values),
+        headers,
         kind,
         length,
         is_http11,
-        keeps_alive,
-        expects_continue,
+        keeps_alive=_keeps_alive(values.get("connection"), is_http11),
+        expects_continue="expect" in values and _expects_continue(values["expect"]),
     )
 
 
@@ -135,30 +135,27 @@ def read_response_head(data: bytes, method: str) -> ResponseHead:
 
 
 def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
-    lines = data.decode("latin-1").split("\r\n")
-    line = _STATUS_LINE.fullmatch(lines[0])
-    if line is None:
+    found = _FoundHead()
+    parser = HttpResponseParser(found)
+    try:
+        parser.feed_data(data)
+    except HttpParserUpgrade:
+        raise InvalidResponse("it switched to another protocol without a request for it") from None
+    except HttpParserError as error:
+        raise InvalidResponse(f"its answer is not valid HTTP: {error}") from None
+    status = parser.get_status_code()
+    is_http11 = data.startswith(b"HTTP/1.1")
+    # httptools also accepts RTSP, HTTP/0.9, HTTP/2.0, and statuses below 100.
+    if not (is_http11 or data.startswith(b"HTTP/1.0")) or status < 100 or not found.is_complete:
         raise InvalidResponse("its status line is not valid HTTP")
-    fields = lines[1:-2]
-    values = _read_fields(fields)
-    if values is None:
-        raise InvalidResponse("a header of its answer is not valid HTTP")
-    minor, digits = line.groups()
-    status = int(digits)
-    if status == 101:
-        raise InvalidResponse("it wants to speak another protocol, which nobody asked for")
-    keeps_alive = (
-        _keeps_alive(values["connection"], minor == "1") if "connection" in values else minor == "1"
-    )
+    headers, values = _decode_fields(found.fields)
+    keeps_alive = _keeps_alive(values.get("connection"), is_http11)
     coding, length = values.get("transfer-encoding"), values.get("content-length")
-    if coding is not None and (length is not None or coding.lower() != "chunked" or minor == "0"):
-        raise InvalidResponse(
-            "the length of its answer is told in two ways, or in one that is not known"
-        )
+    if coding is not None and (length is not None or coding.lower() != "chunked" or not is_http11):
+        raise InvalidResponse("the Transfer-Encoding of its answer is not supported")
     if length is not None and not _is_length(length):
-        raise InvalidResponse("the length of its answer is no number")
+        raise InvalidResponse("the Content-Length of its answer is not one number")
     size = int(length) if length is not None else 0
-    headers = Headers(fields, values)
     if is_for_head or status < 200 or status in (204, 304):
         return ResponseHead(status, headers, _NONE, size, keeps_alive)
     if coding is not None:
@@ -174,73 +171,69 @@ def check_partial_head(data: bytes) -> bool:
     Raises RequestRefused as soon as the bytes cannot become a head (a TLS handshake, another
     protocol).
     """
-    end = data.find(b"\n")
-    if end < 0:
-        if _BEGINNING.fullmatch(data) is None:
-            raise RequestRefused("the request line is not valid HTTP")
-        return False
-    if (
-        data[end - 1 : end] != b"\r"
-        or _REQUEST_LINE.fullmatch(data[: end - 1].decode("latin-1")) is None
-    ):
+    end = data.find(b"\n") + 1
+    parser = HttpRequestParser(None)
+    try:
+        parser.feed_data(data[:end] if end else data)
+    except HttpParserError as error:
+        raise RequestRefused(f"the request line is not valid HTTP: {error}") from None
+    # httptools also accepts line ends before a request and, until the line ends, any version. The
+    # version is 0.0 while it is unknown.
+    if data[:1] in (b"\r", b"\n") or parser.get_http_version() not in ("0.0", "1.0", "1.1"):
         raise RequestRefused("the request line is not valid HTTP")
-    return True
+    return end > 0
 
 
-def is_field_line(line: bytes) -> bool:
-    """Whether a line without its end is a valid header field; trailers must be valid too."""
-    return _FIELD.fullmatch(line.decode("latin-1")) is not None
-
-
-def _read_fields(lines: list[str]) -> dict[str, str] | None:
-    """Fields by lower-case name; None if a line is not a valid field."""
-    values: dict[str, str] = {}
-    for line in lines:
-        field = _known_field(line) if len(line) < _MAX_KNOWN else _read_field(line)
-        if field is None:
-            return None
-        key, value = field
-        values[key] = f"{values[key]}, {value}" if key in values else value
-    return values
-
-
-def _read_field(line: str) -> tuple[str, str] | None:
-    found = _FIELD.fullmatch(line)
-    return (found[1].lower(), found[2].strip(" \t")) if found is not None else None
-
-
-def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
-    """Method, path, query and whether it is HTTP/1.1; None if the line is malformed.
-
-    Raises RequestRefused if the target is not valid.
-    """
-    found = _REQUEST_LINE.fullmatch(line)
-    if found is None:
-        return None
-    method, target, minor = found.groups()
-    return method, *_split_target(target, method), minor == "1"
-
-
-# Caches: nearly every line was seen before. Only one or two lines differ between the requests of
-# one client or engine.
-_known_field = lru_cache(4096)(_read_field)
-_known_request_line = lru_cache(256)(_read_request_line)
 # An engine starts all streams of one second with the same head; heads of complete answers differ
 # in their length.
 _known_response_head = lru_cache(512)(_read_response_head)
 
 
+class _FoundHead:
+    """Collects what httptools finds in one head."""
+
+    __slots__ = ("fields", "is_complete", "target")
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.is_complete = False
+
+    def on_url(self, target: bytes) -> None:
+        self.target = target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
+
+
+def _decode_fields(fields: list[tuple[bytes, bytes]]) -> tuple[Headers, dict[str, str]]:
+    """The fields in their order, and by lower-case name."""
+    pairs = [
+        (name.decode("latin-1"), value.decode("latin-1").strip(" \t")) for name, value in fields
+    ]
+    values: dict[str, str] = {}
+    for name, value in pairs:
+        key = name.lower()
+        values[key] = f"{values[key]}, {value}" if key in values else value
+    return Headers(pairs, values), values
+
+
 def _request_body(coding: str | None, length: str | None, is_http11: bool) -> tuple[BodyKind, int]:
     if coding is not None:
         if length is not None or not is_http11:
-            raise RequestRefused("the length of the body is told in two ways")
+            raise RequestRefused(
+                "Transfer-Encoding is allowed in HTTP/1.1 only, and not with Content-Length"
+            )
         if coding.lower() != "chunked":
-            raise RequestRefused("the Transfer-Encoding is not understood; only chunked is")
+            raise RequestRefused("the Transfer-Encoding must be chunked")
         return _CHUNKED, 0
     if length is None:
         return _NONE, 0
     if not _is_length(length):
-        raise RequestRefused("the Content-Length is no number, or is there twice")
+        raise RequestRefused("the Content-Length must be one number")
     size = int(length)
     return (_LENGTH, size) if size else (_NONE, 0)
 
@@ -264,14 +257,14 @@ def _split_target(target: str, method: str) -> tuple[str, str]:
     return path, query
 
 
-def _keeps_alive(connection: str, is_http11: bool) -> bool:
+def _keeps_alive(connection: str | None, is_http11: bool) -> bool:
+    if connection is None:
+        return is_http11
     words = [word.strip() for word in connection.lower().split(",")]
     return "close" not in words and (is_http11 or "keep-alive" in words)
 
 
 def _expects_continue(expect: str) -> bool:
     if expect.lower() != "100-continue":
-        raise RequestRefused(
-            "the Expect header is not understood; only 100-continue is", status=417
-        )
+        raise RequestRefused("the only Expect header supported is 100-continue", status=417)
     return True

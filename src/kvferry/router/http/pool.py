@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.router.http.deadlines import DeadlineTimer
-from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
+from kvferry.router.http.framing import FramingError, LengthBody, make_body
 from kvferry.router.http.messages import (
     ConnectFailed,
     Fields,
@@ -95,6 +95,7 @@ class TargetPool:
 
 
 _CHUNKED = BodyKind.CHUNKED
+_FIRST_PEEKED_BYTES = 512
 
 
 class UpstreamResponse:
@@ -178,9 +179,7 @@ class UpstreamResponse:
 
     async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
         """Return the decoded start of the body without consuming bytes, once `is_enough` returns
-        True or the body has ended. Raises UpstreamError.
-
-        `is_enough` is called with the first chunk, and with everything that has arrived.
+        True for it or the body has ended. Raises UpstreamError.
         """
         connection, deadline = self._connection, self._connection.loop.time() + timeout_s
         num_seen = 0
@@ -188,12 +187,11 @@ class UpstreamResponse:
             data = connection.peek()
             if len(data) > num_seen:
                 num_seen = len(data)
-                first = first_chunk(data) if self.is_chunked else data
-                if first is not None and is_enough(first):
-                    return first
-                decoded, is_ended = self._decode_peeked(data)
-                if is_ended or is_enough(decoded):
-                    return decoded
+                # Mostly the first bytes are enough, although a whole stream may have arrived.
+                for part in (data[:_FIRST_PEEKED_BYTES], data):
+                    decoded, is_ended = self._decode_peeked(part)
+                    if is_ended or is_enough(decoded):
+                        return decoded
             if connection.is_lost:
                 if self._body.is_complete_at_close and connection.error is None:
                     return data
@@ -273,7 +271,7 @@ class UpstreamResponse:
             body.advance(data, decoded)
         except FramingError as error:
             self.close()
-            raise InvalidResponse(f"its answer is not chunked as it says: {error}") from None
+            raise InvalidResponse(f"its chunked answer is not valid: {error}") from None
         return b"".join(decoded), body.is_ended
 
     async def _wait(self, deadline: float) -> None:
@@ -289,7 +287,7 @@ class UpstreamResponse:
             used = self._body.advance(data, decoded)
         except FramingError as error:
             self.close()
-            raise InvalidResponse(f"its answer is not chunked as it says: {error}") from None
+            raise InvalidResponse(f"its chunked answer is not valid: {error}") from None
         self._has_extra_bytes = used < len(data)
         return decoded[0] if len(decoded) == 1 else b"".join(decoded)
 
@@ -382,7 +380,7 @@ class UpstreamPool:
             # The reused connection had sent the request: the request may have crashed the
             # instance.
             raise UpstreamDisconnected(
-                "it closed the connection before it had answered", has_answered=False
+                "it closed the connection before answering", has_answered=False
             ) from None
         try:
             head = await connection.send_request(method, data, head_timeout_s, on_late_response)
@@ -457,7 +455,7 @@ class UpstreamPool:
             connection.abort()
             raise ConnectFailed(f"no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
-            raise ConnectFailed(f"no connection by TLS ({error.reason or error})") from None
+            raise ConnectFailed(f"the TLS handshake failed ({error.reason or error})") from None
         except (OSError, UnicodeError) as error:
             raise ConnectFailed(
                 f"no connection ({getattr(error, 'strerror', None) or error})"
