@@ -28,7 +28,7 @@ TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STA
 # `make check test` makes all environments before it checks anything, side by side: pip unpacks with one core.
 CHECK_EXTRAS := $(if $(filter test,$(MAKECMDGOALS)),environments)
 
-# Tests start hundreds of processes. Where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE) each would compile all of it anew.
+# Tests start hundreds of processes. Where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE) each would compile everything again.
 COMPILE := $(BIN)/python -m compileall -q src
 
 # One thread per process: several engines share this machine in tests and in `up`.
@@ -93,7 +93,7 @@ setup-browser:  ## Chromium for the tests of the dashboard's page, where it is m
 screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from a real `kvferry up` under load (two minutes)
 	$(BIN)/python -m tests.dashboard
 
-soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
+soak: $(STAMP)  ## 100,000 transfers on each transport between two engines; checks that memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
 	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
 
 chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=, MODE=
@@ -102,13 +102,13 @@ chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, und
 chaos-router: $(STAMP)  ## the same for a router's fleet of 3 + 3: kills, restarts, drains, additions under 50 streams: SEED=, DURATION_S=, MODE=
 	$(BIN)/python -m tests.chaos router --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
 
-docs: $(STAMP)  ## write the generated tables in docs/ anew
+docs: $(STAMP)  ## write the generated tables in docs/ again
 	$(BIN)/python scripts/generate_docs.py
 
-compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md anew
+compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md again
 	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest --exhaustive tests/compatibility $(PYTEST_FLAGS)
 
-constraints: $(STAMP)  ## write constraints.txt anew from what is installed
+constraints: $(STAMP)  ## write constraints.txt from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \
 	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude kvferry | grep -v -i '^nvidia\|^triton\|^cuda'; } > constraints.new
 	@mv constraints.new constraints.txt

@@ -59,7 +59,7 @@ FACTORS = {"dtype": "float32"}
 
 def make_consumer(
     engine_ttl_s: float = 3600,
-    offer_timeout_s: float = 480,
+    push_registration_timeout_s: float = 480,
     writable_transports: frozenset[str] = frozenset(),
     fenced: frozenset[str] = frozenset(),
     group: int = 0,
@@ -81,7 +81,7 @@ def make_consumer(
         read_timeout_s=30,
         confirm_timeout_s=5,
         receive_timeout_s=100,
-        offer_timeout_s=offer_timeout_s,
+        push_registration_timeout_s=push_registration_timeout_s,
     )
     return Consumer(replace(settings, writable_transports=writable_transports, fenced=fenced))
 

@@ -148,7 +148,7 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self.consumer = make_consumer(offer_timeout_s=20)
+        self.consumer = make_consumer(push_registration_timeout_s=20)
         self.incarnation, self.peer = (
             EngineIncarnation(EngineId("p"), Epoch("e1")),
             PeerId(EngineId("p"), Epoch("e1"), 0),

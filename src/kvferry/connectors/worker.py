@@ -323,8 +323,8 @@ def transfer_worker_settings(
         read_timeout_s=extra.read_timeout,
         confirm_timeout_s=extra.confirm_timeout,
         receive_timeout_s=extra.receive_timeout,
-        offer_timeout_s=extra.push_registration_timeout_s,
-        registration_s=extra.kv_lease_duration,
+        push_registration_timeout_s=extra.push_registration_timeout_s,
+        lease_ttl_s=extra.kv_lease_duration,
         uses_host_buffer=uses_host_buffer,
         writable_transports=extra.writable_transports(
             (offer.transport for offer in offers), fenced

@@ -86,7 +86,7 @@ class Consumer:
         self._client = ProducerClient(
             EngineIncarnation(settings.engine, settings.epoch or Epoch("")),
             self._peers,
-            settings.registration_s,
+            settings.lease_ttl_s,
             actions,
         )
         self._context = ConsumerContext(settings, self._peers, self._client, actions)

@@ -63,9 +63,9 @@ class ConsumerSettings:
     """
     uses_host_buffer: bool = False
     """Whether transports write into a host buffer, from which blocks are copied to the engine."""
-    offer_timeout_s: float = 480.0
+    push_registration_timeout_s: float = 480.0
     """How long a push request with blocks waits for the producer's offer, or for more tokens."""
-    registration_s: float = 30.0
+    lease_ttl_s: float = 30.0
     """How long a producer keeps a registration without a heartbeat."""
     epoch: Epoch | None = None
     """Epoch of this incarnation of our engine."""
@@ -78,15 +78,18 @@ class ConsumerSettings:
         """Return the failure reason for a transfer whose deadline has passed."""
         match transfer.state:
             case TransferState.CAUGHT_UP:
-                return f"the prefill made no progress within {self.offer_timeout_s:g} s"
+                return f"the prefill made no progress within {self.push_registration_timeout_s:g} s"
             case TransferState.MOVING if now < transfer.to.give_up_at:
                 return f"the read did not finish within {self.read_timeout_s:g} s"
             case TransferState.FILLING if transfer.arrival.ready:
-                return f"the prefill made no progress within {self.offer_timeout_s:g} s"
+                return f"the prefill made no progress within {self.push_registration_timeout_s:g} s"
             case TransferState.CONFIRMING if now < transfer.to.give_up_at:
                 return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
             case TransferState.WAITING | TransferState.FILLING if not transfer.is_offered:
-                return f"the prefill engine offered no blocks within {self.offer_timeout_s:g} s"
+                return (
+                    "the prefill engine offered no blocks within "
+                    f"{self.push_registration_timeout_s:g} s"
+                )
             case TransferState.TRACKED:
                 return f"the producer did not answer within {self.confirm_timeout_s:g} s"
             case TransferState.READY:
@@ -119,15 +122,15 @@ class ProducerClient:
         self,
         incarnation: EngineIncarnation,
         peers: PeerTable,
-        registration_s: float,
+        lease_ttl_s: float,
         actions: list[Action],
     ) -> None:
-        """Create a client; `incarnation` is our own, and `registration_s` says how long a producer
+        """Create a client; `incarnation` is our own, and `lease_ttl_s` says how long a producer
         keeps a registration without a heartbeat.
         """
         self._engine, self._epoch = incarnation.engine, incarnation.epoch
         self._peers = peers
-        self._registration_s = registration_s
+        self._lease_ttl_s = lease_ttl_s
         self._actions = actions
         self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
@@ -156,7 +159,7 @@ class ProducerClient:
             decode_host=push_info.own_address.host,
             decode_port=push_info.own_address.port,
             decode_tp_size=own_tp_size,
-            lease_s=self._registration_s,
+            lease_s=self._lease_ttl_s,
             match_id=push_info.match_id,
             push_ticket=push_info.push_ticket,
             decode_epoch=self._epoch,
@@ -165,7 +168,7 @@ class ProducerClient:
         self._to_all_ranks(peer, message)
         if transfer.reader_status is ReaderStatus.UNKNOWN:
             transfer.reader_status = ReaderStatus.REGISTERED
-            self._start_heartbeats(transfer, peer, self._registration_s, now)
+            self._start_heartbeats(transfer, peer, self._lease_ttl_s, now)
 
     def attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
         transfer.announced_at = now

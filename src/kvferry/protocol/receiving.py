@@ -255,7 +255,7 @@ def extend_deadline(context: ConsumerContext, transfer: Transfer, now: float) ->
                 PrefillCompleted(transfer.request, len(wanted), num_left, arrival.landed_bytes)
             )
     elif not arrival.is_complete:
-        transfer.to.give_up_at = arrival.progressed_at + settings.offer_timeout_s
+        transfer.to.give_up_at = arrival.progressed_at + settings.push_registration_timeout_s
     if not transfer.outstanding.reads and transfer.state is not _S.CONFIRMING:
         context.transfers.set_deadline(transfer, transfer.to.give_up_at)
 
@@ -366,7 +366,7 @@ def receive_write_report(
     match message:
         case Written(is_last=False):
             if is_filling and transfer.arrival.note(rank, message.tokens, now):
-                transfer.to.give_up_at = now + context.settings.offer_timeout_s
+                transfer.to.give_up_at = now + context.settings.push_registration_timeout_s
                 context.transfers.set_deadline(transfer, transfer.to.give_up_at)
         case WriteFailed() | Revoked() if is_filling:
             # Posted writes may still be landing, so the grant must be revoked before the blocks are
@@ -404,7 +404,7 @@ def _begin_revoke(context: ConsumerContext, transfer: Transfer, now: float) -> N
     grant = transfer.to.write_grant
     assert grant is not None
     if grant.revoke_deadline is None:
-        grant.revoke_deadline = now + (1 + GRACE_LEASES) * context.settings.registration_s
+        grant.revoke_deadline = now + (1 + GRACE_LEASES) * context.settings.lease_ttl_s
         revoke(context, transfer, now)
 
 

@@ -19,7 +19,7 @@ PREFILL_LEG = {"stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remo
 JSON = {"Content-Type": "application/json"}
 
 
-class Proxy:
+class AiohttpProxy:
     """The proxy: one session with keep-alive connections to both instances."""
 
     def __init__(self, prefill: str, decode: str) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         parser.add_argument(f"--{role}-hosts", default="localhost")
         parser.add_argument(f"--{role}-ports", type=int, default=port)
     given = parser.parse_args()
-    proxy = Proxy(
+    proxy = AiohttpProxy(
         f"http://{given.prefiller_hosts}:{given.prefiller_ports}",
         f"http://{given.decoder_hosts}:{given.decoder_ports}",
     )
