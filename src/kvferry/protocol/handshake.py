@@ -1,9 +1,9 @@
 """The handshake: how a consumer learns a producer's layout and chooses transports.
 
 The producer's side channel answers from the layouts reported by the producer's workers. The
-consumer compares the compatibility factors first and decodes the layout second; IncompatiblePeer
-names each differing field with both values. Then the consumer lists the transports to try.
-Pure.
+consumer compares the compatibility factors first (`connectors/geometry.py` lists them) and decodes
+the layout second; IncompatiblePeer names each differing field with both values. Then the consumer
+lists the transports to try. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

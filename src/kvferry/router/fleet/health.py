@@ -1,5 +1,7 @@
 """Circuit breaker of one instance: whether the instance is given requests.
 
+The fleet (`fleet.py`) may veto an ejection: the last usable instance of a role is never ejected.
+
 ```
            failures in a row, a large share of failures, or failed probes
   closed ───────────────────────────────────────────────────────────▶ ejected

@@ -1,8 +1,9 @@
 """Routing policies: which instance gets the next leg. Chosen per role, by name.
 
-A policy gets candidates that may all be used and is notified of each leg that begins. A policy
-stores no members except in `PrefixIndex`, and returns only given members. Pure: the
-random source is passed in. Used on one thread.
+The fleet (`fleet.py`) decides which instances are candidates. A policy gets candidates that may
+all be used and is notified of each leg that begins. A policy stores no members except in
+`PrefixIndex`, and returns only given members. Pure: the random source is passed in. Used on one
+thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
