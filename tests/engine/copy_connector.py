@@ -1,10 +1,10 @@
-"""A connector whose only peer is its own engine: it loads KV from the blocks of an earlier request,
-between steps, on its own thread.
+"""A connector whose only peer is its own engine: between steps, on its own thread, it loads KV from
+the blocks of an earlier request.
 
-`kv_transfer_params`: {"keep": true} holds a request's blocks when it ends, {"copy_of": id} loads
-from such a request and then frees it; {"copy_of": id, "how": "corrupt"} spoils one block on the
-way, {"how": "fail"} reports a failure. Takes several KV-cache groups: what the next token looks at
-in any of them must still be there.
+`kv_transfer_params`: {"keep": true} holds a request's blocks when it ends; {"copy_of": id} loads
+from such a request and then frees it; {"copy_of": id, "how": "corrupt"} corrupts one block on the
+way; {"how": "fail"} reports a failure. The connector supports several KV-cache groups: in each
+group, the blocks that the next token attends to must still be present.
 """
 
 import queue
@@ -87,8 +87,8 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
         return max(0, count), count > 0
 
     def _num_available(self, kept: Tables, request: Request) -> int:
-        """The whole prompt, or all but its last token where attention forgets; nothing if that
-        token would look into a hole.
+        """The whole prompt, or all but its last token if a group has local attention; 0 if that
+        token would attend to a hole in a block table.
         """
         groups, block_size = self._kv_cache_config.groups, self._kv_cache_config.block_size
         end = request.num_prompt_tokens - any(group.has_local_attention for group in groups)

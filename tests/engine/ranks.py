@@ -1,5 +1,5 @@
-"""Runners for tests: one rank in this process, or all ranks of a tensor-parallel engine in
-processes of their own.
+"""Model runners for tests: one rank in this process, or all ranks of a tensor-parallel engine, each
+in a process of its own.
 """
 
 import multiprocessing
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Tables = tuple[tuple[int, ...], ...]
-"""A sequence's blocks, per KV-cache group."""
+"""The block ids of a sequence, per KV-cache group."""
 GREEDY = SamplingParams(temperature=0.0)
 DEADLINE_S = 60.0
 
@@ -54,7 +54,7 @@ def one_rank(options: EngineOptions) -> Iterator[Runner]:
 
 
 class Ranks:
-    """The ranks of one engine, each a spawned process that runs what it is sent."""
+    """The ranks of one engine; each rank is a spawned process that runs the calls it is sent."""
 
     def __init__(self, options: EngineOptions, rendezvous: Path, timeout_s: float) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -79,7 +79,7 @@ class Ranks:
         return self._answer(self._pipes[rank])
 
     def logits(self, slices: Sequence[SequenceSlice]) -> list[torch.Tensor]:
-        """Of every rank."""
+        """The logits from every rank."""
         return [torch.tensor(rows, dtype=torch.float64) for rows in self._all("logits", slices)]
 
     def run(self, slices: Sequence[SequenceSlice]) -> list[dict[str, SampledToken]]:
@@ -111,7 +111,7 @@ class Ranks:
 def several_ranks(
     options: EngineOptions, directory: Path, timeout_s: float = DEADLINE_S
 ) -> Iterator[Ranks]:
-    """`directory` holds the file where the ranks meet."""
+    """`directory` holds the rendezvous file of the ranks."""
     ranks = Ranks(options, directory / "rendezvous", timeout_s)
     try:
         yield ranks
@@ -143,8 +143,8 @@ def _serve(
 
 
 def tables_of(options: EngineOptions, blocks: int, seed: int = 3) -> Tables:
-    """A sequence's blocks in every group of the model: the first of the cache in no order, as after
-    some traffic.
+    """The blocks of a sequence in every KV-cache group: the first blocks of the cache in random
+    order, as after some traffic.
     """
     groups = form_groups(read_model_config(options.model))
     chosen = random.Random(seed).sample(range(blocks * len(groups)), blocks * len(groups))
@@ -152,7 +152,7 @@ def tables_of(options: EngineOptions, blocks: int, seed: int = 3) -> Tables:
 
 
 def runs_of(options: EngineOptions, first: int, blocks: int) -> Tables:
-    """The same with adjacent blocks from `first` on."""
+    """Like `tables_of`, but with adjacent blocks from `first` on."""
     groups = form_groups(read_model_config(options.model))
     return tuple(
         tuple(range(first + index * blocks, first + (index + 1) * blocks))
@@ -161,14 +161,16 @@ def runs_of(options: EngineOptions, first: int, blocks: int) -> Tables:
 
 
 def by_token(cache: torch.Tensor) -> torch.Tensor:
-    """A layer's cache as [blocks, tokens, …]: of layout HND, or latent."""
+    """A layer's cache with shape [blocks, tokens, …]; the cache has layout HND or is latent."""
     return cache if cache.dim() == 3 else cache.transpose(1, 2)
 
 
 def poison(
     runner: Runner, table: Tables, positions: range, groups: Sequence[int] | None = None
 ) -> None:
-    """NaN in the slots of these positions, in all layers of some groups or of all."""
+    """Write NaN into the slots of these positions, in all layers of the given groups, or of all
+    groups.
+    """
     for index, group in enumerate(form_groups(runner.config)):
         if groups is None or index in groups:
             for name in group.layer_names:
@@ -187,8 +189,8 @@ def prefill(runner: Runner, prompt: Sequence[int], block_ids: Tables) -> None:
 def greedy(
     runner: Runner, prompts: Sequence[Sequence[int]], tables: Sequence[Tables], count: int
 ) -> list[list[int]]:
-    """The next `count` tokens of prompts whose KV, less the last token's, is in the cache; all in
-    one batch.
+    """The next `count` tokens of each prompt, computed in one batch. The cache holds the KV of
+    every prompt token but the last.
     """
     known = [list(prompt) for prompt in prompts]
     for _ in range(count):

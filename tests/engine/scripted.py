@@ -1,9 +1,9 @@
-"""A scheduler's surroundings for tests: a connector that answers as told, and workers whose cache
-remembers what was really written.
+"""A scheduler's environment for tests: a connector that follows a script, and workers whose cache
+records what was really written.
 
-Every cell of the cache holds a digest of the whole prefix up to its token and of its group, so a
-block that is shared, reused or published wrongly is noticed at the next read, and the next token is
-a function of that digest, so outputs can be predicted.
+Every cache cell holds a digest of its group and of the whole prefix up to its token. A block that
+is wrongly shared, reused or published is therefore detected at the next read. The next token is a
+function of that digest, so outputs can be predicted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,16 +54,18 @@ def window(size: int) -> KVCacheGroup:
 
 @dataclass
 class Script:
-    """What the connector says of one request."""
+    """What the connector reports about one request."""
 
     available_tokens: int | None = 0
-    """Leading tokens of the prompt that can be loaded; None: not known yet."""
+    """Number of leading prompt tokens that can be loaded; None if not known yet."""
     is_async: bool = True
     is_delayed: bool = False
     is_soft: bool = False
-    """Its blocks are kept for nobody in particular; asked to, the connector lets them go."""
+    """The connector retains the request's blocks for a reader that may come, and evicts them when
+    asked.
+    """
     is_optional: bool = False
-    """It only saves computing to load it."""
+    """The load only saves computation: the scheduler may compute the tokens instead."""
     params: dict[str, Any] | None = None
 
 
@@ -82,13 +84,13 @@ class ScriptedConnector(KVConnectorBase_V1):
         super().__init__(config, role, kv_cache_config)
         self.scripts: dict[str, Script] = {}
         self.calls: list[tuple[str, str, int]] = []
-        """(method, request, number) in order."""
+        """Every call in order, as (method, request id, number of tokens or blocks)."""
         self.loads: dict[str, Load] = {}
         self.newly_sending: list[tuple[str, tuple[list[int], ...]]] = []
         self.has_block_frees = False
         self.kept = RetainedTurns()
         self.leaving: list[str] = []
-        """Those let go, until a test ends them."""
+        """Evicted requests whose blocks are not free yet; a test ends them."""
 
     def times(self, method: str, request_id: str) -> int:
         return sum(call[:2] == (method, request_id) for call in self.calls)
@@ -117,7 +119,7 @@ class ScriptedConnector(KVConnectorBase_V1):
             )
 
     def calls_end(self, request_id: str) -> int:
-        """The local tokens named at the last question about a request."""
+        """The number of local tokens in the last `get_num_new_matched_tokens` call of a request."""
         return next(
             n
             for method, rid, n in reversed(self.calls)
@@ -219,7 +221,7 @@ def extend_digest(digest: int, token: int) -> int:
 
 
 def digests(tokens: Iterable[int], salt: str = "") -> list[int]:
-    """What the cache holds for each token when all before it are right."""
+    """The digests that a correct cache holds, one per token."""
     digest, found = crc32(salt.encode()), []
     for token in tokens:
         digest = extend_digest(digest, token)
@@ -232,7 +234,7 @@ def marked(digest: int, group: int) -> int:
 
 
 def predict(request: AddRequest) -> list[int]:
-    """The output of an undisturbed engine (no end-of-sequence tokens)."""
+    """The output of an undisturbed engine that samples no end-of-sequence token."""
     tokens = list(request.prompt_token_ids)
     for _ in range(request.sampling.max_tokens):
         tokens.append(digests(tokens, request.cache_salt)[-1] % VOCAB)
@@ -252,8 +254,8 @@ def make_request(
 
 @dataclass
 class Rig:
-    """A scheduler, its connector and workers made of digests. `step` is one turn of the core's
-    loop.
+    """A scheduler, its connector, and workers whose cache holds digests. `step` is one tick of the
+    core's loop.
     """
 
     limits: SchedulerLimits
@@ -265,12 +267,12 @@ class Rig:
     news: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
     lent: dict[str, list[tuple[int, dict[int, int]]]] = field(default_factory=dict)
-    """Contents of delayed frees when they began: they must not change while a peer may read
-    them.
+    """Contents of the blocks of each delayed free, recorded when the delay began: they must not
+    change while a peer may read them.
     """
     producer_block_size: int = 1
-    """What a window no longer needs is lost on the other side in blocks of this size; it is not
-    there to be loaded.
+    """The producer's block size. The producer has freed whole blocks of this size that its window
+    no longer needs, so their tokens cannot be loaded.
     """
 
     def __post_init__(self) -> None:
@@ -291,7 +293,7 @@ class Rig:
         self._remember_lent()
 
     def run(self, max_steps: int = 500) -> None:
-        """Step until nothing moves by itself any more."""
+        """Step until the scheduler wants no step and the connector has no news."""
         for _ in range(max_steps):
             if not self.scheduler.wants_step and self.news.is_empty:
                 return
@@ -307,7 +309,7 @@ class Rig:
     # -- transfers --
 
     def end_load(self, request_id: str, failure: str | None = None) -> None:
-        """The transfer of a request ends; its bytes are right unless it failed."""
+        """End the transfer of a request; unless it failed, its bytes are right."""
         load = self.connector.loads.pop(request_id)
         if failure is None:
             tokens, salt = load.request.all_token_ids, load.request.cache_salt
@@ -392,7 +394,9 @@ class Rig:
         assert read == right, f"{part.request_id} reads KV that is not its own"
 
     def _scribble(self) -> None:
-        """A load in progress may have written anything into the blocks it fills."""
+        """Overwrites the blocks of every load in progress: such a load may have written anything
+        there.
+        """
         for load in self.connector.loads.values():
             for table in load.tables:
                 self._fill(table, range(load.start, load.end), lambda _: GARBAGE)
@@ -430,8 +434,8 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def assert_quiescent(rig: Rig) -> None:
-    """Nothing is in use, nobody waits, and the connector heard of each request's end exactly
-    once.
+    """No block is in use, no request waits, and the connector was notified of each request's end
+    exactly once.
     """
     status = rig.scheduler.status()
     assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (0, 0, 0)

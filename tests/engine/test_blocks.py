@@ -198,7 +198,9 @@ def test_the_stock_of_blank_blocks_comes_from_the_least_recently_freed() -> None
 
 @dataclass
 class OldestFirst:
-    """The control: who was freed first is reused first, whatever lies beside it."""
+    """The control: blocks are reused in the order in which they were freed, whatever lies beside
+    them.
+    """
 
     free: OrderedDict[int, None]
 
@@ -221,8 +223,8 @@ def count_runs(tables: list[list[int]]) -> int:
 
 
 def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
-    """How many runs the prompts of two-group sequences were given, by the pool and by the control,
-    while others grow and end at random.
+    """How many segments of adjacent blocks the prompts of two-group sequences got, from the pool
+    and from the control, while other sequences grow and end at random.
     """
     rng, num_blocks = Random(seed), 1000
     pool, control = BlockPool(num_blocks, 2), OldestFirst(OrderedDict.fromkeys(range(num_blocks)))
@@ -269,7 +271,7 @@ def test_after_a_long_life_prompts_still_get_few_runs(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders come and go; the pool's books always add up."""
+    """Holders acquire and release blocks at random; the pool's accounting always adds up."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def build(self, num_blocks: int) -> None:

@@ -1,5 +1,5 @@
-"""The forms a cache can have: formats of its numbers, both layouts, layers apart or together, for
-every kind of model.
+"""Tests every form of the KV cache for every kind of model: number formats, both layouts, and
+layers stored separately or together.
 """
 
 from dataclasses import replace

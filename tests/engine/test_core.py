@@ -1,4 +1,4 @@
-"""The engine as the API process has it: real processes, a real tiny model."""
+"""Tests the engine as the API process uses it, with real processes and a real tiny model."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def do(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
 
 
 def prompt(seed: int, length: int, stem: int = 0) -> list[int]:
-    """Random tokens; the first `stem` of them are the same for every seed."""
+    """Random tokens; the first `stem` tokens are the same for every seed."""
     common = random.Random(0)
     own = random.Random(seed)
     return [common.randrange(1, 500) for _ in range(stem)] + [
@@ -112,7 +112,7 @@ def mixed_requests(tag: str) -> list[AddRequest]:
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Processes below one that run, but for Python's own resource tracker, which goes with its
+    """The running descendants of `pid`, except Python's resource tracker, which exits with its
     parent.
     """
     return [process for process in psutil.Process(pid).children(recursive=True) if _counts(process)]
@@ -123,12 +123,12 @@ def _counts(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
             process.cmdline()
         )
-    except psutil.NoSuchProcess:  # it has ended since, or is about to
+    except psutil.NoSuchProcess:  # the process has ended since, or is about to end
         return False
 
 
 def newcomers(before: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Children of ours that were not there before."""
+    """Our running descendants that are not in `before`."""
     return [process for process in children(os.getpid()) if process not in before]
 
 
@@ -314,7 +314,9 @@ def copying(model: Path, policy: FailurePolicy, **more: Any) -> EngineOptions:
 async def copied(
     client: EngineClient, tag: str, how: str
 ) -> tuple[list[int], list[int], RequestOutput]:
-    """The tokens of a request that computed its KV, and of one that got it by the connector."""
+    """The tokens of a request that computed its KV, then the tokens and the last output of a
+    request that loaded the KV through the connector.
+    """
     tokens = prompt(31, 45)
     first, kept = await collect(
         client, ask(f"{tag}-first", tokens, kv_transfer_params={"keep": True})
@@ -344,8 +346,8 @@ def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(
             first, second, last = await copied(client, "failed", "fail")
             assert (first, last.num_cached_tokens) == (second, 0)
             status = await until(client, is_quiet)
-            # Each request takes its tokens and a few steps for news; a core that spun would take
-            # thousands.
+            # Each request needs one step per token and a few steps for connector news; a core that
+            # spins would take thousands of steps.
             assert status.connector_stats["worker_steps"] < 2 * 6 * 30
             os.kill(client.pid, signal.SIGKILL)
             assert "signal 9" in await client.died()

@@ -1,5 +1,5 @@
-"""What `--device` means: which GPU each rank gets, what is refused, and which formats numbers have
-there.
+"""Tests what `--device` means: which GPU each rank gets, which values are refused, and which number
+formats a device uses.
 """
 
 import asyncio
@@ -139,8 +139,8 @@ def test_a_batch_for_the_cpu_is_not_copied() -> None:
 def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(
     tmp_path: Path, family: str
 ) -> None:
-    """Here all are on the CPU, and whatever is made without saying where has no content: computing
-    with both is an error.
+    """All inputs are on the CPU here. A tensor that is made without naming a device is on the meta
+    device and has no content; an operation on tensors of both devices is an error.
     """
     make_model(tmp_path, family=family)
     options, config = EngineOptions(tmp_path, num_blocks=64), read_model_config(tmp_path)

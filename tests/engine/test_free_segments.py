@@ -1,4 +1,4 @@
-"""Free blocks kept as runs."""
+"""Tests the free list that keeps free blocks as segments of adjacent blocks."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

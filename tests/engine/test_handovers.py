@@ -1,4 +1,4 @@
-"""What an engine remembers of requests whose KV came from a peer."""
+"""Tests the transfer log: what an engine records about requests whose KV came from a peer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Generated models: complete, repeatable, and sensitive to every block of their KV."""
+"""Tests generated models, which are complete, repeatable, and sensitive to every block of KV."""
 
 import json
 import random
@@ -108,7 +108,7 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
 
 
 def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[Tables]:
-    """Prefill every prompt into blocks of its own, with room for the answer."""
+    """Prefill every prompt into separate blocks, with room for the answer."""
     groups = form_groups(runner.config)
     tables: list[Tables] = []
     used = 0
@@ -127,15 +127,15 @@ def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[Tables]:
 
 @dataclass(frozen=True)
 class Swap:
-    """What goes wrong in one block: these layers of one group."""
+    """Corrupts one block of each prompt, in the given layers of one group."""
 
     group: int
     layers: tuple[str, ...]
     seed: int
 
     def apply(self, runner: Runner, prompts: list[list[int]], tables: list[Tables]) -> None:
-        """Replace one random full block of each prompt, all of which its next token sees, by the
-        last full one of another.
+        """In each prompt, replace one random full block by the last full block of another prompt.
+        The next token attends to every token of the replaced block.
         """
         generator = random.Random(self.seed)
         group = form_groups(runner.config)[self.group]
@@ -189,7 +189,7 @@ def test_one_wrong_block_anywhere_changes_the_greedy_tokens(
         right = greedy(runner, prompts, tables, NUM_TOKENS)
 
         def unseen(swap: Swap) -> list[int]:
-            """Lengths of the prompts whose answer is the same although a block is wrong."""
+            """Lengths of the prompts whose answer stays the same although a block is wrong."""
             for name, cache in runner.kv_caches.items():
                 cache.copy_(clean[name])
             swap.apply(runner, prompts, tables)
@@ -204,7 +204,7 @@ def test_one_wrong_block_anywhere_changes_the_greedy_tokens(
         assert [unseen(Swap(index, group.layer_names, seed=0)) for index, group in groups] == [
             [] for _ in groups
         ]
-        # In one layer alone about one change in a hundred does not show within 32 tokens.
+        # If only one layer is wrong, about one change in a hundred does not show within 32 tokens.
         swaps = [
             Swap(index, (name,), seed)
             for index, group in groups

@@ -1,4 +1,6 @@
-"""The forward pass: equal to transformers, and to itself however the work is cut."""
+"""Tests the forward pass: it equals that of transformers, and its result does not depend on how the
+work is split.
+"""
 
 import json
 import random
@@ -47,7 +49,7 @@ def random_tokens(count: int, seed: int) -> tuple[int, ...]:
 def reference_logits(
     model: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """transformers' logits at every position."""
+    """The logits of transformers at every position."""
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, attn_implementation="eager"
     )
@@ -119,7 +121,7 @@ def test_explicit_arithmetic_equals_transformers_too(
 
 @pytest.mark.parametrize(
     ("dtype", "compute_dtype", "likeness"),
-    # Arithmetic in bfloat16 needs a processor that has it.
+    # Arithmetic in bfloat16 needs a CPU that supports it.
     [("float16", "auto", 0.999), ("float16", "float32", 0.999), ("bfloat16", "float32", 0.9)],
 )
 def test_half_precision_stays_near_float32(
@@ -153,8 +155,8 @@ def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(
         decodes = [replace(others[1]), SequenceSlice("a", tokens[-1:], 249, table, GREEDY)]
         decoded_in_a_batch = runner.logits(decodes)[1]
         other = runner.logits([SequenceSlice("a", tokens[:-1], 0, table, GREEDY)])[0]
-    # K and V are stored in float32, so a last bit may flip there; float32 arithmetic would differ
-    # by 1e-6 and more.
+    # K and V are stored in float32, so their last bit may flip. With float32 arithmetic the
+    # difference would be 1e-6 or more.
     assert distance(alone, in_chunks) <= 1e-7
     assert distance(alone, in_a_batch) <= 1e-7
     assert distance(alone, decoded_in_a_batch) <= 1e-7

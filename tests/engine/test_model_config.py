@@ -1,5 +1,5 @@
-"""Reading checkpoints: what is supported is understood, anything else is one sentence that names
-it.
+"""Tests how checkpoints are read: a supported one is understood, and any other is refused with one
+sentence that names the problem.
 """
 
 import json
@@ -213,7 +213,8 @@ def test_gemma_rotates_layers_with_and_without_a_window_differently(tmp_path: Pa
         LayerConfig(RopeConfig(10_000.0), 32),
         LayerConfig(RopeConfig(1_000_000.0)),
     )
-    # A window that is never outgrown is none, but its layers are still rotated in their own way.
+    # A window that no sequence outgrows counts as no window, but its layers keep their own rotary
+    # embedding.
     assert read(tmp_path, GEMMA | pattern | {"sliding_window": 128}).layers[0] == LayerConfig(
         RopeConfig(10_000.0)
     )

@@ -1,4 +1,4 @@
-"""Which prefix several KV-cache groups can use together."""
+"""Tests which cached prefix several KV-cache groups can use together."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""One rank as a worker uses it: cache geometry, hooks, sampling, identity, closing."""
+"""Tests one rank as a worker uses it: cache geometry, hooks, sampling, identity and closing."""
 
 import json
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_keys_are_the_first_half_of_a_slot_and_only_used_slots_are_written(
             assert cache[2, :, :4].abs().amin() > 0
             assert not cache[2, :, 4:].any()
             assert not cache[[0, 1, 3, 4, 5, 7]].any()
-        # Layer 0's values depend on the token alone, its keys on the position too.
+        # In layer 0, V depends on the token alone; K depends on the position too.
         hnd.run([SequenceSlice("b", (5, 5), 0, ((0,),), None)])
         slot_0, slot_1 = hnd.kv_caches[NAMES[0]][0, :, :2].unbind(1)
         assert torch.allclose(slot_0[:, 64:], slot_1[:, 64:])

@@ -1,4 +1,4 @@
-"""Choosing tokens: the right distribution, repeatable, and independent of the batch."""
+"""Tests token sampling: the distribution is right, repeatable, and independent of the batch."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the scheduler does with requests; its connector has nothing to offer here."""
+"""Tests how the scheduler handles requests; the connector has nothing to load in these tests."""
 
 import pytest
 from tests.engine.scripted import (

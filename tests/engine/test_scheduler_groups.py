@@ -1,5 +1,5 @@
-"""What the scheduler does with several KV-cache groups, some with a window. Blocks are of 4 tokens
-unless a test says otherwise.
+"""Tests how the scheduler handles several KV-cache groups, some of them with a sliding window.
+Blocks hold 4 tokens unless a test says otherwise.
 """
 
 import pytest
@@ -24,7 +24,7 @@ HYBRID = (FULL, window(6))
 
 
 def holes(table: tuple[int, ...] | list[int]) -> int:
-    """How many places are holes; those that are come first."""
+    """Number of holes in a block table; all holes must come first."""
     count = sum(block == HOLE for block in table)
     assert list(table[:count]) == [HOLE] * count
     return count
@@ -80,8 +80,8 @@ def test_a_cached_prefix_is_used_though_the_window_has_let_go_of_its_beginning()
 
 
 def test_a_prefix_is_as_long_as_all_groups_can_use_it() -> None:
-    """The pool is so small that a second prompt takes the first blocks that the window gave back;
-    the full group still has all of its.
+    """The pool is so small that a second prompt takes the first blocks that the window group gave
+    back; the full-attention group still has all its blocks.
     """
     rig = Rig(
         make_limits(groups=HYBRID, max_num_batched_tokens=8, num_blocks=11, max_model_len=33),
@@ -122,7 +122,7 @@ def test_a_load_takes_only_the_blocks_that_the_next_token_looks_at() -> None:
 
 
 def test_a_whole_prompt_that_is_loaded_keeps_what_its_last_token_looks_at() -> None:
-    """Token 40 would look back to token 36, token 39, which is computed again, to token 35."""
+    """Token 40 would attend back to token 36; token 39, which is computed again, to token 35."""
     rig = Rig(make_limits(groups=(FULL, window(5)), num_blocks=40))
     rig.add(make_request("a", LONG), Script(available_tokens=40))
     rig.step()
@@ -148,8 +148,8 @@ def test_a_load_behind_a_local_prefix_drops_what_its_end_does_not_look_at() -> N
 
 
 def load_with_small_producer_blocks(prompt: list[int], available_tokens: int, size: int) -> Rig:
-    """D's blocks have 8 tokens, P's 2: of D's block that the window begins in, P has only the
-    rest.
+    """Load a prompt from a P whose blocks hold 2 tokens into a D whose blocks hold 8. Of the D
+    block in which the window begins, P has only the last tokens.
     """
     rig = Rig(
         make_limits(groups=(FULL, window(size)), block_size=8, num_blocks=40), producer_block_size=2
@@ -163,8 +163,8 @@ def load_with_small_producer_blocks(prompt: list[int], available_tokens: int, si
 
 
 def test_a_loaded_block_in_which_the_window_begins_is_never_found_by_others() -> None:
-    """Token 34 looks back to token 29, and of block 3 (24 to 31) P had 28 to 31. Token 32 would
-    look back to token 27.
+    """Token 34 attends back to token 29, so of block 3 (tokens 24 to 31) P had only 28 to 31. Token
+    32 of the second request would attend back to token 27.
     """
     rig = load_with_small_producer_blocks(LONG, 34, size=6)
     rig.add(make_request("b", [*LONG[:32], 49], max_tokens=1))
@@ -175,8 +175,8 @@ def test_a_loaded_block_in_which_the_window_begins_is_never_found_by_others() ->
 
 
 def test_nor_is_it_found_with_the_help_of_a_block_that_somebody_else_computed() -> None:
-    """A window of 12: token 34 looks back to token 23, so P had 22 to 34. Block 1 comes from a
-    shorter prompt that was computed here.
+    """With a window of 12, token 34 attends back to token 23, so P had tokens 22 to 34. Block 1
+    comes from a shorter prompt that was computed here.
     """
     rig = Rig(
         make_limits(groups=(FULL, window(12)), block_size=8, num_blocks=40), producer_block_size=2
@@ -196,8 +196,8 @@ def test_nor_is_it_found_with_the_help_of_a_block_that_somebody_else_computed() 
 
 
 def test_a_loaded_block_that_begins_within_the_window_is_found() -> None:
-    """The control: where the window begins at a block's edge, the block is whole, and others
-    compute nothing of it.
+    """The control: if the window begins at a block boundary, the loaded block is complete, and
+    other requests compute none of it.
     """
     rig = load_with_small_producer_blocks(LONG, 32, size=9)
     rig.add(make_request("b", [*LONG[:32], 49], max_tokens=1))
@@ -206,8 +206,8 @@ def test_a_loaded_block_that_begins_within_the_window_is_found() -> None:
 
 
 def test_a_block_that_was_loaded_in_part_and_then_computed_to_its_end_is_not_found_either() -> None:
-    """A window of 2 at token 20 begins at token 19: of block 2 (16 to 23) P had 18 and 19, and D
-    computed 20 to 23.
+    """With a window of 2, token 20 attends back to token 19: of block 2 (tokens 16 to 23) P had 18
+    and 19, and D computed 20 to 23.
     """
     rig = load_with_small_producer_blocks(LONG[:25], 20, size=2)
     rig.add(make_request("b", [*LONG[:24], 49], max_tokens=1))
@@ -220,8 +220,8 @@ def test_a_finished_request_hands_over_a_table_per_group_with_holes() -> None:
     rig = Rig(make_limits(groups=HYBRID, num_blocks=40, max_num_batched_tokens=32))
     rig.add(make_request("p", LONG, max_tokens=1), Script(is_delayed=True))
     rig.run()
-    # Ten blocks of the full group, and of the other what token 39, which the peer computes again,
-    # looks at: from token 34 on.
+    # Ten blocks of the full group, and the blocks of the window group that token 39 attends to,
+    # from token 34 on. The peer computes token 39 again.
     assert len(rig.lent["p"]) == 10 + 2
     assert rig.scheduler.status().num_used_blocks == 12
     rig.end_sending("p")
@@ -263,7 +263,7 @@ def test_blocks_that_a_window_gives_back_save_others_from_being_preempted() -> N
             (FULL, window(6)),
             8,
             24,
-        ),  # 13 tokens in sight of a step: at worst 4 blocks; 6 are left for the other group
+        ),  # a step sees 13 tokens: at worst 4 blocks; 6 are left for the other group
         ((FULL, window(6), window(6)), 4, 16),  # 9 tokens: at worst 3 blocks, twice; 4 are left
         ((FULL, KVCacheGroup((), attention_chunk=6)), 8, 24),
         ((window(6),), 8, 63),  # the model's limit

@@ -1,8 +1,8 @@
-"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in
-the end nothing is held.
+"""Tests the scheduler with random sequences of events: whatever happens, all blocks are accounted
+for, outputs are right, and in the end no block is held.
 
-What a step looks at is there, and nothing else is kept of a window: the rig says so at every
-computed slice.
+At every computed slice, the rig asserts that all blocks that the slice attends to are present, and
+that no block outside a window is kept.
 """
 
 from dataclasses import replace
@@ -107,7 +107,9 @@ class EngineIncarnation(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_receive=st.booleans())
     def report_a_stranger(self, data: st.DataObject, is_receive: bool) -> None:
-        """Somebody who never was here, or whose request has ended and whose blocks are back."""
+        """The connector reports an id that never existed, or one whose request has ended and whose
+        blocks are free.
+        """
         gone = [
             name
             for name in self.rig.last
@@ -164,8 +166,8 @@ class EngineIncarnation(RuleBasedStateMachine):
 
 
 class HybridLife(EngineIncarnation):
-    """The same with several KV-cache groups, other block sizes, and producers whose blocks are of
-    another size than ours.
+    """The same with several KV-cache groups, other block sizes, and producers whose block size
+    differs from ours.
     """
 
     @initialize(

@@ -1,5 +1,5 @@
-"""Blocks that a connector keeps for nobody in particular: they go when somebody needs them, nobody
-is preempted for them, nothing hangs.
+"""Tests retained turns in the scheduler: they are evicted when a request needs their blocks, no
+request is preempted because of them, and nothing hangs.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from kvferry.types import FailurePolicy, RequestId
 
 
 def keep(rig: Rig, *names: str, num_tokens: int = 12) -> None:
-    """Requests of which 3 blocks of 4 are kept each."""
+    """Run requests whose blocks the connector retains: by default 3 blocks of 4 tokens each."""
     for number, name in enumerate(names):
         rig.add(
             make_request(name, [30 + number] * num_tokens, max_tokens=1),
@@ -75,7 +75,7 @@ def test_a_running_request_waits_for_a_kept_block_rather_than_take_anothers() ->
 
 
 def test_when_nothing_is_kept_the_youngest_is_preempted_as_ever() -> None:
-    """The control of the one above."""
+    """The control for the test above."""
     rig = Rig(make_limits(num_blocks=5))
     for name, token in (("first", 1), ("second", 2)):
         rig.add(make_request(name, [token] * 8, max_tokens=6))
@@ -132,8 +132,8 @@ def test_an_engine_that_ends_keeps_nothing() -> None:
 
 
 class PinnedLife(EngineIncarnation):
-    """Random lives in which much is kept: whatever is let go comes back when its readers are
-    through, and nothing else does.
+    """Random sequences of events with many retained turns: the blocks of an evicted turn are freed
+    when its readers have detached, and no other retained blocks are freed.
     """
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 6))
@@ -167,8 +167,8 @@ class PinnedLife(EngineIncarnation):
         return self.rig.connector.scripts[name].is_soft and name not in self.rig.connector.leaving
 
     def finish_everything(self) -> None:
-        """Kept blocks come back only if they are asked for. Without being asked for all of them,
-        every request ends.
+        """Retained blocks are freed only when the scheduler asks for them. Every request must end
+        although the scheduler does not ask for all of them.
         """
         for script in self.rig.connector.scripts.values():
             script.available_tokens = script.available_tokens or 0

@@ -1,6 +1,4 @@
-"""What the scheduler does with loads and delayed frees, and with whatever else a connector
-reports.
-"""
+"""Tests how the scheduler handles loads, delayed frees, and all other reports of a connector."""
 
 import pytest
 from tests.engine.scripted import (
@@ -253,7 +251,7 @@ def test_a_running_request_waits_for_a_load_rather_than_lose_its_work() -> None:
     rig.end_load("load")
     rig.run()
     assert rig.tokens_of("run") == predict(rig.requests["run"])
-    rig.end_load("load")  # the younger one had to yield its blocks before it ran, and loads again
+    rig.end_load("load")  # the younger request gave up its blocks before it ran, and loads again
     rig.run()
     assert rig.tokens_of("load") == predict(rig.requests["load"])
     assert_quiescent(rig)

@@ -1,4 +1,6 @@
-"""Two ranks compute what one does, and survive each other's death with an error."""
+"""Tests that two ranks compute what one rank computes, and that a rank fails with an error when
+its sibling rank dies.
+"""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

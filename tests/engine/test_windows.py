@@ -1,5 +1,5 @@
-"""Layers that look back over a window: equal to transformers, and nothing outside the window is
-ever read.
+"""Tests layers with a sliding window: they equal those of transformers, and nothing outside the
+window is ever read.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
-    """Without the blocks that no token from `position` on looks at."""
+    """The table without the blocks that no token from `position` on attends to."""
     groups = form_groups(read_model_config(options.model))
     gone = [group.first_visible_token(position) // options.block_size for group in groups]
     return tuple(
@@ -46,7 +46,7 @@ def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_nee
     with one_rank(replace(options, num_blocks=needed)) as runner:
         assert runner.cache_memory is not None
         size_bytes = runner.cache_memory.size_bytes
-        # A block of each group is enough for a prompt.
+        # One block per group is enough for a prompt.
         runner.logits(
             [SequenceSlice("a", (1, 2, 3), 0, tuple((block,) for block in range(needed)), GREEDY)]
         )

@@ -9,7 +9,7 @@ from kvferry.engine.make_model.writer import make_model
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text side of a checkpoint: all that the front-end reads."""
+    """The tokenizer files of a checkpoint, which are all that the front-end reads."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "tokenizer.json").write_text(make_tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole made checkpoint, for a real core."""
+    """A complete generated checkpoint, for a real core."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_model(folder)
     return folder

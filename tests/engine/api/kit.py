@@ -1,4 +1,6 @@
-"""The least that an engine without a connector needs: private memory for its cache."""
+"""A transport kit for an engine without a connector: it provides only private memory for the KV
+cache.
+"""
 
 import ctypes
 import mmap
@@ -26,7 +28,7 @@ class PrivateMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
 
     def close(self) -> None:
-        """The pages go back when the last tensor in them does."""
+        """Does nothing: the pages are freed together with the last tensor that uses them."""
 
 
 @dataclass(frozen=True, slots=True)

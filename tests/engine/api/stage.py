@@ -1,5 +1,5 @@
-"""A front-end on a loopback port over a scripted engine, for what a real core cannot be made to do
-on demand.
+"""Serves the front-end on a loopback port over a scripted engine, for events that a test cannot
+make a real core produce on demand.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ Script = Callable[[AddRequest], Sequence[RequestOutput]]
 def outputs_of(
     request: AddRequest, tokens: Sequence[int], finish_reason: str | None = "length", **last: Any
 ) -> list[RequestOutput]:
-    """One output per token, the last with the finish reason."""
+    """One output per token; the last output carries the finish reason."""
     outputs = [
         RequestOutput(request.request_id, [SampledToken(token, -0.5, ((token, -0.5), (7, -1.5)))])
         for token in tokens
@@ -66,13 +66,13 @@ def outputs_of(
 
 
 def counts_up(request: AddRequest) -> Sequence[RequestOutput]:
-    """Tokens 33, 34, …: as many as were asked for."""
+    """Tokens 33, 34, …: as many as `max_tokens` asks for, at most 90."""
     return outputs_of(request, [33 + step for step in range(min(request.sampling.max_tokens, 90))])
 
 
 class ScriptedEngine:
-    """Replays what `script` says to each request; without finish reasons in it, the test goes on by
-    `put`.
+    """Replays the outputs that `script` returns for each request. If they have no finish reason,
+    the test continues the request with `put`.
     """
 
     def __init__(self, script: Script = counts_up) -> None:
@@ -83,7 +83,7 @@ class ScriptedEngine:
         self.live: dict[str, OutputStream] = {}
         self.records: list[TransferRecord] = []
         self.held = 0
-        """Leases it says it has, once it drains."""
+        """Number of leases that the engine reports once it drains."""
         self.is_draining = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -169,7 +169,7 @@ class Stage:
     app: web.Application
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Status and decoded JSON; every answer must be JSON."""
+        """Returns the status and the decoded JSON; every answer must be JSON."""
         sent = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.session.post(self.url + path, headers=headers, **sent) as answer:
             assert answer.content_type == "application/json", await answer.text()
@@ -181,7 +181,7 @@ class Stage:
         return answer
 
     async def stream(self, path: str, **body: Any) -> list[Any]:
-        """The decoded events of a stream that ends as it should."""
+        """Returns the decoded events of a stream, which must end properly."""
         async with self.session.post(self.url + path, json={"stream": True, **body}) as answer:
             assert answer.status == 200, await answer.text()
             assert answer.content_type == "text/event-stream"
@@ -200,7 +200,7 @@ def events_of(raw: bytes) -> list[Any]:
 async def stage(
     engine: Engine, model: Path, settings: ApiSettings | None = None
 ) -> AsyncIterator[Stage]:
-    """For one test: everything in it ends within the deadline."""
+    """A stage for one test; everything in the test must end within the deadline."""
     async with asyncio.timeout(DEADLINE_S), serving(engine, model, settings) as s:
         yield s
 
@@ -221,6 +221,6 @@ async def serving(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until the condition holds; the stage's deadline ends a wait in vain."""
+    """Wait until the condition holds; if it never holds, the stage's deadline ends the wait."""
     while not condition():
         await asyncio.sleep(0.001)

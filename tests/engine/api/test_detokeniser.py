@@ -17,8 +17,8 @@ ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Llama 2's way: a mark for spaces, byte tokens for what the vocabulary lacks, one leading
-    space dropped.
+    """A tokenizer like Llama 2's: it marks spaces with a special character, encodes characters
+    outside the vocabulary as byte tokens, and drops one leading space.
     """
     chunks = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁the", "▁a", "é"]
     tokenizer = Tokenizer(

@@ -1,4 +1,4 @@
-"""The routes over a scripted engine: shapes, ids, streams."""
+"""Tests the HTTP routes over a scripted engine: response shapes, ids and streams."""
 
 import asyncio
 from collections.abc import Sequence

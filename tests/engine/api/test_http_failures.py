@@ -1,5 +1,5 @@
-"""Bad clients, failing engines, clients that leave: always an answer in the right shape, never a
-request left behind.
+"""Tests bad clients, failing engines and clients that disconnect: every answer has the right shape,
+and no request is left in the engine.
 """
 
 import asyncio
@@ -249,8 +249,8 @@ def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(
 def test_a_request_whose_ticket_reaches_nobody_is_given_up(
     model: Path, stream: bool, params: dict[str, Any]
 ) -> None:
-    """Also when the engine has finished it: then its blocks wait for a peer that will never hear of
-    them.
+    """This also holds if the engine has finished the request: its blocks would otherwise wait for a
+    peer that never learns of them.
     """
     body = {"prompt": [5], "max_tokens": 1, "stream": stream, "kv_transfer_params": params}
 
@@ -262,7 +262,7 @@ def test_a_request_whose_ticket_reaches_nobody_is_given_up(
             [request_id] = engine.live
             asking.cancel()
             await until(lambda: engine.abandoned == [request_id])
-            # One that is delivered is not given up.
+            # A request whose answer is delivered is not abandoned.
             engine.script = lambda request: outputs_of(request, [40])
             async with s.session.post(s.url + COMPLETIONS, json=body) as answer:
                 assert answer.status == 200
@@ -323,7 +323,7 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(
             engine.script = lambda request: outputs_of(request, [40])
             await s.complete(prompt=[6])
             await until(lambda: not engine.live)
-            # Nobody will come for what it was to hand over.
+            # The client never received the ticket, so no peer will fetch the blocks.
             await until(lambda: engine.abandoned == ([request_id] if params is not None else []))
             assert engine.aborted == [request_id]
             writer.close()

@@ -1,4 +1,4 @@
-"""The front-end over a real core with a generated model, through real HTTP."""
+"""Tests the front-end through real HTTP, over a real core with a generated model."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A served engine and the loop that it is served on."""
+    """A served engine and the event loop that serves it."""
 
     loop: asyncio.Runner
     client: EngineClient
@@ -53,7 +53,7 @@ async def served(checkpoint: Path) -> AsyncIterator[tuple[EngineClient, Stage]]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Running]:
-    # The loop that `kvferry serve` uses: its transports are not asyncio's.
+    # `kvferry serve` uses this loop, whose transports are not asyncio's.
     with asyncio.Runner(loop_factory=fast_loop_factory()) as loop:
         context = served(checkpoint)
         client, stage = loop.run(context.__aenter__())

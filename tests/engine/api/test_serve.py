@@ -1,4 +1,4 @@
-"""Starting, stopping and dying, as `kvferry serve` sees it."""
+"""Tests how `kvferry serve` starts, stops, and ends when its engine dies."""
 
 import asyncio
 import json
@@ -33,10 +33,10 @@ def silent(request: AddRequest) -> Sequence[RequestOutput]:
 
 
 class Serving:
-    """`serve` as a task, with the address it listens on."""
+    """Runs `serve` as a task and provides the URL it listens on."""
 
     def __init__(self, engine: ScriptedEngine, model: Path, grace_s: float = DEADLINE_S) -> None:
-        """`grace_s`: after either signal."""
+        """`grace_s` is the time limit after either signal."""
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         options = EngineOptions(
             model, served_model_name="tiny", shutdown_timeout_s=grace_s, drain_timeout_s=grace_s

@@ -16,7 +16,7 @@ def feed(stops: list[str], chunks: list[str]) -> tuple[str, str | None]:
 
 
 def expected(stops: list[str], text: str) -> tuple[str, str | None]:
-    """The plain meaning: look at ever longer beginnings of the text until one ends with a stop
+    """The reference result: check ever longer prefixes of the text until one ends with a stop
     string.
     """
     for end in range(1, len(text) + 1):
