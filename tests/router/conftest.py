@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _nothing_unhandled(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing a client or an instance does is a traceback in the log."""
+    """Nothing that a client or an instance does may log an error."""
     yield
     assert [
         record.getMessage()

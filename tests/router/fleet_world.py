@@ -1,8 +1,8 @@
-"""A fleet in virtual time: engines that take as long as the text they have not cached, die, come
-back or are slow, and clients that send.
+"""Simulates a fleet in virtual time: engines whose service time grows with the uncached text and
+that may die, come back or be slow, and clients that send requests.
 
-What is measured are counts: who was sent how much, how much text was found cached, how many legs
-went to the dead. Deterministic by its seed.
+The simulation measures counts: how many legs each instance got, how much text was cached, and how
+many legs went to dead instances. It is deterministic for a given seed.
 """
 
 import random
@@ -46,7 +46,7 @@ def make_fleet(
     health: HealthOptions | None = None,
     seed: int = 0,
 ) -> Fleet:
-    """All have been found healthy."""
+    """A fleet whose instances have all passed a probe."""
     fleet = Fleet(
         FleetOptions(policies=dict.fromkeys(Role, policy), health=health or HealthOptions()),
         random.Random(seed).random,
@@ -58,8 +58,8 @@ def make_fleet(
 
 
 def conversation_texts(name: str, num_turns: int, turn_bytes: int, system: str = "") -> list[bytes]:
-    """The messages of each turn as a client writes them: the last turn's, without its bracket, and
-    two more.
+    """The JSON of the messages of each turn, as a client writes it: the previous turn's JSON
+    without its closing bracket, plus two messages.
     """
     turns = []
     messages = f'[{{"role": "system", "content": "{system}"}}'
@@ -73,8 +73,8 @@ def conversation_texts(name: str, num_turns: int, turn_bytes: int, system: str =
 
 @dataclass(slots=True)
 class Engine:
-    """One request at a time, like a prefill engine with a full batch. Its cache holds the texts it
-    was given last.
+    """Serves one request at a time, like a prefill engine with a full batch. Its cache holds the
+    most recent texts.
     """
 
     bytes_per_s: float = 1e6
@@ -91,7 +91,7 @@ class Engine:
         return min((death for death, _ in self.dead if start < death <= end), default=None)
 
     def serve(self, text: bytes, now: float) -> tuple[float, int]:
-        """When it is done, and how many bytes it did not have to compute."""
+        """Returns when the request is done, and how many of its bytes were cached."""
         cached = max((_common(text, other) for other in self._cached), default=0)
         self._cached[text] = None
         self._cached.move_to_end(text)
@@ -108,7 +108,7 @@ class Engine:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How far both are the same; by halves, as the texts are long."""
+    """Length of the common prefix, found by binary search because the texts are long."""
     low, high = 0, min(len(one), len(other)) if one[:64] == other[:64] else 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -133,7 +133,9 @@ class World:
     _serial: "count[int]" = field(default_factory=count)
 
     def run(self, arrivals: Sequence[tuple[float, bytes]]) -> None:
-        """Each text at its time; whatever fails is tried elsewhere, each once, as a router does."""
+        """Send each text at its time. A failed request is retried on the other instances, once on
+        each, as a router does.
+        """
         for at, text in arrivals:
             self._at(at, _Request(text, at))
         for engine in self.engines.values():
@@ -232,7 +234,9 @@ def state_of(fleet: Fleet, instance: Instance, now: float) -> MemberState:
 
 
 def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
-    """By turns, each leg ended by its client, which says nothing about the instance."""
+    """The instances that get one of `times` consecutive legs. Each leg is ended by its client,
+    which says nothing about the instance's health.
+    """
     found = set()
     for _ in range(times):
         instance = fleet.choose(Role.PREFILL, RoutingHints(), now)
@@ -247,7 +251,7 @@ def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
 
 
 def begin_trial(fleet: Fleet, instance: Instance, now: float) -> Leg:
-    """It is given a leg, the others having been tried."""
+    """Begin a leg on `instance`, as if all other instances had been tried."""
     others = [
         member.instance for member in fleet.members(instance.role) if member.instance != instance
     ]

@@ -1,4 +1,4 @@
-"""Requests that no client should send, and what may be answered to them."""
+"""Requests that no client should send, and a check of the answers to them."""
 
 import http.client
 import json
@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 DEADLINE_S = 30.0
-"""For one answer. What is a whole request gets one."""
+"""Time limit for one answer. A complete request must be answered."""
 NOTHING_S = 0.05
-"""What is no whole request may be waited for; nobody waits for that here."""
+"""How long the tests wait for an answer to incomplete data. The server may wait for the rest."""
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 PAGES = (
@@ -146,7 +146,7 @@ strings = st.one_of(
         ]
     ),
 )
-"""Texts stand for bytes, one character each, so that they need not be valid."""
+"""Each character stands for one byte, so the strings need not be valid UTF-8."""
 atoms = st.one_of(
     st.sampled_from(NUMBERS), st.sampled_from(["true", "false", "null", "[]", "{}"]), strings
 )
@@ -194,7 +194,7 @@ bodies = st.one_of(
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """A whole request: it must be answered."""
+    """A complete request, which must be answered."""
 
     method: str
     data: bytes
@@ -276,7 +276,7 @@ def _frame(
 
 any_request = framed(st.sampled_from(METHODS), paths, bodies)
 
-# -- what is no request --
+# -- bytes that are not a request --
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 PARTS = (
@@ -364,11 +364,11 @@ class Seen:
 
 
 def send(port: int, data: bytes, method: str = "POST", is_whole: bool = True) -> Seen | None:
-    """The first answer; None where what was sent is no whole request and there was none."""
+    """The first answer; None if the data is not a complete request and no answer came."""
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as sock:
         with suppress(
             BrokenPipeError, ConnectionResetError
-        ):  # it may be refused before it is sent: there is an answer
+        ):  # the server may refuse before it has read everything: there is an answer
             sock.sendall(data)
         if not is_whole:
             sock.settimeout(NOTHING_S)
@@ -386,9 +386,7 @@ def send(port: int, data: bytes, method: str = "POST", is_whole: bool = True) ->
 
 
 def check(seen: Seen, method: str = "POST") -> None:
-    """Nothing a client sends is the server's fault, and what is wrong with it is said in OpenAI's
-    shape.
-    """
+    """No request may cause a server error, and a refusal is a JSON error in OpenAI's shape."""
     assert 200 <= seen.status < 300 or 400 <= seen.status < 500 or seen.status == 307, seen
     if seen.status >= 400 and method != "HEAD":
         error = json.loads(seen.body)["error"]

@@ -1,5 +1,5 @@
-"""Real small HTTP servers in the place of engines, and a router in front of them, all in one event
-loop.
+"""Small real HTTP servers that stand in for engines, and a router in front of them, all on one
+event loop.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ class Call:
 
 @dataclass
 class StubEngine:
-    """Answers as `behaviour` says and remembers what it was asked. Its `/metrics` advertise a mode,
-    as engines' do.
+    """Answers as `behaviour` says and records its requests. Its `/metrics` page advertises a
+    transfer mode, as that of an engine does.
     """
 
     behaviour: Behaviour
     mode: str = "push"
-    """Empty: there is no such page."""
+    """The advertised mode; if it is empty, there is no `/metrics` page."""
     num_looks: int = 0
-    """At that page."""
+    """Number of requests for the `/metrics` page."""
     is_stopped: bool = False
-    """It takes connections and says nothing to a health check, as a process that does not run any
-    more.
+    """The engine accepts connections but does not answer health checks, like a process that is
+    stopped.
     """
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -165,8 +165,9 @@ async def stage(
     ask: TurnQuery | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """A router before stub engines; `modes` of the decode side, if not all push; `ask`: its side
-    channel. Everything inside must be over within DEADLINE_S.
+    """A router in front of stub engines. `modes` are the transfer modes of the decode engines, if
+    not all of them push; `ask` is the router's query to D's side channel. Everything inside must
+    end within DEADLINE_S.
     """
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         prefillers = [
@@ -197,8 +198,8 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOptions:
-    """Settings of any table by their names: `idle=1.0`, `max_retries=2`. What is not named is as in
-    `PLAIN`.
+    """Sets settings of any table by name: `idle=1.0`, `max_retries=2`. A setting that is not named
+    has its value from `PLAIN`.
     """
     for table in (
         "timeouts",
@@ -224,7 +225,7 @@ async def serving(
     registrar: Registrar | None = None,
     ask: TurnQuery | None = None,
 ) -> AsyncIterator[int]:
-    """A router; its port."""
+    """Runs a router and yields its port."""
     tls = server_tls(options)
     app = RouterApp(
         options,
@@ -253,7 +254,7 @@ def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
 # -- behaviours --
 
 KEEP_NOTHING = {"conversation": None}
-"""What D is told of a request that belongs to no conversation."""
+"""The parameters that tell D that a request belongs to no conversation."""
 PARAMS = {
     "do_remote_prefill": True,
     "remote_host": "127.0.0.1",
@@ -317,7 +318,7 @@ def answers(
 def streams(
     chunks: list[bytes], then: str = "end", content_type: str = "text/event-stream; charset=utf-8"
 ) -> Behaviour:
-    """Sends chunks one write each, then ends, hangs, or drops the connection."""
+    """Sends each chunk in a write of its own, then ends, hangs, or drops the connection."""
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": content_type})

@@ -1,4 +1,6 @@
-"""Who is let in: API keys, tenants, the admin's key, other sites' pages, TLS."""
+"""Tests access control (API keys, tenants, the admin key, requests from other sites' pages, TLS)
+and trace headers.
+"""
 
 import asyncio
 import json
@@ -202,7 +204,7 @@ def test_pages_of_allowed_origins_may_read_answers_and_others_may_not() -> None:
 
 
 def test_a_preflight_needs_no_key() -> None:
-    """Browsers send none with it."""
+    """Browsers send no key with a preflight request."""
 
     async def scene() -> None:
         async with stage(prefills, completes, cors_origins=("*",), api_keys=KEYS) as s:
@@ -302,7 +304,7 @@ def test_trace_context_reaches_both_legs() -> None:
     ],
 )
 def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: int) -> None:
-    """Also a refusal: that is what people ask the operator about."""
+    """A refusal also carries the id, because users ask the operator about refusals."""
 
     async def scene() -> None:
         async with stage(
@@ -325,8 +327,8 @@ def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: in
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
 def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -> None:
-    """Without an admin key only this machine may ask. What a web server here passes on comes from
-    elsewhere.
+    """Without an admin key, only clients on this machine may use the admin API. A request that a
+    web server on this machine forwards comes from elsewhere.
     """
     access_policy = AccessPolicy.of(AccessOptions())
     plain = Headers(values={"host": "127.0.0.1:8000"})
@@ -342,7 +344,7 @@ def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -
 @pytest.mark.parametrize("head", ["Content-Length: 67108864", "Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("line", ["GET /healthz", "GET /metrics", "POST /admin/register"])
 def test_what_is_open_to_everybody_takes_no_large_bodies(line: str, head: str) -> None:
-    """Whoever has no key could fill the memory by them."""
+    """A client without a key could otherwise fill the router's memory."""
 
     async def scene() -> None:
         async with stage(prefills, completes, api_keys=KEYS) as s:

@@ -1,5 +1,5 @@
-"""The fleet changes while requests flow: by an operator's hand, or because instances come and go by
-themselves.
+"""Tests changes to the fleet while requests flow: by an operator, or by instances that register and
+leave by themselves.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ def test_what_is_no_order_changes_nothing(
     uvloop.run(scene())
 
 
-# -- by themselves --
+# -- instances that register themselves --
 
 
 def statement(engine: StubEngine, **changes: Any) -> dict[str, str]:
@@ -153,7 +153,7 @@ def test_an_instance_registers_itself_and_leaves() -> None:
                 0
             ] == 200
             assert (await s.post(ONE))[0] == 503
-            # Its next life at the same address.
+            # The next incarnation at the same address.
             assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
             assert (await s.post(ONE))[0] == 200
 
@@ -206,8 +206,8 @@ def test_without_a_secret_nobody_registers() -> None:
 
 
 def test_metrics_forget_an_instance_also_when_its_last_leg_outlives_it() -> None:
-    """Instances that come and go by themselves have a new port each time: the page would grow for
-    ever.
+    """Instances that register themselves have a new port each time, so the metrics page would grow
+    without bound.
     """
 
     async def scene() -> None:

@@ -1,5 +1,5 @@
-"""Who runs, who waits and who is sent away: stories, a state machine over the pure queue, and the
-shell's coroutines.
+"""Tests admission control: which requests run, wait or are refused. Examples and a state machine
+test the pure queue; further tests run the coroutines of the shell.
 """
 
 import asyncio
@@ -127,14 +127,16 @@ limits = st.none() | st.integers(1, 4)
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Any order of arriving and leaving, whether admitted or not."""
+    """Requests arrive and leave in any order, admitted or not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.running: list[AdmissionSlot] = []
         self.waiting: dict[str, deque[AdmissionSlot]] = {}
         self.admissions_of_others: Counter[str] = Counter()
-        """Since a tenant that waits and may run was last given its turn."""
+        """Per tenant that waits and may run: admissions of other tenants since its own last
+        admission.
+        """
 
     @initialize(
         max_running=st.integers(1, 5),
@@ -181,7 +183,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             self._check_turn(admitted.tenant)
 
     def _check_turn(self, tenant: str) -> None:
-        """While somebody waits who may run, no other tenant is served twice."""
+        """While a tenant that may run waits, no other tenant is admitted twice."""
         for other, queue in self.waiting.items():
             may_run = (
                 self.options.tenant_running is None
@@ -200,7 +202,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         )
         self.waiting[entry.tenant].remove(entry)
         if not self.waiting[entry.tenant]:
-            self.admissions_of_others[entry.tenant] = 0  # whoever comes again stands at the end
+            self.admissions_of_others[entry.tenant] = 0  # a tenant that returns is last in turn
         assert self.queue.leave(entry, 1.0) == []
 
     @invariant()
@@ -227,7 +229,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 assert not queue or self.queue.num_running_of(tenant) == self.options.tenant_running
 
     def teardown(self) -> None:
-        """Everybody who waits is admitted in the end."""
+        """Every waiting request is admitted in the end."""
         while hasattr(self, "queue") and self.running:
             self.running += self.queue.leave(self.running.pop(0), 2.0)
         if hasattr(self, "queue"):
@@ -259,7 +261,7 @@ async def enter(admission: AdmissionController, tenant: str = "ann") -> Admissio
 
 
 async def settle() -> None:
-    """Whatever can run has run up to its next wait."""
+    """Let every task that can run proceed to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -298,8 +300,8 @@ def test_a_place_that_is_free_in_the_moment_of_the_deadline_is_taken() -> None:
         first = await enter(admission)
         waiting = asyncio.create_task(admission.enter("ann", timeout_s=0.6))
         await settle()
-        # The loop is kept from looking until both are due, the leaving first; the waiter runs after
-        # both.
+        # Block the loop until the leave and the deadline are both due, the leave first; the waiter
+        # runs after both.
         loop.call_later(0.05, admission.leave, first)
         loop.call_soon(time.sleep, 0.7)
         entry = await waiting
@@ -334,8 +336,8 @@ def test_who_is_cancelled_while_waiting_leaves_nothing_behind() -> None:
 def test_a_cancel_in_the_moment_of_admission_hands_the_place_on(
     events: list[tuple[str, int]], num_running: int
 ) -> None:
-    """Several leave and are cancelled without the loop running in between: every place is found
-    again.
+    """Several requests leave and are cancelled without a loop iteration in between, and no place is
+    lost.
     """
 
     async def story() -> None:

@@ -13,7 +13,9 @@ COUNTS = ("status", "prefill_instances", "decode_instances")
 
 
 async def raw_exchange(s: Stage, sent: bytes) -> bytes:
-    """Whatever the router says to these bytes until it closes, or nothing more comes."""
+    """Everything that the router sends in reply to these bytes until it closes the connection;
+    empty if the connection is reset.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
     writer.write(sent)
     writer.write_eof()
@@ -213,7 +215,7 @@ def test_an_upload_that_stalls_is_a_408() -> None:
 
 
 def test_any_body_at_all_gets_an_answer() -> None:
-    """One router for all of Hypothesis' examples; an example is a batch of bodies."""
+    """Each Hypothesis example is a batch of bodies for one router."""
 
     async def batch(bodies: list[bytes]) -> None:
         async with stage(prefills, completes) as s:

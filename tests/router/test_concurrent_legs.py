@@ -1,5 +1,5 @@
-"""Both legs at once, once P is known to push: what each carries, and what becomes of one when the
-other fails.
+"""Tests legs that run in parallel once P is known to push: what each leg carries, and what happens
+to one leg when the other fails.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ async def pushes(request: web.Request, body: dict[str, Any]) -> web.StreamRespon
 
 
 def first_then(first: Behaviour, then: Behaviour) -> Behaviour:
-    """Behaves one way when asked for the first time, another way afterwards."""
+    """Behaves as `first` for the first request and as `then` afterwards."""
     turns = iter([first])
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -55,15 +55,15 @@ def first_then(first: Behaviour, then: Behaviour) -> Behaviour:
 
 
 async def let_the_loop_run() -> None:
-    """Everybody is on one loop: so many turns are more than any answer takes from one of them to
-    another.
+    """Run the event loop 500 times. Client, router and engines share it, and an answer needs fewer
+    iterations to get from one of them to another.
     """
     for _ in range(500):
         await asyncio.sleep(0)
 
 
 def leg(stage: Stage, number: int = -1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What P and D were given."""
+    """The transfer parameters that P and D received."""
     return stage.p.calls[number].body["kv_transfer_params"], stage.d.calls[number].body[
         "kv_transfer_params"
     ]
@@ -277,7 +277,7 @@ def test_a_stream_arrives_byte_for_byte() -> None:
 
 
 def says(status: int, start: bytes, content_type: str, said: asyncio.Event) -> Behaviour:
-    """Begins an answer and does not end it."""
+    """Begins an answer and never ends it."""
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={"Content-Type": content_type})
@@ -300,7 +300,7 @@ def after(event: asyncio.Event, then: Behaviour) -> Behaviour:
 
 
 async def read_raw(stage: Stage, body: dict[str, Any], until: asyncio.Event) -> bytes:
-    """What the client's connection has carried once P is through."""
+    """What the client has received when P has finished, which `until` signals."""
     host, port = stage.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()

@@ -100,7 +100,9 @@ def test_what_is_wrong_is_named(text: str, sentence: str) -> None:
 @pytest.mark.parametrize("key", UNFIT_KEYS)
 @pytest.mark.parametrize("setting", ["admin_key_file", "instance_key_file"])
 def test_a_key_that_no_header_can_carry_is_found_at_the_start(setting: str, key: str) -> None:
-    """It would fail every request, or let nobody in, and nobody would know why."""
+    """With such a key every request would fail, or no client would get in, and the operator would
+    not know why.
+    """
     with pytest.raises(ConfigError, match=f"access.{setting} must be one word of printable ASCII"):
         read_config_file(f'[access]\n{setting} = "key"', {"key": f"{key}\n"}.__getitem__)
 

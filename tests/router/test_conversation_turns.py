@@ -1,4 +1,4 @@
-"""What D says at the end of a turn reaches P with the next one, and nobody else: no client, no
+"""Tests that what D reports at the end of a turn reaches P with the next turn, but no client and no
 other tenant.
 """
 
@@ -212,7 +212,7 @@ def test_a_turn_that_its_client_left_keeps_nothing_and_hurts_nobody() -> None:
     uvloop.run(scene())
 
 
-# -- pure --
+# -- pure functions --
 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -272,7 +272,7 @@ def test_a_null_is_no_word() -> None:
 
 
 def test_params_of_p_pass_unchanged() -> None:
-    """The control: the word is added, nothing else."""
+    """The control: the router adds the `conversation` parameter and nothing else."""
 
     async def scene() -> None:
         async with stage(prefills, completes) as s:

@@ -1,4 +1,4 @@
-"""The store of tickets against a plain model, and its bounds."""
+"""Tests the store of conversation tickets against a simple model, and the bounds of the store."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ def test_a_ticket_is_used_once() -> None:
 def test_another_tenants_conversation_is_never_found(
     one: tuple[str, str], other: tuple[str, str]
 ) -> None:
-    """Also where the two names put together read alike."""
+    """This also holds where tenant and conversation name, concatenated, give the same text."""
     store = Conversations()
     store.put(*one, turn(), ttl_s=60, now=0)
     assert (store.take(*other, now=1) is not None) == (one == other)
@@ -101,8 +101,8 @@ class Kept:
 
 
 class ConversationMachine(RuleBasedStateMachine):
-    """The model keeps everything: what the store gives is what the model has, and what it lacks was
-    too much or too old.
+    """The model keeps every turn: the store returns only turns that the model has, and lacks only
+    turns that exceeded a bound or were too old.
     """
 
     def __init__(self) -> None:

@@ -110,8 +110,8 @@ def test_what_passed_before_d_s_engine_had_the_request_is_a_part_too() -> None:
 
 
 def test_d_s_parts_end_before_its_first_token_whatever_the_delay_of_its_words() -> None:
-    """It is asked much later than now says: its record would lie after what the client has had long
-    ago.
+    """D's record took time to arrive, so its times would lie after the first token, which the
+    client received long before.
     """
     record = msgspec.structs.replace(RECORD, age_s=6.0, first_token_s=0.875)
     view = view_request(handed_over(), [record], now=110.0)

@@ -1,5 +1,5 @@
-"""A request that kills whoever gets it: it may cost as many instances as there are tries, never the
-fleet.
+"""Tests a request that kills every instance that gets it: it may cost as many instances as there
+are tries, never the whole fleet.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ GOOD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\
 
 
 class Mortal:
-    """Answers, and keeps its connections, until it is asked for what it dies of: then it listens no
-    more.
+    """An instance that answers, and keeps its connections open, until it gets the deadly request;
+    then it stops listening.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class Mortal:
 def test_a_deadly_request_takes_no_more_instances_with_it_than_there_are_tries(
     is_warm: bool,
 ) -> None:
-    """A keep-alive connection is replaced once by a fresh one. That none can be made does not mean
-    that nothing was sent.
+    """A closed keep-alive connection is replaced once by a fresh one. If no fresh connection can be
+    made, the request may still have been sent on the old one.
     """
 
     async def scene() -> None:

@@ -1,5 +1,5 @@
-"""The registry: who is a member, who may be chosen, and that load adds up, whatever happens in
-whatever order.
+"""Tests the fleet registry: which instances are members, which members may be chosen, and that
+loads add up, whatever happens in whatever order.
 """
 
 import random
@@ -218,7 +218,7 @@ def test_a_look_at_who_is_next_takes_nothing() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_choice_among_many_is_little_work(policy: str) -> None:
-    """Per member a few instructions: a fleet of 256 is chosen from as a matter of course."""
+    """A choice costs a few instructions per member, so choosing from a fleet of 256 is cheap."""
 
     def work(size: int) -> int:
         fleet = make_fleet(policy, size)
@@ -231,7 +231,7 @@ def test_a_choice_among_many_is_little_work(policy: str) -> None:
 
 @dataclass
 class Known:
-    """What the model knows of a member."""
+    """What the model knows about a member."""
 
     is_draining: bool = False
     lease_until: float = float("inf")
@@ -242,7 +242,7 @@ HEALTH = HealthOptions(probe_interval_s=3, first_ejection_s=2, longest_ejection_
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Members come, drain, go and restart; legs begin and end in any order. The model keeps the
+    """Members join, drain, leave and restart; legs begin and end in any order. The model tracks the
     registry and the legs.
     """
 
@@ -388,7 +388,7 @@ class FleetMachine(RuleBasedStateMachine):
     def whoever_is_well_is_ready_and_nobody_else(self) -> None:
         for member in self.fleet.members():
             state = member.state(self.now)
-            if state is not MemberState.HALF_OPEN:  # ready unless a trial is under way
+            if state is not MemberState.HALF_OPEN:  # ready unless a trial is in progress
                 assert (member.ready_at <= self.now) == (
                     state in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT)
                 )
@@ -406,8 +406,8 @@ class FleetMachine(RuleBasedStateMachine):
             assert len([leg for leg in trials if not leg.is_answered]) <= 1
 
     def teardown(self) -> None:
-        """When all has ended nothing is left, and whoever has stayed can be chosen again in
-        time.
+        """When all legs have ended, no load is left, and every remaining member can be chosen again
+        after some time.
         """
         if not hasattr(self, "fleet"):
             return

@@ -1,5 +1,5 @@
-"""Policies against each other, and the breaker against deaths, in a simulated fleet. Only counts
-are compared.
+"""Compares routing policies, and tests the circuit breaker against dead instances, in a simulated
+fleet. Only counts are compared.
 """
 
 import random
@@ -23,8 +23,8 @@ def simulate(policy: str, engines: list[Engine], arrivals: list[tuple[float, byt
 
 
 def chats(num: int, turns: int, every_s: float, system: str = "") -> list[tuple[float, bytes]]:
-    """Turns of every conversation come about `every_s` after one another; not in step, or round
-    robin would find its way by itself.
+    """The turns of every conversation, about `every_s` apart. The conversations are not in step,
+    because round robin would then find the right instance by chance.
     """
     pauses = random.Random(5)
     arrivals = []
@@ -75,7 +75,7 @@ def test_policies_that_look_at_load_spare_a_slow_instance() -> None:
 
 
 def run_with_a_death(policy: str, health: HealthOptions) -> World:
-    """One of four is dead from 5 s to 25 s, at 50 requests a second."""
+    """One of four instances is dead from 5 s to 25 s, at 50 requests per second."""
     engines = [Engine() for _ in range(4)]
     engines[0].dead = [(5.0, 25.0)]
     world = World(
@@ -117,8 +117,8 @@ deaths = st.lists(st.tuples(st.integers(1, 7), st.floats(0.1, 10), st.floats(0.5
 def test_no_request_is_lost_while_somebody_lives_and_a_death_costs_few_legs(
     policy: str, deaths: list[tuple[int, float, float]]
 ) -> None:
-    """The first of eight never dies. Each death of another costs the failures that eject it, and a
-    trial that was about to begin.
+    """The first of eight instances never dies. Each death of another instance costs the failures
+    that eject it, and a trial that was about to begin.
     """
     engines = [Engine() for _ in range(8)]
     for number, start, length in deaths:

@@ -1,5 +1,5 @@
-"""Whatever comes over HTTP is answered with 2xx, or with 4xx and a sentence, and the next good
-request is served.
+"""Tests that any input over HTTP is answered with 2xx, or with 4xx and an error message, and that
+the next good request is served.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ MANY = settings(max_examples=150)
 
 @dataclass(frozen=True)
 class Standing:
-    """A router before stub engines, on a loop of its own."""
+    """A router in front of stub engines, on an event loop in another thread."""
 
     port: int
     members: tuple[Instance, ...]
@@ -62,7 +62,7 @@ class Standing:
 
 
 async def _engine(request: web.Request) -> web.StreamResponse:
-    """Takes anything, and does not look."""
+    """Accepts any request without looking at it."""
     await request.read()
     return web.json_response({"id": "x", "choices": [{"text": "ok"}], "kv_transfer_params": PARAMS})
 
@@ -141,7 +141,9 @@ statements = values.map(lambda value: f'{{"statement":{value}}}'.encode("latin-1
     )
 )
 def test_the_admin_api_with_any_body(standing: Standing, fuzzed: Fuzzed) -> None:
-    """Instances that it adds do not exist, and cost a good request nothing but another try."""
+    """The instances that a fuzzed request adds do not exist; they cost a good request no more than
+    another try.
+    """
     answered(standing, fuzzed)
     ours = {(member.role.value, member.url) for member in standing.members}
     found = {
@@ -176,7 +178,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("body", "status"), list(KINDS.items()), ids=lambda each: str(each)[:20])
 def test_good_and_bad_are_told_apart(standing: Standing, body: bytes, status: int) -> None:
-    """The same answer to everything would make the tests above see nothing."""
+    """If the router gave the same answer to every request, the tests above would detect nothing."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     assert answered(standing, Fuzzed("POST", head + body)) == status
 

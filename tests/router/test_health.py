@@ -1,5 +1,5 @@
-"""The breaker of an instance, alone and in a fleet: when it opens, for how long, and what closes
-it.
+"""Tests the circuit breaker of an instance, alone and in a fleet: when it opens, for how long, and
+what closes it.
 """
 
 import random
@@ -50,7 +50,7 @@ def test_an_answer_between_failures_starts_the_count_again() -> None:
 
 
 def test_an_instance_that_fails_every_other_leg_is_ejected_by_its_share() -> None:
-    """A stream is counted once, by its first segment."""
+    """A stream is counted once, when its first event arrives."""
     fleet = make_fleet("round_robin", 3, health=UNPROBED)
     for number in range(5):
         assert state_of(fleet, A, 0.1 * number) is MemberState.HEALTHY
@@ -90,7 +90,7 @@ def test_refusals_and_clients_that_leave_never_eject(ends: list[Outcome]) -> Non
 
 
 def test_legs_begun_before_an_ejection_do_not_prolong_it_nor_end_it() -> None:
-    """When an instance dies, all it had under way fails: that is one death."""
+    """When an instance dies, all its running legs fail; that counts as one death."""
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     legs = [fleet.begin(A, 0.0) for _ in range(100)]
     for leg in legs[:50]:
@@ -109,7 +109,7 @@ def test_legs_begun_before_an_ejection_do_not_prolong_it_nor_end_it() -> None:
 
 
 def ejection_times(options: HealthOptions, count: int, draw: float = 0.5) -> list[float]:
-    """Of an instance whose every trial fails."""
+    """The ejection times of an instance whose every trial fails."""
     breaker, now, times = Breaker(options, lambda: draw), 0.0, []
     for _ in range(count):
         breaker.eject(now)
@@ -168,7 +168,7 @@ def test_a_relapse_takes_longer_and_is_forgiven_in_time() -> None:
 
 
 def eject_and_wait(health: HealthOptions = UNPROBED) -> tuple[Fleet, float]:
-    """A fleet whose A is half open, and the time."""
+    """A fleet whose instance A is half open, and the time."""
     fleet = make_fleet("round_robin", 3, health=health)
     fail(fleet, A, 0.0, times=3)
     assert state_of(fleet, A, 1.9) is MemberState.EJECTED
@@ -307,7 +307,7 @@ def test_each_instance_is_tried_once_the_resting_ones_late_and_the_ejected_ones_
     assert fleet.reasons(Role.PREFILL) == {"turn": 1, "resting": 1, "last_resort": 1}
 
 
-# -- never all of a role --
+# -- the share of a role that may be ejected --
 
 
 @given(

@@ -100,8 +100,8 @@ def test_a_page_is_read_to_its_bound_and_not_in_half_lines() -> None:
 
 
 def test_a_line_made_to_take_for_ever_does_not() -> None:
-    """Counted in seconds by the runner's own limit: each of these would take hours where every
-    position is looked at anew.
+    """The test runner's time limit is the check: each of these lines would take hours if the parser
+    searched from every position again.
     """
     for labels in (
         b"a" * 3_000_000,

@@ -1,5 +1,5 @@
-"""What P's answer brings when nobody waits for it any more: a ticket is handed back, and P is told
-at once that it may stop.
+"""Tests answers of P that arrive after the client has left: their ticket is released, and P is
+notified at once that it may stop.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any
 
 
 async def leave(s: Stage) -> None:
-    """A client that leaves while P works."""
+    """Sends a request whose client leaves while P computes."""
     request = asyncio.create_task(s.post(ONE))
     await s.p.entered.wait()
     request.cancel()
@@ -67,14 +67,14 @@ def test_what_the_leg_brings_reaches_a_client_that_stays() -> None:
     uvloop.run(scene())
 
 
-# -- answers that cross with the router's leaving: P writes only once it has heard of that --
+# -- answers that cross with the router's half-close: P writes only after it has seen that --
 
 
 @asynccontextmanager
 async def raw_stage(
     talk: Talk, decode: Behaviour = completes, push_key: PushTicketKey | None = None
 ) -> AsyncIterator[tuple[str, RecordedReleases]]:
-    """A P that speaks as `talk` says."""
+    """A router in front of a P that sends raw bytes as `talk` says."""
     async with asyncio.timeout(DEADLINE_S), stub_engine(StubEngine(decode)) as d:
         over = asyncio.Event()
 
@@ -115,7 +115,9 @@ async def post_raw(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 def crossing(
     before: list[bytes], after: list[bytes], asked: asyncio.Event, heard: asyncio.Event
 ) -> Talk:
-    """Says the one, has the client leave, and says the other once the router has hung up."""
+    """Sends `before`, lets the client leave, and sends `after` once the router has half-closed the
+    connection.
+    """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -201,7 +203,9 @@ def test_a_router_that_is_closed_while_p_answers_hands_the_ticket_back() -> None
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_beside_d_s_leg_it_is_handed_back_unless_d_has_taken_over(has_begun: bool) -> None:
-    """Once D answers it gives back by itself what it has taken; it may be reading."""
+    """Once D has answered, D itself releases the blocks that it took over; it may still be reading
+    them.
+    """
     pushed = json.dumps({"id": "p", "kv_transfer_params": PUSHED}).encode()
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(pushed), pushed)
 

@@ -118,8 +118,8 @@ def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
 def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(
     spelt: str, claimed: str
 ) -> None:
-    """vLLM puts both in one place. Where P offered no blocks it would take the client's, and fail
-    over them with a 500.
+    """vLLM puts both into one dictionary. If P offered no blocks, vLLM would use the client's
+    parameters and fail with a 500.
     """
     body = f'{{"prompt":"a","vllm_xargs":{{"mine":1,"{spelt}":{claimed}}}}}'
     request = read_client_request(body.encode())
@@ -144,8 +144,8 @@ def test_other_extra_arguments_are_passed_on_as_the_client_wrote_them(extra: byt
     ],
 )
 def test_text_in_another_encoding_is_refused_here(body: bytes) -> None:
-    """An engine may fail over it with a 500, which would be tried again elsewhere and held against
-    every one of them.
+    """An engine may fail on such a body with a 500, which the router would retry elsewhere and
+    count as a failure of every instance.
     """
     assert (refused(body).status, "UTF-8" in refused(body).message) == (400, True)
 
@@ -158,7 +158,9 @@ def test_text_of_any_language_is_passed_on_as_it_is(text: str) -> None:
 
 
 def test_a_million_prompts_cost_no_more_memory_than_two() -> None:
-    """Each would be an object, and all of them the pause of everybody else's stream."""
+    """Each prompt would be a Python object, and all of them together would pause every other
+    client's stream.
+    """
     body = b'{"prompt":[%b""]}' % (b'"",' * 2**20)
     tracemalloc.start()
     try:

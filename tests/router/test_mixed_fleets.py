@@ -1,5 +1,5 @@
-"""Fleets in which not all push: both legs start together only where both instances do, and every
-request is served.
+"""Tests fleets in which not every instance pushes: both legs start together only if both instances
+push, and every request is served.
 """
 
 import asyncio
@@ -80,7 +80,9 @@ def test_a_d_that_pulls_and_steps_in_for_one_that_refuses_waits_for_p_s_ticket()
 
 @pytest.mark.parametrize("max_retries", [0, 2])
 def test_p_that_push_and_refuse_cost_no_try(max_retries: int) -> None:
-    """As where P is asked first: they have done nothing. One of five is enough."""
+    """As in the case where P is asked first, a P that refuses has done nothing. One accepting P of
+    five is enough.
+    """
 
     async def scene() -> None:
         is_warm, computes = False, asyncio.Event()
@@ -138,7 +140,7 @@ def test_a_d_that_pulls_and_waits_for_p_is_not_asked_when_p_objects() -> None:
 
 
 def test_a_d_that_fails_is_looked_at_again() -> None:
-    """It may be another incarnation, with another connector."""
+    """D may be another incarnation, with another connector."""
 
     async def scene() -> None:
         fails = answers(500, '{"error":{"message":"given a push ticket"}}')

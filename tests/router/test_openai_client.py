@@ -1,5 +1,5 @@
-"""The `openai` package before a router and stub engines: what reaches the engines, and what the
-package makes of what goes wrong.
+"""Tests the `openai` package against a router and stub engines: what reaches the engines, and how
+the package reports errors.
 """
 
 import asyncio
@@ -76,7 +76,9 @@ CHUNK = {
 }
 OF_THE_ROUTER = {"kv_transfer_params"}
 OF_P = OF_THE_ROUTER | {"stream", "max_tokens"}
-"""What the router says anew to P. The prefill leg is not streamed, and takes one token."""
+"""The fields that the router writes itself for P: the prefill leg is not streamed and asks for one
+token.
+"""
 
 
 def client_of(s: Stage, **options: Any) -> OpenAI:
@@ -86,7 +88,7 @@ def client_of(s: Stage, **options: Any) -> OpenAI:
 
 
 def with_client(s: Stage, act: Callable[[OpenAI], Any], **options: Any) -> Any:
-    """In a thread: the router lives on the loop of this one."""
+    """Runs `act` in a thread, because the router runs on the event loop of this thread."""
 
     def run() -> Any:
         with client_of(s, **options) as client:
@@ -165,7 +167,7 @@ def test_odd_but_valid_json_is_not_written_anew() -> None:
     uvloop.run(scene())
 
 
-# -- what goes wrong --
+# -- errors --
 
 
 def ask(client: OpenAI) -> Any:

@@ -1,4 +1,4 @@
-"""Policies by their rules, over generated fleets."""
+"""Tests the rules of the routing policies, over generated fleets."""
 
 import random
 from collections import Counter
@@ -51,7 +51,9 @@ def make_members(loads: Sequence[int], role: Role = Role.PREFILL) -> list[Member
 def serve(
     fleet: Fleet, count: int, hints: RoutingHints | None = None, role: Role = Role.PREFILL
 ) -> list[Instance]:
-    """One leg after the other, each ended before the next begins; who was given them."""
+    """Runs legs one after the other, each ended before the next begins; returns the instances that
+    got them.
+    """
     chosen = []
     for _ in range(count):
         instance = fleet.choose(role, hints or RoutingHints(), 0.0)
@@ -91,7 +93,7 @@ def test_round_robin_is_fair_to_one(size: int, count: int) -> None:
 def test_round_robin_stays_fair_among_those_who_stay_while_others_come_and_go(
     leaves: list[tuple[int, int]],
 ) -> None:
-    """An index that goes round favours whoever follows one that left."""
+    """A rotating index would favour the member that follows one that left."""
     fleet, staying, counts = (
         make_fleet("round_robin", 6),
         {make_instance(6), make_instance(7)},
@@ -116,7 +118,7 @@ def test_an_index_that_goes_round_would_not_stay_fair() -> None:
             return candidates[self.index % len(candidates)], "index"
 
     def excess(policy: Policy) -> int:
-        """How many more legs one of two members gets than the other while a third comes and
+        """How many more legs one of two members gets than the other while a third member comes and
         goes.
         """
         one, other, third = members = make_members([0, 0, 0])
@@ -145,7 +147,9 @@ def test_equally_loaded_members_take_turns() -> None:
 def pairs_seen(
     policy_of: Callable[[Callable[[], float]], Policy], loads: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Which member is chosen for every pair that chance can draw, as (load chosen, times)."""
+    """How often each member is chosen, over all pairs that can be drawn, as (load of the chosen
+    member, times).
+    """
     members = make_members(loads)
     num_pairs = len(loads) * (len(loads) - 1)
     draws = [(number + 0.5) / num_pairs for number in range(num_pairs)]
@@ -163,8 +167,8 @@ def pairs_seen(
 
 @given(loads=st.integers(2, 8).flatmap(lambda size: st.permutations(range(size))))
 def test_the_better_of_two_is_never_the_worse(loads: list[int]) -> None:
-    """Over all ordered pairs, the member with i worse ones is the better of 2 i pairs. The worst of
-    all is never chosen.
+    """Over all ordered pairs, a member with i worse members is the better one of 2 i pairs. The
+    worst member of all is never chosen.
     """
     size = len(loads)
     assert pairs_seen(PowerOfTwo, loads) == [
@@ -279,8 +283,8 @@ def test_without_affinity_equal_prefixes_would_be_spread() -> None:
 def test_a_popular_prefix_is_spread_when_its_holder_has_much_more_to_do(
     size: int, count: int, text: bytes
 ) -> None:
-    """None of these legs ends. The most loaded may have half as much again as the least, and a few
-    legs.
+    """None of these legs ends. The most loaded instance may have one and a half times the load of
+    the least loaded, plus a few legs.
     """
     fleet, weight = make_fleet("prefix_affinity", size), leg_weight(Role.PREFILL, len(text))
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Health checks: when they are due, and what they may and may not change."""
+"""Tests health probes: when they are due, and what they may and may not change."""
 
 from tests.router.fleet_world import (
     answer,
@@ -93,7 +93,7 @@ def test_a_well_probe_does_not_hide_that_legs_fail() -> None:
 
 
 def test_with_probes_a_dead_instance_is_given_one_trial_in_a_long_time() -> None:
-    """Not none: what is wrong may be the probe."""
+    """The instance gets one trial rather than none, because the probe itself may be wrong."""
     fleet = make_fleet("round_robin", 3, health=PROBED)
     fail(fleet, A, 0.0, times=3)
     assert A in fleet.take_probes(0.0)
@@ -116,8 +116,8 @@ def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
 
 
 def test_one_that_was_left_out_for_its_probes_alone_is_back_with_the_first_good_one() -> None:
-    """Nothing is known against it but that: requests that come at once go to it all, not one of
-    them as a trial.
+    """Only failed probes counted against the instance, so it gets all requests that arrive now, not
+    just one of them as a trial.
     """
     fleet = make_fleet("round_robin", 3, health=PROBED)
     for now in (5.0, 6.0):
@@ -149,7 +149,9 @@ def test_one_that_was_left_out_for_its_legs_and_its_probes_has_to_show_that_it_a
 
 
 def test_one_that_was_never_down_waits_for_the_end_of_its_time() -> None:
-    """It answers its health check while its legs fail: what the check says is not the point."""
+    """The instance passes its probe while its legs fail, so a passed probe must not end the
+    ejection.
+    """
     fleet = make_fleet("round_robin", 3, health=PROBED)
     fail(fleet, A, 0.0, times=3)
     fleet.note_probe_passed(A, 0.1)
@@ -187,7 +189,9 @@ def test_an_ejected_instance_is_probed_at_once_and_often() -> None:
 
 
 def test_health_checks_that_are_wrong_everywhere_take_nobody_out_of_use() -> None:
-    """A wrong path, or a proxy in between: requests are answered all the same."""
+    """The probe may use a wrong path, or a proxy may be in between; requests are answered all the
+    same.
+    """
     fleet = make_fleet("round_robin", 3, health=PROBED)
     for now in (0.0, 5.0, 10.0):
         for instance in (A, B, C):

@@ -51,7 +51,7 @@ def free_port() -> int:
         return port
 
 
-# -- the good way --
+# -- requests that succeed --
 
 
 def test_a_request_becomes_a_prefill_leg_and_a_decode_leg_with_its_blocks() -> None:
@@ -182,7 +182,7 @@ def test_a_missing_or_unfit_request_id_is_replaced_by_one_for_both_legs(
     uvloop.run(scene())
 
 
-# -- what instances object to --
+# -- requests that an instance rejects --
 
 
 def test_an_objection_of_p_is_the_clients_answer_and_d_is_not_asked() -> None:
@@ -218,8 +218,9 @@ def test_while_one_of_two_drains_every_request_is_served_and_it_is_hardly_asked(
         async with stage([STOPPING, prefills], [completes, STOPPING]) as s:
             assert [(await s.post(ONE))[0] for _ in range(12)] == [200] * 12
             assert [len(engine.calls) for engine in (s.prefillers[1], s.decoders[0])] == [12, 12]
-            # At its every turn without a rest. If each request took as long as a rest, the stage
-            # would be over.
+            # Without a cooldown, the router would ask the draining instance whenever its turn
+            # comes. If each request took as long as a cooldown, the stage's deadline would have
+            # passed.
             assert 1 <= len(s.prefillers[0].calls) < 12
             assert 1 <= len(s.decoders[1].calls) < 6
             assert s.releases.handovers == []
@@ -360,7 +361,7 @@ def test_an_instance_that_cannot_be_reached_is_named_in_a_502(role: str) -> None
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             dead = s.p if role == "prefill" else s.d
-            # A second router whose instance list names a port where nobody listens.
+            # A second router, whose instance list names a port without a listener.
             ports = (free_port(), s.d.port) if role == "prefill" else (s.p.port, free_port())
             async with router(*ports) as (url, releases):
                 async with s.session.post(f"{url}/v1/completions", json=ONE) as answer:
@@ -402,7 +403,9 @@ def test_a_stream_that_stands_still_ends_with_an_error_event() -> None:
 
 
 def test_an_answer_of_another_kind_that_breaks_off_is_a_502() -> None:
-    """It is passed on when it is whole, so that another D can be asked."""
+    """The router relays such an answer only when it is complete, so that it can still ask another
+    D.
+    """
 
     async def scene() -> None:
         async with stage(
@@ -495,7 +498,7 @@ def test_a_client_that_stops_reading_is_dropped_after_the_idle_limit() -> None:
     uvloop.run(scene())
 
 
-# -- the guard itself --
+# -- PrefilledBlocks itself --
 
 
 def test_blocks_are_released_once_unless_handed_over() -> None:

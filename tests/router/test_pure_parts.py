@@ -1,5 +1,5 @@
-"""The router decides in pure code: callers pass time and randomness in. `serving/admission.py` also
-has a shell for the event loop.
+"""Tests that the router decides in pure code: callers pass in time and randomness.
+`serving/admission.py` also has a shell for the event loop.
 """
 
 from pathlib import Path

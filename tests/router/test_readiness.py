@@ -1,4 +1,4 @@
-"""What `/readyz` says is what a request would find."""
+"""Tests that `/readyz` reports what a request would find."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -21,7 +21,9 @@ async def readiness(s: Stage) -> tuple[int, str]:
 
 
 async def becomes(s: Stage, status: int) -> str:
-    """What it says once it has come to that; the stage's deadline is ours."""
+    """Waits until `/readyz` answers with `status`, and returns its text; the stage's deadline
+    bounds the wait.
+    """
     while True:
         now, words = await readiness(s)
         if now == status:
@@ -39,8 +41,8 @@ async def join(s: Stage, role: str, port: int) -> None:
 def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_when_it_is_up() -> (
     None
 ):
-    """The last of a role is never left out, so that requests are not refused by mistake; but nobody
-    should be sent here for that.
+    """The last instance of a role is never ejected, so that no request is refused by mistake. But
+    clients should not be sent to this router because of that.
     """
 
     async def scene() -> None:
@@ -49,7 +51,7 @@ def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_w
             while await readiness(s) != (
                 503,
                 "no decode instance is available",
-            ):  # until P has been reached
+            ):  # until a probe has reached P
                 await asyncio.sleep(0.01)
             engine = StubEngine(completes)
             async with stub_engine(engine):
@@ -65,7 +67,7 @@ def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_w
 
 
 def test_a_router_whose_instances_failed_requests_but_are_well_is_ready() -> None:
-    """Else nobody would send it the request that shows whether they still fail."""
+    """Otherwise no client would send the request that shows whether the instances still fail."""
 
     async def scene() -> None:
         is_ill = True

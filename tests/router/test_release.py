@@ -20,11 +20,11 @@ SIDE_CHANNEL = Address("127.0.0.1", 5600)
 
 @dataclass
 class WatchedControl:
-    """A control transport that goes nowhere: it shows what its one thread did with it."""
+    """A control transport without a peer: it records what its one thread does with it."""
 
     refuses: bool = False
     gate: threading.Event = field(default_factory=threading.Event)
-    """`send` waits for it, so that a test can hold the thread."""
+    """`send` waits for this event, so that a test can block the thread."""
     sent: list[tuple[str, bytes]] = field(default_factory=list)
     events: list[ControlEvent] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)

@@ -1,5 +1,5 @@
-"""What one instance fails at is tried on another while the client has got nothing, and the client
-hears of it only when nothing is left.
+"""Tests retries: a leg that fails on one instance is retried on another while the client has
+received nothing, and the client sees the failure only when no instance is left to try.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def test_a_decode_that_fails_before_its_first_token_is_tried_on_another(
 
 
 def test_a_stream_that_begins_with_an_error_is_tried_on_another() -> None:
-    """vLLM says 200 before it knows whether it can serve a request."""
+    """vLLM answers 200 before it knows whether it can serve the request."""
 
     async def scene() -> None:
         async with stage(prefills, [streams(SPEAKS_OF_FAILURE), streams(GOOD)], **PERSISTENT) as s:
@@ -106,8 +106,8 @@ def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
-    """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail
-    nobody.
+    """Nothing was sent to such an instance, so nothing is repeated: no request fails although there
+    are more such instances than tries.
     """
 
     async def scene() -> None:
@@ -155,7 +155,7 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
 def begins(
     status: int, body: bytes, then: str, content_type: str = "application/json"
 ) -> Behaviour:
-    """Says what it is, and part of why."""
+    """Sends the status and a part of the body, then hangs or drops the connection."""
 
     async def behave(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={"Content-Type": content_type})
@@ -178,8 +178,8 @@ UNFINISHED = [
 def test_who_says_that_it_failed_need_not_end_its_sentence(
     status: int, body: bytes, content_type: str, then: str
 ) -> None:
-    """The next is asked long before `timeouts.answer`, and gets fresh blocks where the first may
-    have used them up.
+    """The router asks the next instance long before `timeouts.answer` has passed, and gives it
+    fresh blocks if the first instance may have used up the old ones.
     """
 
     async def scene() -> None:
@@ -222,7 +222,7 @@ def test_without_retries_the_client_hears_the_error_itself() -> None:
 
 
 def test_a_stream_that_has_begun_is_never_tried_again() -> None:
-    """The negative of the ones above: what the client has got cannot be taken back."""
+    """The counterpart of the tests above: what the client has received cannot be taken back."""
 
     async def scene() -> None:
         async with stage(
@@ -237,7 +237,7 @@ def test_a_stream_that_has_begun_is_never_tried_again() -> None:
 
 
 def test_a_request_is_not_tried_for_ever() -> None:
-    """One that kills engines must not kill the fleet."""
+    """A request that kills engines must not kill the fleet."""
 
     async def scene() -> None:
         async with stage([drops_connection] * 6, completes, max_retries=2) as s:
@@ -395,7 +395,7 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
 
 
 def test_what_an_instance_says_is_one_line_in_a_log() -> None:
-    """Engines repeat what clients wrote: a line of their own would be theirs to forge."""
+    """Engines repeat text of clients, who could forge a log line with a line break in the text."""
     assert (
         excerpt(b"no\r\nINFO all is well\x1b[2J\xe2\x80\xa8\xff")
         == "no  INFO all is well [2J \ufffd"

@@ -1,5 +1,5 @@
-"""A stream whose end is that of the connection: only its last event tells a whole one from the rest
-of a dead instance's.
+"""Tests streams that end with their connection: only the last event distinguishes a complete stream
+from one that a dead instance left incomplete.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The time limit of one request, shared timer and all."""
+"""Tests the time limit of a request, including the timer that all requests share."""
 
 import asyncio
 
@@ -25,14 +25,14 @@ async def serve(
             log.append("left")
             raise
         log.append("late")
-        await asyncio.sleep(0)  # whoever was late can still wait for something: to say so
+        await asyncio.sleep(0)  # a late request can still await something: sending its error
         log.append("said so")
     finally:
         limit.end()
 
 
 def run_one(limit_s: float, *, answer: str = "", leaves: bool = False) -> tuple[list[str], bool]:
-    """What happened, and whether the task ended as cancelled."""
+    """The logged events, and whether the task ended as cancelled."""
 
     async def main() -> tuple[list[str], bool]:
         limits, log = TimeLimits(), list[str]()

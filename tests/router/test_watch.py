@@ -1,5 +1,5 @@
-"""What looking after instances changes for requests: who is ready, and what becomes of legs at an
-instance that has gone silent.
+"""Tests what health probes change for requests: which instances are ready, and what happens to legs
+at an instance that no longer answers.
 """
 
 import asyncio
@@ -70,8 +70,8 @@ def test_where_nobody_looks_instances_are_taken_on_trust() -> None:
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill: bool) -> None:
-    """Long before `timeouts.answer`, which is 600 s here: health checks show that nobody is there
-    any more.
+    """The leg is retried long before `timeouts.answer`, which is 600 s here, because health probes
+    show that the instance no longer answers.
     """
 
     async def scene() -> None:
@@ -90,7 +90,7 @@ def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill
 
                 return behave
 
-            # Whichever is asked first stops, and the other is well.
+            # The first instance stops when it is asked; the other one is healthy.
             asked = engines[0]
             asked.behaviour = stop(asked)
             while not asked.calls:
@@ -102,7 +102,7 @@ def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill
 
 
 def test_a_leg_at_the_last_instance_waits_for_it() -> None:
-    """Nobody else could answer, and it may go on: a pause is not a death."""
+    """No other instance could answer, and this one may continue: a pause is not a death."""
 
     async def scene() -> None:
         goes_on = asyncio.Event()
@@ -117,7 +117,7 @@ def test_a_leg_at_the_last_instance_waits_for_it() -> None:
             await until_ready(s, (200, 1, 1))
             asked = asyncio.create_task(s.post(ONE))
             await until_ready(s, (503, 1, 0))
-            await asyncio.sleep(0.3)  # several looks more
+            await asyncio.sleep(0.3)  # several more probes
             goes_on.set()
             assert ((await asked)[0], len(s.d.calls)) == (200, 1)
 
@@ -154,8 +154,8 @@ def test_a_stream_that_has_begun_is_not_given_up() -> None:
 
 
 def test_an_instance_that_still_sends_is_not_silent() -> None:
-    """Its health checks fail, as it is busy; but a stream of it goes on, so that a leg that waits
-    for it does so with reason.
+    """Its health probes fail because the instance is busy. But one of its streams still sends data,
+    so it is right that a leg keeps waiting for the instance.
     """
 
     async def scene() -> None:
@@ -174,7 +174,7 @@ def test_an_instance_that_still_sends_is_not_silent() -> None:
 
         async with stage(prefills, [busy, completes], **QUICK) as s:
             await until_ready(s, (200, 1, 2))
-            # By turns: of two each, one is the busy one's.
+            # Instances take turns: of two requests of each kind, one goes to the busy instance.
             asked = [
                 asyncio.create_task(s.post(ONE | {"stream": is_stream}))
                 for is_stream in (False, False, True, True)

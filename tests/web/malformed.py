@@ -1,5 +1,5 @@
-"""Requests that are refused before any handler is asked, with the status each must get; None: any
-of 4xx. For every server of ours.
+"""Malformed requests that every kvferry server must refuse before it calls a handler, with the
+status of each answer; None stands for any 4xx.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ MALFORMED = [
 
 
 async def assert_refused_without_echo(url: str, sent: bytes, status: int | None) -> None:
-    """The answer is a JSON error of that status, and nothing the client sent is in it."""
+    """The answer is a JSON error with that status and contains nothing that the client sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     writer.write(sent)
     head = await reader.readuntil(b"\r\n\r\n")

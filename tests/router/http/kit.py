@@ -1,5 +1,5 @@
-"""Real sockets on a real loop: a server with a handler, clients and instances that speak raw
-bytes.
+"""Test kit with real sockets on a real event loop: a server with a handler, and clients and
+instances that speak raw bytes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    """On the loop that the router uses; everything must be over in time."""
+    """Run the coroutine on the loop that the router uses; it must end within the deadline."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -47,8 +47,8 @@ class Served:
         return RawClient(reader, writer)
 
     async def say(self, data: bytes) -> bytes:
-        """Everything that comes back for these bytes until the server closes; it must close by
-        itself.
+        """Everything that the server sends in reply to these bytes until it closes the connection;
+        the server must close it by itself.
         """
         client = await self.connect()
         try:
@@ -67,7 +67,9 @@ class RawClient:
         self.writer.write(data)
 
     async def answer(self) -> tuple[int, bytes, bytes]:
-        """One answer with its length told, or chunked: status, head, body as it came."""
+        """One answer that has a Content-Length or is chunked: status, head, and the body as it
+        arrived.
+        """
         head = await self.reader.readuntil(b"\r\n\r\n")
         status, lowered = int(head.split(b" ", 2)[1]), head.lower()
         if b"transfer-encoding: chunked" in lowered:
@@ -111,7 +113,7 @@ async def serving(
 
 
 async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
-    """Says what it understood."""
+    """Replies with the request as the server understood it."""
     reply.send(
         200,
         [("X-Method", request.method), ("X-Path", request.path), ("X-Query", request.query)],
@@ -121,9 +123,9 @@ async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
 
 @asynccontextmanager
 async def instance(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[Target]:
-    """A server of raw bytes: `talk` is run for every connection, which is closed after it."""
+    """A server of raw bytes: it runs `talk` for every connection and then closes the connection."""
 
-    tasks = set()  # asyncio refers to a pending task only weakly
+    tasks = set()  # asyncio holds only a weak reference to a pending task
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.add(asyncio.current_task())
@@ -142,7 +144,9 @@ async def instance(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterat
 
 
 def answering(*answers: bytes) -> Talk:
-    """One of these for every request on the connection, and then its end."""
+    """Sends one of these answers for every request on the connection, and then closes the
+    connection.
+    """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for answer in answers:

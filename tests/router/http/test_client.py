@@ -188,7 +188,9 @@ def test_the_connection_used_last_is_used_first_and_old_ones_are_closed() -> Non
 
 
 def test_a_warm_connection_that_was_closed_meanwhile_is_replaced_once() -> None:
-    """The instance closes after its second request has come: only a fresh connection helps."""
+    """The instance closes the connection after it has read the second request, so only a fresh
+    connection helps.
+    """
     requests: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -348,7 +350,7 @@ def test_an_instance_that_falls_silent_before_its_head_has_timed_out(sent: bytes
         async with instance(talk) as target, upstreams() as made:
             with pytest.raises(UpstreamTimeout):
                 await ask(made, target, head_timeout_s=0.1)
-            await closed.wait()  # the instance learns of it
+            await closed.wait()  # the instance sees that the connection is closed
 
     run(story())
 
@@ -422,8 +424,8 @@ def test_a_cancelled_request_closes_the_connection(is_answered: bool) -> None:
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -> None:
-    """A refusal of a large body: the instance answers, and closes what it has not read. The kernel
-    makes that a reset.
+    """The instance refuses a large body: it answers and closes the connection without reading the
+    rest. The kernel turns that into a reset.
     """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -457,7 +459,7 @@ ANSWERS = [
 
 @st.composite
 def spoilt(draw: st.DrawFn) -> bytes:
-    """Valid answers with some bytes replaced, removed or put in, or plain noise."""
+    """A valid answer with some bytes replaced, removed or inserted, or plain noise."""
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=200))
     data = bytearray(draw(st.sampled_from(ANSWERS)))
@@ -514,7 +516,7 @@ def test_an_answer_that_nobody_reads_is_not_taken_from_the_instance() -> None:
 
 
 def test_an_answer_that_comes_before_the_question_is_read() -> None:
-    """A server that has too many connections says so, and closes."""
+    """A server that has too many connections refuses before it reads the request, and closes."""
 
     async def story() -> None:
         async with upstreams() as made:

@@ -17,7 +17,7 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @st.composite
 def wire(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """A chunked body in any legal spelling, and what it says."""
+    """A chunked body in any legal spelling, and the decoded body."""
     chunks = draw(CHUNKS)
     spellings = [b"%x", b"%X", b"00%x", b"%x;name=value", b'%x;name="a b"']
     body = b"".join(
@@ -77,7 +77,7 @@ def outcome(parts: list[bytes]) -> tuple[str, bytes]:
         for part in parts:
             body.advance(part, decoded)
     except FramingError:
-        return "refused", b""  # how much came before may depend on the cuts, and is dropped
+        return "refused", b""  # how much was decoded before may depend on the cuts, and is dropped
     return ("ended" if body.is_ended else "open"), b"".join(decoded)
 
 
@@ -137,7 +137,7 @@ def test_a_body_read_in_part_can_go_on_raw(chunks: list[bytes], data: st.DataObj
     body.advance(raw[:at], start)
     prefix = body.resume_raw(b"".join(start))
     if prefix is None:
-        assert not body.is_at_boundary  # inside a line
+        assert not body.is_at_boundary  # the cut is inside a line
         return
     again, decoded = ChunkedBody(), list[bytes]()
     again.advance(prefix + raw[at:], decoded)

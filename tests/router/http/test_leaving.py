@@ -1,4 +1,4 @@
-"""Clients that leave, and servers that stop."""
+"""Tests clients that disconnect, and servers that stop."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from kvferry.router.http.server import ResponseWriter
 
 @dataclass
 class Gate:
-    """A handler that waits inside, and tells how it was ended."""
+    """A handler that waits until the test opens the gate, and records whether it was cancelled."""
 
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     opened: asyncio.Event = field(default_factory=asyncio.Event)

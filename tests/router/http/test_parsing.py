@@ -85,7 +85,7 @@ def test_a_head_with_anything_foreign_in_it_is_refused(
     at %= len(head) - 2
     spoilt = head[:at] + foreign + head[at:]
     if not spoilt.endswith(b"\r\n\r\n") or b"\r\n\r\n" in spoilt[:-4]:
-        return  # what was put in ended the head early, or kept it from ending
+        return  # the inserted bytes ended the head early, or kept it from ending
     with pytest.raises(RequestRefused):
         read_request_head(spoilt, 100)
 

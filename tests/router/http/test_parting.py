@@ -1,5 +1,5 @@
-"""An instance is left before it has answered: it hears of it at once, and what it had sent by then
-is not lost.
+"""Tests requests that are abandoned before the instance has answered: the instance is notified at
+once, and an answer that it had sent by then is not lost.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ __all__ = ["cert"]
 
 @dataclass
 class Late:
-    """What came although it was left."""
+    """Records the answers that arrive after their request was abandoned."""
 
     answers: list[tuple[int, bytes]] = field(default_factory=list)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,7 +64,9 @@ async def ask_and_read(made: UpstreamPool, target: Target, late: Late) -> bytes:
 
 
 def in_two(raw: bytes, cut: int, asked: asyncio.Event) -> Talk:
-    """So many bytes of the answer at once, the rest when the asker has left."""
+    """Sends the first `cut` bytes of the answer at once, and the rest after the request was
+    abandoned.
+    """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -105,8 +107,8 @@ def test_an_answer_that_comes_after_all_is_heard_of_wherever_it_was_cut(raw: byt
 
 
 def test_an_answer_by_tls_that_comes_after_all_is_heard_of(cert: Path) -> None:
-    """The other side takes the end of what it can read for the end of everything, so it has to have
-    answered by then.
+    """With TLS, the instance treats the end of the data it can read as the end of the connection,
+    so it must have answered by then.
     """
 
     async def story() -> None:
@@ -115,8 +117,8 @@ def test_an_answer_by_tls_that_comes_after_all_is_heard_of(cert: Path) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await read_request(reader)
             asked.set()
-            # The asker leaves now: that there is something to read is known only when this thread
-            # looks again.
+            # The client abandons the request now. The event loop learns only at its next poll that
+            # there is something to read.
             writer.write(OK)
             await reader.read()
 
@@ -135,7 +137,7 @@ def test_an_answer_by_tls_that_comes_after_all_is_heard_of(cert: Path) -> None:
 
 
 def test_an_instance_that_closes_with_its_answer_loses_nothing_either() -> None:
-    """Everything has come, and its asker has not run since."""
+    """The whole answer has arrived, but the task that waits for it has not run since."""
 
     async def story() -> None:
         asked, late = asyncio.Event(), Late()
@@ -205,7 +207,7 @@ def test_one_that_took_too_long_is_heard_of_when_it_comes() -> None:
 
 
 async def stays(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Does not care that it was left."""
+    """Ignores that the request was abandoned."""
     await read_request(reader)
     await reader.read()
     await asyncio.Event().wait()
@@ -260,7 +262,9 @@ def test_no_more_are_waited_for_than_so_many_and_the_log_says_so(
 
 @pytest.mark.usefixtures("_soon")
 def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
-    """The loop gets no time across both, as on an overloaded machine."""
+    """The event loop does not run until the rest of the answer and the deadline are both due, as on
+    an overloaded machine.
+    """
 
     async def story() -> None:
         late, sent = Late(), asyncio.Event()
@@ -270,7 +274,7 @@ def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
             writer.write(OK[:-4])
             await sent.wait()
             writer.write(OK[-4:])
-            # It is under way in the kernel; nobody on this loop has looked.
+            # The bytes are in the kernel's buffers; the blocked event loop has not read them.
             time.sleep(0.5)
             await reader.read()
 

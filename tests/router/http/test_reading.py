@@ -16,7 +16,7 @@ BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=4)
 
 @dataclass
 class Reading:
-    """Drives a reader as a connection does."""
+    """Drives a `RequestReader` as a connection does."""
 
     reader: RequestReader
     is_in_body: bool = False
@@ -45,7 +45,7 @@ def read_all(parts: list[bytes], limits: ServerLimits = LIMITS) -> list[tuple[st
 
 @st.composite
 def conversation(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """Requests one after the other, with bodies of each kind, and what they say."""
+    """Consecutive requests with bodies of each kind, and their expected paths and bodies."""
     raw, said = b"", list[tuple[str, bytes]]()
     for number, body in enumerate(draw(BODIES)):
         path = f"/{number}"

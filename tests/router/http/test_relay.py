@@ -40,12 +40,12 @@ GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 
 @dataclass
 class Passing:
-    """A handler that passes an instance's answer on, and remembers how that went."""
+    """A handler that relays an instance's answer and records how the relay ended."""
 
     made: UpstreamPool
     target: Target
     num_read: int = 0
-    """Number of reads of the body that come first, and handed in as `start`."""
+    """Number of body reads before the relay; the data read is passed as `start`."""
     filter: Callable[[bytes], bytes] | None = None
     idle_timeout_s: float = 10
     errors: list[Exception] = field(default_factory=list)
@@ -90,7 +90,7 @@ def decoded(raw: bytes) -> bytes:
 
 
 async def passed_on(talk: Talk, request: bytes = GET, **settings: object) -> tuple[bytes, Passing]:
-    """What a client gets, up to the end of its connection."""
+    """What a client receives up to the end of its connection, and the handler."""
     async with instance(talk) as target, upstreams() as made:
         passing = Passing(made, target, **settings)  # type: ignore[arg-type]
         async with serving(passing.handle) as served:
@@ -107,7 +107,7 @@ async def passed_on(talk: Talk, request: bytes = GET, **settings: object) -> tup
                         status,
                         head,
                         body,
-                    )  # both connections are good for another
+                    )  # both connections can be used for another request
                 except asyncio.IncompleteReadError as error:
                     received = b"\r\n\r\n" + error.partial
             client.close()
@@ -274,8 +274,8 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
 def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_another_by_now() -> (
     None
 ):
-    """The connection went back to the pool with the last byte that was read; the next request's
-    answer is on it.
+    """The connection returned to the pool with the last byte that was read; it now carries the
+    answer to the next request.
     """
     half = asyncio.Event()
     seconds: asyncio.Queue[bytes] = asyncio.Queue()
@@ -444,7 +444,7 @@ _MEGABYTE = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
 
 @dataclass
 class Flood:
-    """An instance that sends without end, and counts how much it got rid of."""
+    """An instance that sends without end and counts the megabytes it has sent."""
 
     num_sent: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -462,7 +462,7 @@ class Flood:
 
 
 async def comes_to_rest(flood: Flood) -> int:
-    """Until no more is sent for a while; how many megabytes that was."""
+    """Wait until the instance has sent nothing for a while; returns the megabytes sent so far."""
     before = -1
     while flood.num_sent != before or not before:
         before = flood.num_sent
@@ -472,8 +472,8 @@ async def comes_to_rest(flood: Flood) -> int:
 
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_a_client_that_reads_slowly_slows_the_instance_down(is_filtered: bool) -> None:
-    """Between the two only the kernel's buffers and a few hundred kilobytes of ours fill up,
-    whatever the instance could send.
+    """Only the kernel's buffers and a few hundred kilobytes of ours fill up between the two,
+    however much the instance could send.
     """
 
     async def story() -> None:

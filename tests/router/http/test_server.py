@@ -41,7 +41,7 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
             client = await served.connect()
             client.send(
                 b"".join(post(b"x" * 300, f"/{number}") for number in range(1000))
-            )  # far more than is kept for later
+            )  # far more than the server buffers
             assert [(await client.answer())[2] for _ in range(1000)] == [
                 b"/%d" % number for number in range(1000)
             ]
@@ -52,7 +52,7 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
 
 
 def test_a_client_that_asks_and_asks_without_reading_is_answered_only_as_far_as_it_reads() -> None:
-    """Otherwise its answers would pile up here without bound."""
+    """Otherwise the answers would pile up in the server without bound."""
     num_served = 0
 
     async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
@@ -80,8 +80,8 @@ def test_a_client_that_asks_and_asks_without_reading_is_answered_only_as_far_as_
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_client_that_reads_slowly_gets_its_last_answer_whole(is_refused: bool) -> None:
-    """What is written last is not cut off by the short time for which a refused client is listened
-    to.
+    """The server reads from a refused client for only a short time (`linger_s`). That limit must
+    not cut off the last answer.
     """
     size = 30_000_000
 
@@ -207,7 +207,7 @@ def test_admit_answers_before_the_body_is_read() -> None:
             client = await served.connect()
             client.send(
                 post(b"small", "/no")
-            )  # its body is there already: the connection can be kept
+            )  # the body has arrived already, so the connection can be kept
             assert (await client.answer())[0] == 401
             client.send(post(b"small", "/yes"))
             assert (await client.answer())[2] == b"small"
@@ -215,7 +215,7 @@ def test_admit_answers_before_the_body_is_read() -> None:
             status, head, _ = await client.answer()
             assert status == 401
             assert b"Connection: close" in head
-            client.send(b"x" * 1_000_000)  # dropped, and does no harm
+            client.send(b"x" * 1_000_000)  # the server drops these bytes, which does no harm
             assert await client.rest() == b""
             client.close()
             assert served.refusals == []

@@ -1,5 +1,5 @@
-"""What is not a request: answered in JSON with a 4xx or dropped, never a traceback, and the server
-serves the next one.
+"""Tests bytes that are not a request: the server answers with a 4xx in JSON or closes the
+connection, never logs a traceback, and serves the next request.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ def test_what_is_no_request_is_refused_in_json(data: bytes, status: int) -> None
 
 
 def test_a_refused_client_that_is_still_sending_gets_its_answer() -> None:
-    """Closing at once would reset the connection: the kernel then throws away what the client has
-    not read.
+    """If the server closed at once, the connection would be reset, and the kernel would discard the
+    answer that the client has not read.
     """
 
     def talk(port: int) -> bytes:
@@ -204,7 +204,7 @@ VALID = [
 
 @st.composite
 def spoilt(draw: st.DrawFn) -> bytes:
-    """Valid requests with some bytes replaced, removed or put in, or plain noise."""
+    """Valid requests with some bytes replaced, removed or inserted, or plain noise."""
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=300))
     data = bytearray(b"".join(draw(st.lists(st.sampled_from(VALID), min_size=1, max_size=3))))
@@ -219,7 +219,7 @@ def spoilt(draw: st.DrawFn) -> bytes:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(spoilt(), min_size=1, max_size=20))
 def test_no_bytes_make_the_server_fail_or_fall_silent(sent: list[bytes]) -> None:
-    """Whatever comes back is 100, 200 or a 4xx, and the next client is served."""
+    """Every answer is 100, 200 or a 4xx, and the next client is served."""
 
     async def story() -> None:
         async with serving(

@@ -31,7 +31,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a
 
 @pytest.fixture(scope="module")
 def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, with its key."""
+    """A self-signed certificate for 127.0.0.1, with its key."""
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     name = ["-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = [
