@@ -1,5 +1,5 @@
-"""Decode steps beside transfers: the figures, and the whole with a real model and a real producer
-on this machine.
+"""Tests the benchmark of decode steps beside transfers: its figures, and a full run with a real
+model and a real producer on this machine.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Numbers that are easy to get subtly wrong."""
+"""Tests the benchmarks' statistics, which are easy to get subtly wrong: quantiles, ratios and
+rounding.
+"""
 
 import pytest
 

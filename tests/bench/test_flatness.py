@@ -1,5 +1,5 @@
-"""What stays flat is called flat; what grows is not, however slowly, once it is more than is
-allowed.
+"""Tests the flatness verdict: a steady level is flat; growth beyond the tolerance is not, however
+slow.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""The handover benchmark: what it counts, between real engine processes; and how it sums up."""
+"""Tests the handover benchmark: the bytes it counts between real engine processes, and how it
+summarises samples.
+"""
 
 import json
 import subprocess
@@ -9,7 +11,7 @@ import pytest
 from kvferry.bench.handover import CHUNK_TOKENS, HandoverSamples, Mode, Moved, make_rows
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
-"""4 layers, 2 heads, K and V, 64 floats each."""
+"""KV bytes per token: 4 layers, 2 heads, K and V, 64 floats of 4 bytes each."""
 
 
 @pytest.mark.slow
@@ -22,8 +24,9 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
     ],
 )
 def test_while_p_computes_all_but_the_last_chunk_moves(transport: str, prompt_tokens: int) -> None:
-    """In every handover, not only in most, whether P writes (tcp) or D reads (nixl). Without
-    streaming, and in pull, all is left: what is counted are bytes that moved.
+    """The chunks move in every handover, not only in most, whether P writes (tcp) or D reads
+    (nixl). Without streaming, and in pull mode, all bytes are left to move after prefill: the
+    benchmark counts bytes that really moved.
     """
     command = [
         sys.executable,

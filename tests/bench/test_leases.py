@@ -1,4 +1,6 @@
-"""A small run with real processes and heartbeats, and what is called too much."""
+"""Tests the lease benchmark: a small run with real processes and heartbeats, and which results it
+reports as problems.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""The multi-turn benchmark: what it counts, between real engine processes; and how it sums up."""
+"""Tests the multi-turn benchmark: the tokens and bytes it counts between real engine processes, and
+how it summarises turns.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,7 @@ from kvferry.errors import ConfigError
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
 BLOCK = 16
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
-"""4 layers, 2 heads, K and V, 64 floats each."""
+"""KV bytes per token: 4 layers, 2 heads, K and V, 64 floats of 4 bytes each."""
 
 
 @pytest.mark.slow
@@ -44,15 +46,16 @@ def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
             row["computed_tokens"] + row["cached_tokens"] + row["pulled_tokens"]
             == row["prompt_tokens"]
         )
-        # Blocks move whole.
+        # A pull moves whole blocks.
         assert row["pulled_bytes"] == -(-row["pulled_tokens"] // BLOCK) * BLOCK * TOKEN_BYTES
         assert row["pulled_tokens"] == 0 or row["reuse"]
         assert row["ttft_p50_ms"] > 0
     for before, after in pairwise(range(1, 4)):
-        # All that D had when the turn before ended, but for what is less than a block.
+        # P pulls all tokens that D held when the previous turn ended, except those of a partial
+        # block.
         known = rows[True, before]["prompt_tokens"] + 80
         assert known - BLOCK < rows[True, after]["pulled_tokens"] <= known
-        # The control: without reuse, and without a cache, all of it is computed again.
+        # The control: without reuse and without prefix caching, P computes the whole prompt again.
         assert rows[False, after]["computed_tokens"] == rows[False, after]["prompt_tokens"]
 
 

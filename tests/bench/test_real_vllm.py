@@ -1,5 +1,5 @@
-"""Both benchmarks for real, with the smallest load: every number is there and makes sense. No time
-is judged here.
+"""Runs both vLLM benchmarks with real vLLM servers and the smallest load, and checks that every
+figure is present and plausible. No time is judged.
 """
 
 import json
@@ -27,13 +27,13 @@ Bench = Callable[..., Any]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bench:
-    """The command. Servers whose names do not begin with `anew` come from the forkserver, which has
-    imported vLLM already.
+    """Runs `kvferry bench`. Servers whose names do not start with an entry of `anew` come from the
+    forkserver, which has already imported vLLM.
     """
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
-    # Transports that tests open in this process set variables of these libraries; what a server
-    # finds is the operator's.
+    # Transports that tests open in this process set environment variables of UCX and NIXL. A server
+    # must see only the variables that the operator set.
     for name in [
         name for name in os.environ if name.startswith(("UCX_", "NIXL_")) and name not in GIVEN
     ]:
@@ -51,7 +51,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
         code = main(["bench", *arguments, "--json", "--vllm-python", str(PYTHON)])
         said = capfd.readouterr()
         assert code == 0, said.err
-        # Standard output is the result and nothing else.
+        # Standard output holds the result and nothing else.
         return json.loads(said.out)
 
     return run
@@ -86,7 +86,7 @@ def test_steps_are_measured_for_both_connectors(bench: Bench) -> None:
         assert row["ours_methods"][0]["calls"] > 0
     assert min(result["handover"][f"{who}_ms_p50"] for who in ("ours", "stock")) > 0
     idle = {(row["role"], row["side"]): row for row in result["idle_rows"]}
-    # While leases are held, vLLM steps on although nothing is to be computed.
+    # While leases are held, vLLM keeps stepping although it has nothing to compute.
     assert (
         min(idle["prefill", "worker"]["ours_steps"], idle["prefill", "worker"]["stock_steps"]) > 0
     )

@@ -1,5 +1,5 @@
-"""The router benchmark: every answer is verified, and a router that is wrong is seen, in real
-processes. No time is asserted.
+"""Tests the router benchmark with real processes: it verifies every answer and detects a router
+that answers wrongly. No time is asserted.
 """
 
 import json
@@ -18,8 +18,8 @@ from kvferry.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 TALK = BenchMessages(1000)
 
-# With the flags of vLLM's toy proxy. Every third request that it is asked, it does what its `WRONG`
-# says.
+# A router with the flags of vLLM's toy proxy. It handles every third request wrongly, in the way
+# that `WRONG` names.
 WRONG_ROUTER = """
 import argparse, itertools, json
 import aiohttp
@@ -154,8 +154,8 @@ def test_a_router_that_is_wrong_now_and_then_is_seen(
     flags = ["--routers", "toy", "--requests", "20", "--concurrency", "1", "--prompt-bytes", "1k"]
     ran = bench(*flags, "--toy-proxy", str(program), "--router-python", sys.executable)
     (row,) = rows_of(ran)
-    # One request before it counts as started and four to warm up; the third is wrong and every
-    # third after it.
+    # The benchmark sends one request to see that the router has started and four to warm up. The
+    # router handles the third request wrongly, and every third one after it.
     expected = {} if why is None else {why: 8}
     assert row["failures"] == expected
     assert (row["failed"], row["requests"], ran.returncode) == (

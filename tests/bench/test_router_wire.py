@@ -1,5 +1,5 @@
-"""HTTP of the router benchmark: messages come whole however they are cut, and what is no message is
-refused.
+"""Tests the HTTP parser of the router benchmark: it reassembles messages however the bytes are cut,
+and refuses bytes that are not a message.
 """
 
 from itertools import pairwise

@@ -1,5 +1,5 @@
-"""A small soak: real engine processes, every ending, all blocks free; and what it calls a
-problem.
+"""Tests the soak benchmark: a small run with real engine processes that meets every kind of ending
+and frees all blocks, and which results the benchmark reports as problems.
 """
 
 import json
@@ -17,12 +17,14 @@ from kvferry.bench.soak import ABORTED_OUTCOMES, SoakOutcome, SoakResult, SoakTa
 from kvferry.errors import KVFerryError
 
 TRANSFERS = {"shm": 600, "nixl": 300, "tcp": 300}
-"""By transport."""
+"""Number of transfers, by transport."""
 
 
 @pytest.fixture(scope="module")
 def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
-    """All at once: most of their time they wait for leases that somebody left behind to run out."""
+    """Runs the soaks of all transports in parallel: most of the time a soak waits for abandoned
+    leases to expire.
+    """
     command = [sys.executable, "-m", "kvferry", "bench", "soak", "--json", "--abort-share", "0.1"]
     pipe = subprocess.PIPE
     with ExitStack() as stack:
@@ -54,7 +56,8 @@ def test_many_transfers_leave_nothing_behind(
     assert run["transfers"] >= transfers
     assert run["moved"][transport] >= transfers, "each of them was a read"
     assert set(run["aborted"]) == set(ABORTED_OUTCOMES), "each kind of end was met"
-    # So short a run is all warm-up for memory; what must not move at all is judged.
+    # A run this short is all warm-up for memory use, so only open files and threads, which must not
+    # grow at all, are judged.
     assert set(run["verdicts"]) == {"driver", "prefill", "decode"}
     for rows in run["verdicts"].values():
         assert rows["files"]["is_flat"]

@@ -1,5 +1,5 @@
-"""The stopwatch times what the engine calls and changes nothing else. Needs no vLLM: any class will
-do.
+"""Tests that the stopwatch times the engine's calls to a connector and changes nothing else. The
+tests need no vLLM, because any class can stand in for the connector.
 """
 
 import json
@@ -19,7 +19,7 @@ class Role(Enum):
 
 
 class Interface:
-    """Stands for an interface that vLLM asks for with isinstance."""
+    """Stands in for an interface that vLLM checks with isinstance."""
 
 
 class Connector(Interface):

@@ -1,4 +1,4 @@
-"""The parts of the transfer benchmark that need no second process."""
+"""Tests the parts of the transfer benchmark that need no second process."""
 
 import argparse
 import xml.etree.ElementTree as ElementTree

@@ -1,5 +1,5 @@
-"""The transfer benchmark with its two real processes: what it answers, and that nothing outlives
-it.
+"""Tests the transfer benchmark with its two real processes: its results, and that nothing outlives
+the benchmark.
 """
 
 import json
@@ -29,13 +29,15 @@ pytestmark = pytest.mark.slow
 
 
 def children(pid: int) -> list[int]:
-    """Processes that it started with Python; not what has ended."""
+    """The child processes of `pid` that have not ended."""
     everybody = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     return [each for each in everybody if parent_of(each) == pid]
 
 
 def parent_of(pid: int) -> int | None:
-    """None when it has ended, also where nobody has asked for its exit code yet."""
+    """The parent of `pid`; None if the process has ended, even if its exit code has not been
+    collected yet.
+    """
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -45,7 +47,7 @@ def parent_of(pid: int) -> int | None:
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The benchmark, once it measures, and its children."""
+    """Runs the benchmark and yields its process and its children once it has begun to measure."""
     with subprocess.Popen(
         [*QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -194,8 +196,8 @@ def test_bytes_that_went_astray_are_noticed() -> None:
 
 
 def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
-    """Every way but those of CUDA itself, in two sizes, the slow ones in part; each is seen to
-    bring the right bytes.
+    """Every method except CUDA's own runs on the CPU, in two move sizes, the slow methods with a
+    part of the move. The benchmark verifies that each method delivers the right bytes.
     """
     scope = Scope(
         (4, 64, 2048),

@@ -1,4 +1,4 @@
-"""The parts of the handover benchmark that need no server."""
+"""Tests the parts of the vLLM handover benchmark that need no server."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""How vLLM servers are started, and refused, without starting one."""
+"""Tests how the benchmarks configure vLLM servers and which settings they refuse, without starting
+a server.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The parts of the step benchmark that need no server."""
+"""Tests the parts of the vLLM step benchmark that need no server."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""A process as `kvferry up` starts them, without an engine in it: announces a port, serves, ends as
-told.
+"""A stub of the processes that `kvferry up` starts, without an engine: it announces a port, serves
+HTTP, and ends as its mode says.
 
-`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too),
-fail, silent, unhealthy or finish; or, as engines with requests do, patient (needs a moment after
-SIGINT), busy (needs longer than anybody waits) or stubborn (ignores SIGINT), which break off at
-SIGTERM.
+Usage: `stub_process.py MODE [PORT]`. MODE is serve, deaf (ignores SIGTERM and has a child that
+ignores it too), fail, silent, unhealthy or finish. Three more modes imitate engines with running
+requests: patient needs a moment after SIGINT, busy needs longer than any caller waits, and stubborn
+ignores SIGINT. These three abort at SIGTERM.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""A `kvferry up` of stub processes, for tests that kill it: prints the pids of its group as they
-are once all are up, then waits.
+"""A `kvferry up` with stub processes, for tests that kill it: it prints the pids of its process
+group once all processes are up, and then waits.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Both spellings of --kv-transfer-config mean the same."""
+"""Tests that both spellings of `--kv-transfer-config` mean the same."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
-"""What cannot work is said before a process is started, and what works is said so that it can be
-copied.
+"""Tests the checks before any process starts: settings that cannot work are named, and the printed
+curl command can be copied into a shell.
 """
 
 import json

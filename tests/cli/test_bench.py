@@ -1,4 +1,4 @@
-"""`kvferry bench` finds benchmarks by name."""
+"""Tests how `kvferry bench` finds benchmarks by name and passes them their arguments."""
 
 import pytest
 

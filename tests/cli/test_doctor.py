@@ -1,5 +1,5 @@
-"""The doctor turns answers into findings, survives probes that do not answer, and changes
-nothing.
+"""Tests that `kvferry doctor` turns probe answers into findings, survives probes that do not
+answer, and changes nothing.
 """
 
 import json
@@ -192,7 +192,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "cores",
     } == set(findings) - {
         "NIXL exit"
-    }  # which is there only where the distribution brings a second libnl
+    }  # reported only where the distribution ships a second libnl library
     assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Severity.OK] * 3
     assert list(tmp_path.iterdir()) == []
 

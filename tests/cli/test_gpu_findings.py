@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, from figures of the benchmark."""
+"""Tests the doctor's findings about GPUs, which it derives from benchmark figures."""
 
 import os
 
@@ -23,12 +23,12 @@ from kvferry.cli.findings import (
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 GPU = "cuda:0 (H200)"
 NEVER = float("inf")
-"""In the stead of a time: the transport was there, and moved nothing."""
+"""Stands in for a time: the transport was available but moved nothing."""
 
 
 def report(**seconds: float) -> GpuReport:
-    """As the benchmark would tell it: 128 MiB in segments of 16 KiB; NIXL with a descriptor for
-    each moves a sixteenth.
+    """A report as the benchmark writes it: 128 MiB in segments of 16 KiB; NIXL with one descriptor
+    per segment moves a sixteenth of that.
     """
     move = plan_move(Blocks(16384, 8, 1024), Pattern.SCATTERED, 1, 0)
     part = move.part(512)

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop, each in a process of its own."""
+"""Tests the signals that ask a command to stop, each in a separate process."""
 
 import signal
 import subprocess

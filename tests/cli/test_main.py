@@ -1,4 +1,4 @@
-"""The command says what is wrong in one sentence and ends with the right code."""
+"""Tests that the command reports an error in one sentence and exits with the right code."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PULL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What goes to stderr for a wrong setting: one line, and nothing on stdout."""
+    """The error for a wrong setting: one line on stderr, and nothing on stdout."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -202,7 +202,7 @@ def test_other_machines_need_the_operators_secret(
 
 
 def test_start_up_is_light() -> None:
-    """Help and errors must not wait for torch or aiohttp."""
+    """Help and errors must not wait for the import of torch or aiohttp."""
     code = (
         "import sys; from kvferry.cli.main import main; main(['--help']); print(sorted({'torch', "
         "'aiohttp', 'numpy'} & set(sys.modules)))"

@@ -1,5 +1,5 @@
-"""`kvferry plan`: the table people know comes out of it, and what it cannot plan it says in one
-sentence.
+"""Tests `kvferry plan`: it reproduces the published table, and one sentence reports a configuration
+that it cannot plan.
 """
 
 import json
@@ -22,7 +22,7 @@ KNOWN_TABLE = [
     ["32K tokens", "10.24 GB", "~410 ms"],
     ["128K tokens", "40.96 GB", "~1,638 ms"],
 ]
-"""Of Llama-3.1-70B in bfloat16, as published for NIXL's users."""
+"""The table for Llama-3.1-70B in bfloat16, as published for NIXL's users."""
 
 
 @pytest.fixture

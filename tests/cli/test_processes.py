@@ -271,12 +271,12 @@ def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> N
 
 
 def _all_live(cluster: LocalCluster) -> bool:
-    """Never true: it is called until it raises."""
+    """Never true: the caller polls this function until `check_alive` raises."""
     cluster.check_alive()
     return False
 
 
-# -- the end --
+# -- the end of the starter and of the group --
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Flags of `kvferry serve` become engine options."""
+"""Tests how the flags of `kvferry serve` become engine options."""
 
 import argparse
 import json

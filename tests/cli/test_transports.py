@@ -1,4 +1,6 @@
-"""The kit makes the transports the settings ask for, here and in a worker process."""
+"""Tests that the transport kit makes the transports that the settings ask for, in this process and
+in a worker process.
+"""
 
 import pickle
 import time

@@ -29,7 +29,7 @@ def value_of(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-# -- what is started --
+# -- options and the commands of the processes --
 
 
 def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(
     )
 
 
-# -- what is asked of it --
+# -- reading instances over HTTP --
 
 
 def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_what_several_instances_carried_is_added_up_by_transport() -> None:
     assert TransportTotals("shm").bytes_per_s == 0
 
 
-# -- all of it --
+# -- the whole command --
 
 
 def up(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`kvferry up` with an empty temporary directory of its own, so that what it leaves behind can
-    be seen.
+    """Starts `kvferry up` with an empty temporary directory of its own, so that a test can see the
+    files it leaves behind.
     """
     environment = os.environ | {
         "TMPDIR": str(tmp_path),
@@ -187,8 +187,8 @@ def up(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def shared_memory() -> set[str]:
-    """But for what vLLM and Python's own pools make: tests with real vLLM may run beside these, and
-    kvferry has neither.
+    """The names in /dev/shm, except those that vLLM and Python's own pools create: tests with real
+    vLLM may run at the same time, and kvferry creates neither kind.
     """
     return {
         name for name in os.listdir("/dev/shm") if not name.startswith(("vllm_", "psm_", "sem.mp-"))
@@ -196,7 +196,7 @@ def shared_memory() -> set[str]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Living processes below `pid`."""
+    """The processes that descend from `pid`."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -1,5 +1,5 @@
-"""Excerpts of the config.json of well-known models: the keys that decide how large their cache is,
-as those files spell them.
+"""Excerpts of the config.json files of well-known models: the keys that determine how large the KV
+cache is, as those files spell them.
 """
 
 from typing import Any

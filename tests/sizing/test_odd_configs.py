@@ -1,5 +1,5 @@
-"""A config.json may hold any JSON at all: it is understood, or one sentence names what is wrong
-with it.
+"""Tests that any JSON in a config.json is either understood, or refused with one sentence that
+names what is wrong with it.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The segments of a transfer, counted by planning it, in cases that can be counted by hand."""
+"""Tests the number of segments of a transfer, found by planning it, in cases that can be counted by
+hand.
+"""
 
 import pytest
 

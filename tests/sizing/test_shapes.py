@@ -1,4 +1,6 @@
-"""What well-known models cache for a token, worked out by hand from their published sizes."""
+"""Tests how much well-known models cache per token, against figures worked out by hand from their
+published sizes.
+"""
 
 from typing import Any
 
@@ -10,7 +12,7 @@ from kvferry.sizing.hf_config import auto_dtype, shape_of_config
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
 
 GEMMA3_4B_GLOBAL = 5
-"""Of 34 layers, every sixth."""
+"""Number of layers with global attention: every sixth of 34 layers."""
 
 
 def shape(config: dict[str, Any], dtype: str = "") -> ModelCacheShape:
