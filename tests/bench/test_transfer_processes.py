@@ -182,7 +182,7 @@ def test_bytes_that_went_astray_are_noticed() -> None:
     shape = Shape(2, 1 << 20)
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)
     with start_producer(shape) as producer, BenchConsumer.connected(shape, producer) as consumer:
-        with pytest.raises(KVFerryError, match="other bytes"):
+        with pytest.raises(KVFerryError, match="wrong bytes"):
             consumer.check(move)
         consumer.prepare(move)
         consumer.read("shm")
@@ -190,7 +190,7 @@ def test_bytes_that_went_astray_are_noticed() -> None:
         consumer.overwrite()
         consumer.prepare(plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 1))
         consumer.read("shm")
-        with pytest.raises(KVFerryError, match="other bytes"):
+        with pytest.raises(KVFerryError, match="wrong bytes"):
             consumer.check(move)
         assert np.count_nonzero(move.local_blocks >= 256) == 128
 
