@@ -1,5 +1,5 @@
-"""Caches in plain memory for planning tests: any rank, block size, order of heads and tokens,
-layers apart or together.
+"""Caches in plain memory for the planning tests. A test chooses the rank, the block size, the order
+of heads and tokens, and whether the layers of a group share a region or have one region each.
 """
 
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Form:
-    """What may differ between two engines of one model."""
+    """The properties in which two engines that serve the same model may differ."""
 
     tp_size: int = 1
     block_size: int = 4
     layout: KVLayout = KVLayout.HND
     parts: int = 1
-    """Into how many the attention kernel cuts a block."""
+    """The number of parts into which the attention kernel splits a block."""
     has_shared_blocks: bool = False
-    """All layers of a group in one region."""
+    """True if all layers of a group are in one region."""
     num_blocks: int = 12
     gap: int = 0
     memory: MemoryKind = MemoryKind.DRAM
@@ -40,13 +40,13 @@ class Form:
 class Model:
     heads: int = 2
     layers: tuple[tuple[str, ...], ...] = (("layer.0", "layer.1"),)
-    """Per group."""
+    """The layer names of each group."""
     item_bytes: int = 4
 
 
 @dataclass
 class Cache:
-    """One rank's cache. `memory` is per region: [blocks, stride]."""
+    """The cache of one rank. `memory` has one array [blocks, stride] per region."""
 
     model: Model
     form: Form
@@ -99,8 +99,8 @@ class Cache:
         )
 
     def views(self) -> dict[str, Bytes]:
-        """By layer: [blocks, heads, tokens, item], whatever the order in memory; writes go
-        through.
+        """Map each layer to a view [blocks, heads, parts, tokens, item] of its memory, for either
+        memory order. Writing to a view writes to the cache.
         """
         views = {}
         form, heads, size = self.form, self.geometry.num_kv_heads, self.model.item_bytes
@@ -117,7 +117,7 @@ class Cache:
         return views
 
     def tokens(self, layer: str, blocks: list[int]) -> Bytes:
-        """A copy, [heads, tokens, item], of the tokens in these blocks; zeros for holes."""
+        """Return a copy, [heads, tokens, item], of the tokens in these blocks; zeros for holes."""
         view = self.views()[layer]
         parts = [
             _flat(view[block]) if block != HOLE else np.zeros_like(_flat(view[0]))
@@ -126,7 +126,9 @@ class Cache:
         return np.concatenate(parts, axis=1)
 
     def fill(self, layer: str, blocks: list[int], content: Bytes) -> None:
-        """`content` is [all heads, tokens, item]; the last block may be filled in part."""
+        """Write `content`, [all heads, tokens, item], into the blocks; the last block may be partly
+        filled.
+        """
         view, size, own = self.views()[layer], self.form.block_size, content[self.geometry.heads]
         for index, block in enumerate(blocks):
             part = own[:, index * size : (index + 1) * size]
@@ -144,9 +146,7 @@ def read(
     tokens: range,
     needed: list[int],
 ) -> list[Bytes]:
-    """Do what the plans say, and return how often each byte of each region was written by a
-    read.
-    """
+    """Execute the read plans, and return how often the reads wrote each byte of each region."""
     counts = [np.zeros_like(memory) for memory in into.memory]
     ours_is = into.geometry
     planned = rank_mappings(
@@ -173,7 +173,7 @@ def read(
 
 
 def put_in_order(memory: Bytes, placement: BlockPermutation) -> None:
-    """Item by item, as the definition says."""
+    """Permute each block item by item, directly from the definition of a `BlockPermutation`."""
     flat = memory.reshape(-1)
     for offset in placement.offsets:
         arrived = flat[offset : offset + placement.block_bytes].copy()
@@ -190,12 +190,12 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _flat(block: Bytes) -> Bytes:
-    """[heads, parts, tokens, item] to [heads, tokens, item]."""
+    """Reshape [heads, parts, tokens, item] to [heads, tokens, item]."""
     return block.reshape(block.shape[0], -1, block.shape[-1])
 
 
 def no_writers() -> PushWriter:
-    """Of a producer nobody lends blocks to."""
+    """Return the `PushWriter` of a producer that no consumer gives a write grant."""
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(
         factors=None,
@@ -213,21 +213,21 @@ def no_writers() -> PushWriter:
 
 
 def take_replies(outbox: Outbox) -> list[Reply]:
-    """Remove the replies from an outbox and return them; the other actions stay."""
+    """Remove the replies from an outbox and return them; the other actions stay in the outbox."""
     actions = outbox.take_actions()
     outbox.actions += [action for action in actions if not isinstance(action, Reply)]
     return [action for action in actions if isinstance(action, Reply)]
 
 
 def take_actions(outbox: Outbox) -> list[Action]:
-    """Remove the actions that are no replies from an outbox and return them; the replies stay."""
+    """Remove all actions except replies from an outbox and return them; the replies stay."""
     actions = outbox.take_actions()
     outbox.actions += [action for action in actions if isinstance(action, Reply)]
     return [action for action in actions if not isinstance(action, Reply)]
 
 
 def take_copies(outbox: Outbox) -> list[CopyToHostBuffer]:
-    """Remove the actions that are no replies from an outbox; all of them start copies."""
+    """Remove all actions except replies from an outbox; every removed action must start a copy."""
     actions = take_actions(outbox)
     copies = [action for action in actions if isinstance(action, CopyToHostBuffer)]
     assert copies == actions
@@ -235,5 +235,5 @@ def take_copies(outbox: Outbox) -> list[CopyToHostBuffer]:
 
 
 def take_ended(outbox: Outbox) -> list[LeaseEnded]:
-    """Remove all events from an outbox and return the ends of leases."""
+    """Remove all events from an outbox and return the `LeaseEnded` events."""
     return [event for event in outbox.take_events() if isinstance(event, LeaseEnded)]

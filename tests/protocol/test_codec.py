@@ -1,4 +1,6 @@
-"""What is encoded decodes; anything else is RemoteProtocolError and nothing worse."""
+"""Tests that the codec decodes every message it encodes, and raises only `RemoteProtocolError` for
+any other input.
+"""
 
 import contextlib
 

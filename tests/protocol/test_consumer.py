@@ -1,4 +1,6 @@
-"""The consumer's whole life against a scripted world: what it asks for, and what it reports."""
+"""Tests the consumer against a scripted producer: which messages and actions the consumer emits,
+and which events it reports.
+"""
 
 from dataclasses import replace
 
@@ -128,7 +130,7 @@ def of(actions: list[Action], kind: type) -> list[object]:
 
 
 def connect(consumer: Consumer, now: float = 0, **changes: object) -> list[Action]:
-    """Answer the open handshake and open the transport."""
+    """Answer the pending handshake request and open the transport."""
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, **changes), now)
@@ -381,7 +383,7 @@ def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
 
 
 def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() -> None:
-    """The transport may have dropped its connection for good, while the control channel stands."""
+    """The transport may have lost its connection for good while the control channel still works."""
     consumer = reading(make_consumer())
     consumer.take_actions()
     consumer.read_ended(R1, PEER, "broken", now=2)
@@ -421,7 +423,7 @@ def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
 
 
 def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
-    """Otherwise the late message would dial it again, and nobody would forget that connection."""
+    """A message sent after the close would open a new connection that is never closed."""
     consumer = make_consumer()
     consumer.track(R1, ticket(), "T1", now=0)
     connect(consumer)
@@ -471,8 +473,8 @@ def test_idle_peers_are_forgotten() -> None:
 
 
 class ConsumerMachine(RuleBasedStateMachine):
-    """Random engines, peers and faults: nothing raises, every request with blocks ends exactly
-    once, nothing is left behind.
+    """Random engine calls, peer messages and faults: the consumer never raises, every request with
+    blocks ends exactly once, and no state remains.
     """
 
     def __init__(self) -> None:
@@ -587,7 +589,8 @@ class ConsumerMachine(RuleBasedStateMachine):
         return isinstance(event, HandshakeFailed | TransferAbandoned)
 
     def finish(self) -> None:
-        """Let what is still under way come to its end."""
+        """Hook for subclasses: end the operations that are still running before `teardown` checks.
+        """
 
     def teardown(self) -> None:
         for number in range(1, self.count + 1):

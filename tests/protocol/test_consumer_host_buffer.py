@@ -1,5 +1,5 @@
-"""A consumer of a producer whose readers read a copy reads only what it was told is there; a
-consumer with a host buffer's engine gets what it read.
+"""Tests that a consumer reads from a producer's host buffer only blocks that the producer reported
+as ready, and that a consumer with a host buffer copies to the engine exactly the blocks it read.
 """
 
 import msgspec
@@ -45,7 +45,7 @@ READY = Ready("a", "d/r1/0")
 
 
 def meet(consumer: Consumer) -> None:
-    """Shake hands with a producer that is staged."""
+    """Complete the handshake with a producer that uses a host buffer."""
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
@@ -124,7 +124,7 @@ def test_one_that_refuses_or_is_lost_fails_the_request_as_ever() -> None:
 
 
 def make_staged() -> Consumer:
-    """Two groups."""
+    """Return a consumer with a host buffer and two KV cache groups."""
     regions = tuple(
         Region(f"l{group}", 4096 * (group + 1), 64, 64, 8, group=group) for group in range(2)
     )
@@ -150,7 +150,7 @@ def make_staged() -> Consumer:
 
 
 def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:
-    """The first block is a local prefix: the engine has it, and the host buffer does not."""
+    """The first block is a local prefix: the engine holds it, and the host buffer does not."""
     consumer = staged_placing(range(4, 8), [[5, 6], [2, HOLE]])
     [place] = of(consumer.take_actions(), PlaceBlocks)
     assert isinstance(place, PlaceBlocks)
@@ -185,7 +185,9 @@ def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
 
 
 class StagedMachine(ConsumerMachine):
-    """Producers that are staged: nothing is read that was not told to be there."""
+    """Producers that use a host buffer: the consumer reads nothing before the producer sends
+    `Ready`.
+    """
 
     def __init__(self) -> None:
         super().__init__()

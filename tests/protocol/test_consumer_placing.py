@@ -1,5 +1,5 @@
-"""Blocks that arrived in the producer's order are put into ours after they were confirmed, and
-handed back only when that is over.
+"""Tests blocks that arrive in the producer's memory order: the consumer permutes them into its own
+order after the confirmation, and returns them to the engine only after the permutation.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ PLACEMENT = BlockPermutation(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 3
 
 @pytest.fixture
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The producer arranges its blocks in another way than we do."""
+    """Make the producer's blocks differ from ours in memory order."""
     monkeypatch.setattr(receiving, "plan_permutations", lambda *_: [PLACEMENT])
 
 
@@ -139,7 +139,9 @@ def test_what_was_placed_for_a_request_that_was_never_asked_for_is_our_own_bug()
 
 
 class PlacingMachine(ConsumerMachine):
-    """The same life with blocks that must be put in order: none is handed back while they are."""
+    """`ConsumerMachine` with blocks that must be permuted: no block is returned during a
+    permutation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class PlacingMachine(ConsumerMachine):
 
     @rule()
     def deliver(self) -> None:
-        """A request comes, all goes well, and its blocks are to be put in order."""
+        """Add a request and let every step succeed until its blocks must be permuted."""
         self.track()
         request = RequestId(f"r{self.count}")
         self.start(request)

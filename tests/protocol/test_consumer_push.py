@@ -1,5 +1,5 @@
-"""A consumer whose ticket comes later: it registers, waits for the offer, and from then on it is a
-reader like any other.
+"""Tests a push consumer, which receives its ticket late: it registers, waits for the offer, and
+from then on reads like any other consumer.
 """
 
 import msgspec
@@ -252,7 +252,7 @@ UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 
 
 def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
-    """Of a producer that is known by its address only."""
+    """Expect the KV from a producer whose address is known, but not its incarnation."""
     push_info = PushInfo("", fingerprint(range(8), 4, ""), OWN, "")
     consumer.expect(
         request,
@@ -333,8 +333,8 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
 
 
 class PushMachine(RuleBasedStateMachine):
-    """Whatever comes in whatever order: every request with blocks ends exactly once, and never
-    while a read may write into them.
+    """Random messages in random order: every request with blocks ends exactly once, and never while
+    a read may still write into its blocks.
     """
 
     def __init__(self) -> None:

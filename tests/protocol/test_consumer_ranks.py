@@ -1,5 +1,5 @@
-"""A consumer that goes to several ranks of a producer: it believes a read only when all of them
-have confirmed, and leaves none waiting.
+"""Tests a consumer that reads from several ranks of a producer: a transfer succeeds only if all
+ranks confirm it, and the consumer leaves no rank waiting.
 """
 
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ def make_consumer(
     engine_ttl_s: float = 3600,
     writable_transports: frozenset[str] = frozenset(),
 ) -> Consumer:
-    """64 bytes per head and block."""
+    """Return a consumer whose blocks hold 64 bytes per head."""
     heads = max(1, HEADS // tp_size)
     region = Region("l0", 4096, 64 * heads, 64 * heads, 8, axes=axes(heads))
     geometry = Geometry(tp_rank, tp_size, 4, 8, KVLayout.HND, heads, 8, (region,), HEADS)
@@ -104,7 +104,7 @@ def answer(request: HandshakeRequest, tp_size: int) -> HandshakeReply:
 
 
 def connect(consumer: Consumer, tp_size: int) -> list[Action]:
-    """Answer all open handshakes and open the transports."""
+    """Answer all pending handshake requests and open the transports."""
     for request in sent(consumer.take_actions(), HandshakeRequest):
         assert isinstance(request, HandshakeRequest)
         consumer.receive(SIDE, answer(request, tp_size), now=0)
@@ -237,9 +237,9 @@ def test_one_that_leaves_during_the_handshake_says_goodbye_to_every_rank_and_nam
 
 
 class RanksMachine(RuleBasedStateMachine):
-    """Random faults of single ranks: nothing raises, each request with blocks ends once, never
-    while a read is under way, and finishes only if every rank has confirmed it after its own bytes
-    had arrived.
+    """Random faults of single ranks: the consumer never raises, and each request with blocks ends
+    exactly once and never during a read. A request succeeds only if every rank confirmed it after
+    the bytes of that rank had arrived.
     """
 
     SIZE = 2
@@ -303,7 +303,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule()
     def meet(self) -> None:
-        """All handshakes go well."""
+        """Let all pending handshakes succeed."""
         while self.asked or self.opening:
             self.answer_handshake(True)
             self.every_request_with_blocks_ends_once()
@@ -312,7 +312,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule()
     def deliver(self) -> None:
-        """A request comes, and all bytes that are on their way arrive."""
+        """Add a request, and let every running read succeed."""
         self.track()
         self.start(RequestId(f"r{self.count}"))
         self.every_request_with_blocks_ends_once()
@@ -322,7 +322,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule(rank=ranks)
     def confirm(self, rank: int) -> None:
-        """One rank confirms whatever it was asked for."""
+        """Let one rank confirm every request that asked it for a confirmation."""
         for request, asked in sorted(self.confirms):
             if asked == rank:
                 self.answer_confirm(request, rank, True)

@@ -1,5 +1,5 @@
-"""A prompt whose KV comes block by block while it is computed, and what becomes of it when the
-producer has to start again.
+"""Tests a consumer that reads the KV of a prompt block by block while the producer computes it,
+also when the producer must restart the prefill.
 """
 
 import numpy as np
@@ -39,7 +39,8 @@ WHOLE = fingerprint(range(16), 4, "")
 
 
 def partial(ready: int, serial: int = 1) -> Ticket:
-    """Of 16 tokens in blocks 3, 4, 5, 6; those that are not ready yet are holes."""
+    """Return a ticket for 16 tokens in blocks 3, 4, 5, 6, with holes for the blocks not ready yet.
+    """
     runs = [(3, ready // 4)] * (ready > 0) + [(HOLE, 4 - ready // 4)] * (ready < 16)
     return Ticket("p", "e1", "a", serial, "p-host", 5600, 1, 4, [runs], WHOLE, 30.0)
 
@@ -49,7 +50,7 @@ def offer(consumer: Consumer, ready: int, now: float = 0, serial: int = 1) -> No
 
 
 def waiting() -> Consumer:
-    """Registered, with blocks 1, 2, 3, 4 for 16 tokens."""
+    """Return a consumer with one registered request, which has blocks 1, 2, 3, 4 for 16 tokens."""
     consumer = make_consumer()
     expect(consumer, tokens=WHOLE)
     connect(consumer)
@@ -59,7 +60,7 @@ def waiting() -> Consumer:
 
 
 def blocks_read(consumer: Consumer) -> list[tuple[list[int], list[int]]]:
-    """Of each read that began: our blocks and theirs."""
+    """Return the local and the remote blocks of each read that the consumer started."""
     reads = [
         action for action in of(consumer.take_actions(), StartRead) if isinstance(action, StartRead)
     ]
@@ -189,8 +190,8 @@ def test_a_withdrawal_of_another_offer_changes_nothing() -> None:
 
 @pytest.mark.parametrize("is_reading", [True, False])
 def test_an_answer_that_crossed_the_withdrawal_changes_nothing(is_reading: bool) -> None:
-    """The producer had taken the offer back when it heard that we attach, or that we have read
-    it.
+    """The producer had already withdrawn the offer when our `Attach` or our request for
+    confirmation arrived.
     """
     consumer = waiting()
     offer(consumer, 8)
@@ -266,7 +267,7 @@ def test_segments_cover_every_byte_once_however_the_offers_come() -> None:
 
 
 def silent_until(consumer: Consumer, seconds: range) -> list[str]:
-    """What fails while the producer answers heartbeats and says nothing else."""
+    """Return the failures while the producer answers heartbeats and sends no other message."""
     for second in seconds:
         consumer.advance(now=second)
         for beat in sent(consumer.take_actions(), Heartbeat):

@@ -1,5 +1,5 @@
-"""A consumer that lends its blocks: the producer writes, and the blocks are used or given back only
-when it certainly cannot any more.
+"""Tests a consumer that grants a producer writes into its blocks: the blocks are used or freed only
+when the producer certainly cannot write into them any more.
 """
 
 import msgspec
@@ -51,7 +51,7 @@ REVOKE = Revoke("e1", READER, 1)
 
 
 def lender(is_fenced: bool = True) -> Consumer:
-    """Registered and connected, with blocks 5 and 6 lent under number 1."""
+    """Return a registered and connected consumer; blocks 5 and 6 are granted under grant id 1."""
     consumer = make_consumer(
         writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ())
     )
@@ -149,7 +149,7 @@ def test_a_report_that_arrives_while_the_handshake_runs_again_is_ignored() -> No
 
 
 def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too() -> None:
-    """It has ended, but what it had sent is perhaps being received."""
+    """The old incarnation has ended, but the transport may still be receiving the bytes it sent."""
     consumer = lender()
     consumer.take_actions()
     consumer.disconnected(CONTROL, now=2)

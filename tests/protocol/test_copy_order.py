@@ -1,5 +1,5 @@
-"""Copies that share a block are under way one after the other, in the order they were asked for;
-all others side by side.
+"""Tests that copies which share a block run one after the other, in the order of the requests, and
+that all other copies run concurrently.
 """
 
 from hypothesis import given
@@ -68,5 +68,5 @@ def test_whatever_is_asked_for_no_two_write_the_same_block_at_once_and_all_have_
 
 
 def _blocker(wanted: dict[int, frozenset[int]], copy: int) -> int:
-    """Whoever waits has a reason to."""
+    """Return the earliest copy before `copy` that shares a block with it; one must exist."""
     return next(other for other in sorted(wanted) if other < copy and wanted[other] & wanted[copy])

@@ -1,5 +1,5 @@
-"""The earliest deadline is found without looking at the others, and nothing is remembered for
-long.
+"""Tests that `Deadlines` finds the earliest deadline without scanning the others, and soon forgets
+deadlines that were moved or dropped.
 """
 
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""Fingerprints bound the longest common prefix from below, and never claim a token that differs."""
+"""Tests that fingerprints give a lower bound of the longest common prefix, and never count a token
+that differs.
+"""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""What a peer says of its cache is checked for sense; what cannot be planned is refused by name."""
+"""Tests that a peer's description of its cache is validated, and that a refusal names the field
+that prevents a transfer plan.
+"""
 
 from dataclasses import replace
 
@@ -11,20 +13,20 @@ from kvferry.protocol.messages import RankLayout, RegionInfo
 from kvferry.types import AxisKind, KVLayout, MemoryKind
 
 
-# The defaults are frozen.
+# `Form` and `Model` are frozen, so they are safe as default arguments.
 def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry:  # noqa: B008
     return Cache(model, form, rank).geometry
 
 
 def opaque(geometry: Geometry) -> Geometry:
-    """The same, of which nobody knows what lies where in a block."""
+    """Return the same geometry without axes: the arrangement inside a block is unknown."""
     return replace(
         geometry, regions=tuple(replace(region, axes=None) for region in geometry.regions)
     )
 
 
 def packed(form: Form) -> Geometry:
-    """A kernel has packed the tokens of each head in its own way."""
+    """Return the geometry of a kernel that packs the tokens of each head in its own way."""
     made = make(form)
     regions = tuple(
         replace(r, axes=tuple(axis for axis in r.axes or () if axis.kind is AxisKind.HEAD))

@@ -1,4 +1,6 @@
-"""The handshake names what differs and never raises on the serving side."""
+"""Tests that a refused handshake names the fields that differ, and that the serving side never
+raises.
+"""
 
 import msgspec
 import pytest

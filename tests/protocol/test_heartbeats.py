@@ -1,4 +1,6 @@
-"""One beat per peer renews all its leases; silence is noticed."""
+"""Tests that one heartbeat per peer renews all leases of that peer, and that a silent peer is
+detected.
+"""
 
 import pytest
 from hypothesis import given

@@ -1,6 +1,8 @@
-"""A producer with a host buffer's memory as a model, block by block: engine, mirror, readers and
-loads in any order. Nobody who is confirmed has read anything but its own prefill, no load finds in
-the host buffer what it has not written there, and no block comes back while it is copied.
+"""Tests a producer with a host buffer against a block-by-block model of both memories, with engine
+steps, copies, readers and loads in random order.
+
+A confirmed reader has read only its own prefill, a load finds its own bytes in the host buffer, and
+no block is freed while it is being copied.
 """
 
 import random
@@ -31,7 +33,7 @@ from kvferry.types import EngineId, Epoch, RequestId, Route
 NUM_BLOCKS, PROMPT_BLOCKS = 7, 3
 TOKENS = fingerprint(range(4 * PROMPT_BLOCKS), 4, "")
 Content = tuple[str, int, int]
-"""Whose, of which lease or attempt, which block of it."""
+"""The owner of a block's content, the serial of its lease or load, and the index of the block."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Prefill:
 
 @dataclass
 class Reader:
-    """Of one prefill. It takes what it is told in order, and late."""
+    """A reader of one prefill, which handles the producer's messages in order, but late."""
 
     name: str
     match_id: str
@@ -87,9 +89,7 @@ class Memory:
     # -- the engine --
 
     def take_block(self) -> int:
-        """The one that was given back last: it is the one that something may still be copied
-        from.
-        """
+        """Take the block that was freed last: a copy from that block may still be running."""
         return self.free.pop()
 
     def begin(self) -> None:
@@ -161,8 +161,8 @@ class Memory:
         self.free += prefill.blocks
 
     def load(self) -> None:
-        """Bytes from a peer come to the host buffer, if nothing else is written there, and go to
-        the engine from it.
+        """Write a peer's bytes to the host buffer unless a copy still writes there, and later load
+        the block from the host buffer into the engine.
         """
         if self.loads and self.chance.random() < 0.5:
             block, content, has_come = self.loads.pop(0)
@@ -272,7 +272,7 @@ class Memory:
             ):
                 self.leave(reader)
 
-    # -- all of it --
+    # -- the whole system --
 
     def ticket(self, prefill: Prefill) -> str:
         table = [*prefill.blocks, *[HOLE] * (PROMPT_BLOCKS - len(prefill.blocks))]
@@ -363,6 +363,6 @@ def test_whatever_comes_in_between_confirmed_bytes_are_right_and_every_block_com
 
 
 def test_loads_that_do_not_wait_for_copies_of_preempted_blocks_are_overwritten() -> None:
-    """The negative control: what such a copy writes is seen by the comparison above."""
+    """The negative control: the assertion in `load` detects the bytes that such a copy writes."""
     with pytest.raises(AssertionError, match="overwritten"):
         live_and_end(waits_for_copies=False)

@@ -1,5 +1,5 @@
-"""Leases as stories without a clock, and a state machine that compares the table with a plain
-model.
+"""Tests the lease table with short scenarios at fixed times, and with state machines that compare
+it with simple models.
 """
 
 import pytest
@@ -210,8 +210,8 @@ def test_a_revoked_lease_is_over_for_all_its_readers() -> None:
 
 
 class PartyMachine(RuleBasedStateMachine):
-    """Parties of ranks that each come once and leave once, in any order: the lease ends with the
-    last step of the last member of every party that has shown itself, and not before.
+    """Groups of sibling ranks, each of which attaches once and leaves once, in random order. The
+    lease ends when the last member of every group that has appeared leaves, and not before.
     """
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ TestPartyMachine = PartyMachine.TestCase
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """The table against the plainest possible model: a dict scanned in full."""
+    """Compare the table with the simplest possible model: a dict that is scanned completely."""
 
     requests = Bundle("requests")
 

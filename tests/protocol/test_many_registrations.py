@@ -1,5 +1,5 @@
-"""Tens of thousands of registrations, half of them orphans: the memory that producer and consumer
-hold for registrations does not grow with their number.
+"""Tests that the memory which producer and consumer hold for registrations does not grow with the
+number of registrations: tens of thousands, half of them orphans.
 """
 
 import gc
@@ -30,9 +30,11 @@ from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, R
 many = pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=exhaustive)])
 PER_SECOND = 100
 LOOK_EVERY = 50 * PER_SECOND
-"""Longer than a registration, a lease or a tombstone lives."""
+"""The number of registrations between two measurements. The interval is longer than the lifetime of
+a registration, a lease or a tombstone.
+"""
 FEW_BYTES = 4
-"""Less than a pointer."""
+"""The allowed growth per registration: less than a pointer."""
 ROUTE = Route(b"d")
 TOKENS = fingerprint(range(8), 4, "")
 KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")
@@ -48,8 +50,9 @@ def registration(number: int, reader: str) -> PushRegistration:
 
 
 class Growth:
-    """How much memory is in use after every so many registrations: objects in the whole process,
-    and bytes reachable from `state`. The first look finds what is remembered at any moment.
+    """Measure the memory in use after every `every` registrations: objects in the whole process,
+    and bytes reachable from `state`. The live state has already reached its steady size at the
+    first measurement.
     """
 
     def __init__(self, state: object, every: int = LOOK_EVERY) -> None:
@@ -61,13 +64,13 @@ class Growth:
     def look(self, number: int) -> None:
         if number % self._every == 0:
             gc.collect()
-            # Strings are among them; they are not among those that gc knows.
+            # This count includes strings; gc does not track strings.
             self._objects.append(sys.getallocatedblocks())
             self._bytes.append(total_bytes(self._state))
 
     @property
     def objects(self) -> float:
-        """More with each registration."""
+        """The number of objects added per registration."""
         return self._each(self._objects)
 
     @property
@@ -79,7 +82,9 @@ class Growth:
 
 
 def total_bytes(state: object) -> int:
-    """Of everything that can be reached from it, but for code."""
+    """Return the size of all objects reachable from `state`, without classes, modules and
+    functions.
+    """
     seen: dict[int, object] = {}
     found = [state]
     while found:
@@ -120,7 +125,7 @@ def test_a_producer_remembers_no_more_of_the_last_registrations_than_of_the_firs
 
 
 def _serve(producer: Producer, count: int, growth: Growth) -> None:
-    """Half of the registrations find no prefill, a third of the prefills no reader."""
+    """Half of the registrations find no prefill, and a third of the prefills find no reader."""
     for number in range(1, count + 1):
         now = number / PER_SECOND
         request, reader = RequestId(f"p{number}"), f"d/d{number}/0"
@@ -143,8 +148,8 @@ def _serve(producer: Producer, count: int, growth: Growth) -> None:
 
 
 class Decoder:
-    """A consumer whose producer answers every heartbeat, a hundred registrations a second; every
-    other one is an orphan.
+    """A consumer that makes 100 registrations per second; every second registration is an orphan.
+    Its producer answers every heartbeat.
     """
 
     def __init__(self) -> None:
@@ -179,8 +184,8 @@ class Decoder:
         self.consumer.receive(CONTROL, Confirmed(f"p{number}", reader), now)
 
     def pass_second(self, latest: int, now: float) -> None:
-        """Of the orphans of twenty seconds ago some leave, with blocks and without, some the
-        producer has forgotten, some have waited long enough.
+        """End the orphans of 20 seconds ago: some abort, with and without blocks, some have been
+        forgotten by the producer, and some reach their deadline.
         """
         leaving = range(latest - 21 * PER_SECOND, latest - 20 * PER_SECOND)
         for number in leaving:
@@ -222,7 +227,7 @@ def test_a_consumer_remembers_no_more_of_the_last_registrations_than_of_the_firs
 
 @pytest.mark.parametrize("is_string", [True, False])
 def test_one_short_string_or_number_kept_of_each_registration_is_seen(is_string: bool) -> None:
-    """The negative control of the two above."""
+    """The negative control of the two tests above."""
     kept: list[object] = []
     growth = Growth(kept, 100)
     for number in range(1, 2001):

@@ -1,5 +1,5 @@
-"""Two legs of one request find each other by handover, id, or id without its tail; never by a
-guess.
+"""Tests that the two legs of a request find each other by match id, by request id, or by request id
+without its suffix, and never by guessing.
 """
 
 import pytest

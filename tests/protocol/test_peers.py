@@ -1,4 +1,6 @@
-"""The book of producers: found by address, and forgotten when nothing has used them."""
+"""Tests that the peer table finds producers by address, and evicts them after they have been idle
+for their TTL.
+"""
 
 import msgspec
 
@@ -21,7 +23,7 @@ CONTROL = "tcp://p:6000"
 
 
 class Book:
-    """A peer table whose handshakes are all answered at once."""
+    """A peer table that completes every handshake immediately."""
 
     def __init__(self) -> None:
         geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
@@ -98,7 +100,7 @@ def test_only_those_that_nothing_has_used_for_the_whole_time_are_forgotten() -> 
     assert book.closed() == [idle]
     book.book.evict_idle(TTL_S * 3 / 2, set())
     assert book.closed() == [used]
-    # It was in use when it was last looked at, whenever it was asked for.
+    # The TTL of `busy` starts at the last check that found it in use, not at its last `ensure`.
     book.book.evict_idle(TTL_S * 2 - 1, set())
     assert book.closed() == []
     book.book.evict_idle(TTL_S * 2, set())

@@ -1,5 +1,5 @@
-"""Plans cover each needed byte exactly once and no other, whatever differs between the two
-sides.
+"""Tests that read plans cover each needed byte exactly once and no other byte, for any difference
+between the two engines.
 """
 
 from dataclasses import replace
@@ -80,8 +80,8 @@ def test_each_needed_byte_is_covered_once_and_lands_in_its_place_and_no_other_is
 def tables(
     rng: np.random.Generator, form: Form, num_tokens: int, seen_from: int, taken: int
 ) -> list[int]:
-    """A block table, with holes for blocks that end before `seen_from`. Tables of different groups
-    take different halves of the blocks.
+    """Return a block table with holes for the blocks that end before `seen_from`. The tables of
+    different groups use different halves of the blocks.
     """
     half = form.num_blocks // 2
     blocks = (rng.permutation(half) + taken * half)[: -(-num_tokens // form.block_size)].tolist()
@@ -140,8 +140,9 @@ def moved_tokens(
     needed: int,
     size: int,
 ) -> list[bool]:
-    """By position, from the definition: in a block of D's from its first lacking one on, up to the
-    grain of the last token.
+    """Return for each position whether a plan must move it, directly from the definition. Positions
+    from the first missing token to the end of the last token's segment of `size` tokens are moved
+    if neither side has a hole there.
     """
     last = -(-tokens.stop // size) * size
     return [
@@ -183,7 +184,9 @@ def segments(
     remote: Form,
     model: Model = Model(),  # noqa: B008  frozen
 ) -> list[tuple[int, list[int], list[int]]]:
-    """Of two blocks: size and offsets, per region of ours."""
+    """Return the segment size, the local and the remote offsets of a two-block plan, per local
+    region.
+    """
     ours, theirs = Cache(model, local, 0), Cache(model, remote, 0)
     heads = range(min(ours.geometry.num_kv_heads, theirs.geometry.num_kv_heads))
     plan = plan_read(ours.geometry, theirs.geometry, heads, [[0, 5]], [[3, 1, 4, 2]], range(8))

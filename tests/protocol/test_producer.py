@@ -1,5 +1,5 @@
-"""The producer answers every reader, waits for overtaken grants, and never confirms what it has
-freed.
+"""Tests that the producer answers every reader, waits for a grant that its reader has overtaken,
+and never confirms a read of blocks it has freed.
 """
 
 import pytest
@@ -281,8 +281,8 @@ def test_a_reader_that_comes_back_before_the_grant_is_a_reader() -> None:
 
 
 class ProducerMachine(RuleBasedStateMachine):
-    """Whatever readers do, a confirmation is only given for a lease that has not been reported as
-    ended.
+    """Random messages from readers: the producer confirms a read only while it has not reported the
+    end of that lease.
     """
 
     def __init__(self) -> None:
@@ -342,7 +342,8 @@ class ProducerMachine(RuleBasedStateMachine):
             self.free.add(lease.request)
 
     def finish(self) -> None:
-        """Let what is still under way come to its end."""
+        """Hook for subclasses: end the operations that are still running before `teardown` checks.
+        """
 
     def teardown(self) -> None:
         while self.granted < self.issued:

@@ -1,5 +1,5 @@
-"""A producer whose readers read a copy: nobody reads or is confirmed before the copy is there, and
-no block is freed under it.
+"""Tests a producer whose readers read from its host buffer: no reader may read or is confirmed
+before the copy to the host buffer is complete, and no block is freed while it is being copied.
 """
 
 import pytest
@@ -140,8 +140,8 @@ def test_a_copy_that_fails_is_told_to_the_readers_and_frees_the_blocks() -> None
 
 
 class StagedMachine(ProducerMachine):
-    """The same readers; copies end when they like. No lease ends while its blocks are copied, none
-    is confirmed before its `Ready`.
+    """`ProducerMachine` with copies that end at random times: no lease ends while its blocks are
+    being copied, and no read is confirmed before its `Ready`.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""A producer with a host buffer that hands a prefill over while it computes: each segment is
-copied, then offered, and what was withdrawn counts for nobody.
+"""Tests a producer with a host buffer that pushes a prefill while computing it: each segment is
+copied and then offered, and a withdrawn segment is not offered to any reader.
 """
 
 import pytest
@@ -27,7 +27,7 @@ READER = "d/r/0"
 
 
 def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> str:
-    """Of three blocks of four tokens."""
+    """Return a ticket for three blocks of four tokens each."""
     table = [*blocks[: ready // 4], *[HOLE] * (3 - ready // 4)]
     return KEY.sign(
         Ticket(
@@ -67,7 +67,9 @@ def publish(producer: Producer, ready: int, *blocks: int, serial: int = 1) -> No
 
 
 def begun(*requests: str) -> Producer:
-    """Registered for, open, and the first block is being copied."""
+    """Return a producer with these registrations and an open prefill; its first block is being
+    copied.
+    """
     producer = make_staged()
     for request in requests:
         producer.receive(ROUTE, registration(request), now=0)
@@ -135,7 +137,8 @@ def test_a_reader_that_another_ranks_offer_has_brought_is_told_with_its_offer() 
 
 @pytest.mark.parametrize("comes", ["before the end", "after the end"])
 def test_a_reader_with_the_whole_ticket_is_told_when_all_is_copied(comes: str) -> None:
-    """It was not offered anything: a router that asked the prefill side first has sent it."""
+    """The producer made no offer to this reader: a router that asks the prefill side first sent it.
+    """
     producer = begun()
     producer.copied_to_host_buffer(1, None, now=1)
     if comes == "before the end":
@@ -162,7 +165,7 @@ def test_what_was_copied_for_a_withdrawn_prefill_is_offered_to_nobody() -> None:
 
 
 def test_a_block_that_is_still_copied_for_a_withdrawn_prefill_is_copied_again_after_that() -> None:
-    """The old copy may have read what was there before."""
+    """The old copy may have read the previous content of the block."""
     producer = begun("r")
     producer.withdraw(A, 1, now=1)
     producer.open(A, 2, now=1)
@@ -235,7 +238,7 @@ def test_a_lease_that_ends_with_its_prefill_copies_nothing_more() -> None:
 
 
 def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_reported() -> None:
-    """The engine has taken the blocks back already."""
+    """The engine has already freed the blocks."""
     producer = begun("r")
     producer.fail_prefill(A, "h1", "aborted", now=1)
     assert said(producer) == [Refused("", READER, "aborted")]
@@ -305,7 +308,7 @@ def test_after_one_segment_has_failed_the_others_bring_nothing() -> None:
 
 
 def test_where_there_is_nothing_new_to_copy_the_offer_goes_at_once() -> None:
-    """All that the step has filled lies before what the last token looks at."""
+    """The step filled only blocks in front of those that the last token attends to."""
     producer = begun("r")
     producer.copied_to_host_buffer(1, None, now=1)
     said(producer)
@@ -314,7 +317,7 @@ def test_where_there_is_nothing_new_to_copy_the_offer_goes_at_once() -> None:
 
 
 def test_a_granted_prefill_is_offered_at_once_and_read_when_it_is_copied() -> None:
-    """Where nothing is streamed, readers come while it is copied."""
+    """Without streaming, readers attach while the prefill is being copied."""
     producer = make_staged()
     producer.receive(ROUTE, registration("r"), now=0)
     producer.grant(A, 1, 0, ((3, 4, 5),))

@@ -1,5 +1,5 @@
-"""A producer whose readers register before there is a ticket: whom it tells, whom its lease waits
-for, and when it ends.
+"""Tests a producer whose readers register before a ticket exists: which readers get an offer, for
+which readers a lease waits, and when the lease ends.
 """
 
 import msgspec
@@ -176,7 +176,7 @@ def test_a_lease_that_a_reader_ahead_of_its_grant_has_ended_is_not_offered() -> 
 
 
 def opened(ready: int = 4) -> Producer:
-    """With a reader that was offered what there is, and has attached."""
+    """Return a producer with an open prefill and a reader that was offered it and has attached."""
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
     producer.open(A, 1, now=0)

@@ -1,5 +1,5 @@
-"""A producer's readers come in any order, from two consumers, and leave early; nobody waits for
-nothing, no block is kept for it.
+"""Tests readers that come in any order, from two consumers, or leave early: no reader waits in
+vain, and the producer holds no block for a reader that will not come.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def ticket(serial: int) -> str:
 
 
 def test_one_that_registers_anew_before_we_have_withdrawn_is_not_forgotten() -> None:
-    """Another rank has told it already."""
+    """Another rank has already told the reader about the withdrawal."""
     producer = opened()
     producer.receive(ROUTE, registration(), now=1)
     producer.receive(ROUTE, Heartbeat("e1", 1, ["d/r/0", "d/nobody/0"]), now=1)
@@ -66,8 +66,8 @@ def test_one_that_registers_anew_before_we_have_withdrawn_is_not_forgotten() -> 
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None:
-    """The first refused its client in the middle, and the router has turned to another with the
-    same push ticket.
+    """The first consumer failed its client request halfway, and the router asked another consumer
+    with the same push ticket.
     """
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
@@ -99,8 +99,8 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
 def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed_anew(
     moment: str, is_anew: bool
 ) -> None:
-    """Preempted, or one whose engine let go of a block that had been published: a new lease, of
-    which D need not be asked again.
+    """The prefill was preempted, or the engine freed a block that had been published. The prefill
+    gets a new lease, and the producer need not ask D again.
     """
     producer = make_producer()
     if moment == "before P begins":
@@ -134,7 +134,7 @@ def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed
 
 def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None:
     """The negative control: the prefill is computed again, and another reader of the same request
-    has registered meanwhile.
+    has registered in the meantime.
     """
     producer = opened()
     producer.receive(ROUTE, cancel(), now=1)

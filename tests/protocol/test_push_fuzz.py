@@ -1,5 +1,5 @@
-"""Random lives of a producer and of a consumer, with peers that are honest and peers that are not:
-nobody breaks, nothing is left.
+"""Fuzzes a producer and a consumer with random messages from honest and dishonest peers: neither
+raises, and no state remains.
 """
 
 import random
@@ -57,8 +57,8 @@ class Prefill:
 
 @dataclass
 class ProducerLife:
-    """An engine that computes, preempts, aborts and keeps prefills, and consumers that say anything
-    in any order.
+    """An engine that computes, preempts, aborts and retains prefills, and consumers that send any
+    message in any order.
     """
 
     chance: random.Random
@@ -197,7 +197,7 @@ def test_no_order_of_messages_breaks_a_producer_and_nothing_is_kept_for_ever(
 
 
 class ConsumerLife:
-    """A request read from two ranks of a producer that says anything in any order."""
+    """A request that reads from two ranks of a producer which sends any message in any order."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)

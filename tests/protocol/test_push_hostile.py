@@ -1,5 +1,5 @@
-"""Members that are broken or lie: they get nothing that is not theirs, kill nobody, and cannot fill
-a producer's memory.
+"""Tests that broken or lying cluster members get no KV of other requests, crash no engine, and
+cannot fill a producer's memory.
 """
 
 import msgspec

@@ -1,5 +1,5 @@
-"""Registrations and finished prefills meet in either order, once, and nothing is remembered for
-ever.
+"""Tests that registrations and finished prefills match once, in either order, and that the matcher
+forgets every entry in the end.
 """
 
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def answers(matcher: PushMatcher) -> list[tuple[Route, PushOffer | PushWithdrawa
 
 
 def results(matcher: PushMatcher) -> list[MatcherResult]:
-    """What came since this was last asked."""
+    """Return the results since the last call."""
     taken, matcher.results = matcher.results, []
     return taken
 
@@ -270,8 +270,8 @@ HANDOVERS = st.sampled_from(["", "h1", "h2"])
 
 
 class DeskMachine(RuleBasedStateMachine):
-    """Any order of everything: no prefill goes to two requests, nobody is told what is not for him,
-    all is forgotten in the end.
+    """All operations in random order: no prefill is offered to two requests, no reader gets a
+    message that is meant for another, and the matcher is empty in the end.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     @rule(request=NAMES, match_id=HANDOVERS, rank=st.integers(0, 1))
     def register(self, request: str, match_id: str, rank: int) -> None:
-        # A request has one ticket, whatever its ranks do.
+        # All ranks of a request carry the same ticket.
         match_id = self.match_ids.setdefault(request, match_id)
         message = registration(request, rank, match_id)
         self.names[message.reader] = MatchKey(request, match_id)
@@ -296,7 +296,7 @@ class DeskMachine(RuleBasedStateMachine):
 
     @rule(request=NAMES, match_id=HANDOVERS)
     def publish(self, request: str, match_id: str) -> None:
-        """Or there is more of it."""
+        """Publish a prefill, or more of one that is already published."""
         name = RequestId(request)
         if name not in self.published:
             self.number += 1

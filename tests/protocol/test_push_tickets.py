@@ -1,4 +1,6 @@
-"""What a router signs for both legs: genuine or refused, and good for nothing else."""
+"""Tests the push ticket that a router signs for both legs: a forged one is refused, and a genuine
+one cannot be used as any other ticket.
+"""
 
 import msgspec
 import pytest

@@ -1,5 +1,5 @@
-"""A producer that was granted blocks: what it writes, what it says of it, and whatever makes it
-stop.
+"""Tests a producer that has a write grant: which blocks it writes, which messages it sends about
+them, and which events stop it.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def ticket(serial: int = 1, tokens: int = 8, blocks: tuple[int, int] = (3, 2)) -
 
 
 class Side:
-    """Writers, and the consumer whose peers they share."""
+    """A `PushWriter` and the consumer whose peer table it shares."""
 
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)

@@ -1,5 +1,5 @@
-"""Every head a rank needs is read once, from a rank that holds it; and every rank that holds a
-lease is visited.
+"""Tests that a rank reads every head it needs exactly once, from a rank that holds it, and that
+every rank with a lease is contacted.
 """
 
 from hypothesis import given
@@ -10,7 +10,7 @@ from kvferry.protocol.layout import RankMapping, can_divide, heads_of, rank_mapp
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Heads, ranks of the consumer, ranks of the producer."""
+    """Draw the number of KV heads, of the consumer's ranks and of the producer's ranks."""
     total = draw(st.integers(1, 12))
     fitting = [size for size in range(1, 25) if can_divide(total, size)]
     return total, draw(st.sampled_from(fitting)), draw(st.sampled_from(fitting))

@@ -1,5 +1,5 @@
-"""A consumer that can do without hears whether it can have it before it has blocks, and fails
-nothing until then.
+"""Tests requests that can do without the remote KV: the consumer learns whether the KV is available
+before the request has blocks, and until then no request fails.
 """
 
 import pytest
@@ -148,8 +148,8 @@ def test_who_needs_it_no_more_says_so(consumer: object) -> None:
 
 
 class PromiseMachine(ConsumerMachine):
-    """Engines that can do without some: they hear yes, then perhaps no, or no at once, and never
-    wait for either without end.
+    """`ConsumerMachine` with requests that can do without the remote KV. Such a request gets a
+    reservation, which may be lost later, or a refusal, and never waits forever for either.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class PromiseMachine(ConsumerMachine):
 
     @rule(request=ConsumerMachine.requests)
     def start(self, request: RequestId) -> None:
-        """Not before the promise."""
+        """Start the request, but not before it has its reservation."""
         if request not in self.unsure:
             super().start(request)
 
@@ -182,7 +182,7 @@ class PromiseMachine(ConsumerMachine):
 
     @rule(seconds=st.floats(5, 6))
     def wait_for_answers(self, seconds: float) -> None:
-        """Long enough for a handshake, and long enough for an answer."""
+        """Wait long enough for a handshake to time out, and then for an answer to time out."""
         for _ in range(2):
             self.now += seconds
             self.consumer.advance(self.now)

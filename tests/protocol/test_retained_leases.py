@@ -1,5 +1,5 @@
-"""Leases on blocks that are kept for whoever might come: their own time, and let go when their
-owner needs the blocks.
+"""Tests the leases of retained turns: they have their own duration, and they are evicted when the
+engine that owns the blocks needs them.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Ended turns are found by their word while they are kept, and never more of them than was
-agreed.
+"""Tests that retained turns are found by their turn id while they are retained, and that their
+number and total length stay bounded.
 """
 
 from hypothesis import given

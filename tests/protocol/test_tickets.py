@@ -1,4 +1,6 @@
-"""Only a whole, genuine ticket opens; everything else is InvalidTicket with a reason."""
+"""Tests that only a complete, genuine ticket opens, and that any other input raises `InvalidTicket`
+with a reason.
+"""
 
 import base64
 import contextlib
@@ -43,7 +45,7 @@ def make_ticket(**changes: object) -> Ticket:
 
 
 def sign_raw(payload: bytes) -> str:
-    """Signed as a sibling of another version would."""
+    """Sign the payload as an engine of another version in the same cluster would."""
     key = hmac.digest(b"one cluster's secret, long enough", b"kvferry ticket v1", hashlib.sha256)
     return base64.urlsafe_b64encode(hmac.digest(key, payload, hashlib.sha256) + payload).decode()
 

@@ -1,5 +1,5 @@
-"""Every state meets every event: a defined next state or a loud bug, and no way to leave bytes
-landing in freed blocks.
+"""Tests every pair of transfer state and event: each has a defined next state or is reported as a
+bug, and no transition frees blocks while bytes may still arrive in them.
 """
 
 import itertools
@@ -89,7 +89,9 @@ STILL_WRITING = {
         {TransferEvent.PLACED, TransferEvent.PLACING_FAILED},
     ),
 }
-"""By state: where it is entered from, and the ends of the writing, the only ways out."""
+"""Maps each state in which blocks are still written to the state it is entered from and to the
+events that end the writing, which are the only ways out.
+"""
 
 
 @pytest.mark.parametrize("state", STILL_WRITING)

@@ -1,5 +1,5 @@
-"""What crosses a withdrawal on its way, or comes from a rank that has not heard of it, is no reason
-to fail a request.
+"""Tests that a message that crosses a withdrawal, or comes from a rank that does not know of the
+withdrawal yet, does not fail the request.
 """
 
 import pytest
@@ -36,7 +36,8 @@ from kvferry.types import Address, EngineIncarnation
 
 
 def reading_from_two_ranks() -> Consumer:
-    """A prompt of 8 tokens, offered whole by both."""
+    """Return a consumer that reads a prompt of 8 tokens; both ranks have offered the whole prompt.
+    """
     consumer = ranks.make_consumer()
     push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
     consumer.expect(
