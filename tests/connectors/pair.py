@@ -1,5 +1,5 @@
-"""Two engines' connectors in one process: real schedulers, real transfer workers with their
-threads, memory transports between them.
+"""Connectors of two engines in one process: real schedulers, real transfer workers with their
+threads, and memory transports between them.
 """
 
 import time
@@ -70,7 +70,7 @@ class CacheTensor:
 
 @dataclass
 class EngineRequest:
-    """What an engine knows of a request, as the contract shows it."""
+    """A request as the engine shows it to a connector through the contract."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -134,7 +134,7 @@ ALL_LAYERS = KVCacheGroup(("layer.0", "layer.10", "layer.2"))
 
 
 class EngineSide:
-    """One engine: both roles of its connector and the memory behind them."""
+    """One engine: the scheduler and the worker role of its connector, and its KV cache memory."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class EngineSide:
         self.seen = KVConnectorTransferResults()
 
     def step(self, scheduler_output: Any = None) -> None:
-        """What an engine does with its connector in a step, by default one without tokens."""
+        """Make the connector calls of one engine step; by default the step schedules no tokens."""
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(scheduler_output))
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
@@ -205,8 +205,8 @@ class EngineSide:
         self.scheduler.update_connector_output(output)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
-        """Pretend to compute a prompt into blocks and hand it over: the parameters for the other
-        side.
+        """Finish a request as if its prompt had been computed into these blocks, and return the
+        parameters for the decode side.
         """
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens

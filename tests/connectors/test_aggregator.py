@@ -1,4 +1,6 @@
-"""A transfer is over when every rank says so, however often and in whatever order they say it."""
+"""Tests that a transfer has ended only when every rank has reported its end, for any order and any
+repetition of the reports.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

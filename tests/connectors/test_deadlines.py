@@ -1,7 +1,7 @@
-"""Every deadline of a transfer, from the key an operator sets to the error that names it. The clock
-is the tests' own.
+"""Tests every deadline of a transfer, from the configuration key that an operator sets to the error
+that names it. The tests control the clock.
 
-Each value is its own, so a deadline that takes another's would show.
+Each setting has a value of its own, so a deadline that uses the wrong setting fails its test.
 """
 
 import msgspec
@@ -49,11 +49,11 @@ VALUES = {
 SIDE, CONTROL = "tcp://p-host:5600", "tcp://p-host:6000"
 P, R, A = PeerId(EngineId("p"), Epoch("e1"), 0), RequestId("r"), RequestId("a")
 EARLIER = 0.01
-"""Just before a deadline nothing happens."""
+"""The tests check that nothing happens this many seconds before a deadline."""
 
 
 def settings(**changes: float) -> TransferWorkerSettings:
-    """What the connector makes of the JSON an operator writes."""
+    """Return the settings that the connector derives from the JSON written by an operator."""
     extra = {**VALUES, **changes}
     transfer = KVTransferConfig.from_mapping(
         {
@@ -87,7 +87,7 @@ def ticket() -> Ticket:
 
 
 class Reader:
-    """A consumer whose producer answers heartbeats and nothing else, unless told to."""
+    """A consumer whose producer answers only heartbeats, unless a test sends more."""
 
     def __init__(self, **changes: float) -> None:
         self.consumer = Consumer(settings(**changes).consumer)
@@ -121,7 +121,7 @@ class Reader:
         return self
 
     def advance(self, now: float) -> list[str]:
-        """Why it failed or was given up, if it did."""
+        """Return the reasons for which the request has failed or was abandoned, if any."""
         self.consumer.advance(now)
         for action in self.consumer.take_actions():
             if isinstance(action, Send) and isinstance(action.message, Heartbeat):
@@ -231,7 +231,8 @@ def test_grant_wait_bounds_how_long_a_reader_is_believed_before_its_lease_begins
 
 def test_every_deadline_is_told_in_time_to_whoever_sleeps_until_it() -> None:
     assert Reader().track().start().consumer.next_deadline() == 7
-    # A sixth of the lease: the next heartbeat comes before the read's own deadline.
+    # The heartbeat interval is a sixth of the lease, so the next heartbeat is due before the read
+    # times out.
     assert Reader().track().shake_hands().start().consumer.next_deadline() == 10
     assert Reader(read_timeout=3).track().shake_hands().start().consumer.next_deadline() == 3
     kept = producer()

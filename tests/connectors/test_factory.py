@@ -1,4 +1,6 @@
-"""Connectors are found by name, loaded when asked for, and refused with a sentence."""
+"""Tests that the factory finds connectors by name, imports them on demand, and refuses unknown ones
+with a clear error.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Cache tensors become regions; what does not lie in whole blocks is refused at the start."""
+"""Tests that cache tensors become regions, and that tensors whose blocks are not contiguous are
+refused at startup.
+"""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +18,7 @@ LAYERS = ("layer.10", "layer.2")
 
 @dataclass
 class Shaped:
-    """A tensor's outside: shape and strides in elements, float32."""
+    """The metadata of a float32 tensor: its shape, and its strides in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] = ()
@@ -127,7 +129,8 @@ def axes_of(tensor: Shaped, cache: KVCacheConfig) -> list[tuple[str, int]] | Non
 
 
 def interleaved(address: int, stride: int = 1024) -> Shaped:
-    """A layer of two heads, sixteen tokens, whose blocks have another layer's between them."""
+    """Return a layer of 2 heads and 16 tokens whose blocks alternate with those of another layer.
+    """
     return Shaped(HND, (stride, 256, 16, 1), FakeDevice(), address)
 
 

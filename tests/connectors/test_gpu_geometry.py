@@ -1,6 +1,8 @@
-"""Caches as vLLM lays them out on a GPU: [blocks, heads, tokens, content] per layer, K and V packed
-in the content, whatever lies where in memory. No GPU is needed: what is read of a tensor is its
-outside, and bytes are moved in arrays that stand for the device's memory.
+"""Tests the geometry of caches as vLLM lays them out on a GPU: [blocks, heads, tokens, content] per
+layer, with K and V packed in the content, in any memory order.
+
+The tests need no GPU: they read only the metadata of a tensor, and move bytes in arrays that stand
+for the device memory.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ BASE = 0x7F00_0000_0000
 
 @dataclass(frozen=True)
 class Device:
-    """As torch names a GPU."""
+    """A GPU device with the attributes of a torch device."""
 
     type: str = "cuda"
     index: int = GPU
@@ -35,7 +37,7 @@ class Device:
 class DeviceTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """The stride of each dimension in elements."""
     item_bytes: int
     address: int
     device: Device = field(default_factory=Device)
@@ -52,9 +54,9 @@ class DeviceTensor:
 
 @dataclass(frozen=True)
 class Backend:
-    """A kind of cache: which order its dimensions have in memory (vLLM's letters: layer, block,
-    head, tokeN, content), and how large they are. `kernel_tokens`: the kernel's own block, where
-    that is smaller.
+    """A kind of cache: the memory order of its dimensions (in vLLM's letters: layer, block, head,
+    tokeN, content) and their sizes. `kernel_tokens` is the block size of the kernel if it is
+    smaller than ours.
     """
 
     layout: str = "LBHNC"
@@ -65,7 +67,7 @@ class Backend:
     num_blocks: int = 8
     kernel_tokens: int | None = None
     is_latent: bool = False
-    """MLA: the head is no dimension of the tensor."""
+    """True for MLA: the tensor has no head dimension."""
 
     @property
     def parts(self) -> int:
@@ -115,7 +117,7 @@ class Backend:
         return geometry_of(connector_config(), cache, self.tensors())
 
     def view(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """[layer, block, part, head, token, content bytes] of a device's memory."""
+        """View the memory of a device as [layer, block, part, head, token, content bytes]."""
         sizes = {**self.sizes(), "B": self.num_blocks, "C": self.content * self.item_bytes}
         strides = {letter: step * self.item_bytes for letter, step in self.strides().items()} | {
             "C": 1
@@ -219,8 +221,9 @@ TOKENS = 50
 def moved(
     p: Backend, d: Backend
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Geometry, Geometry]:
-    """Both devices' memory after a plan was carried out: P's was random, D's empty; blocks are used
-    from the last to the first.
+    """Return the memory and the geometry of P and D after D has read from P by a plan. P's memory
+    is random and D's is empty before the read; the sequence uses the blocks from the last to the
+    first.
     """
     at_p, at_d = p.geometry(), d.geometry()
     check_geometry("p", at_d, at_p)
@@ -245,8 +248,8 @@ def moved(
 
 
 def rows(backend: Backend, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """[layer, position, head, content bytes] of a sequence whose blocks are used from the last to
-    the first.
+    """Return [layer, position, head, content bytes] of a sequence that uses the blocks from the
+    last to the first.
     """
     view = backend.view(memory)[:, ::-1]
     layers, blocks, parts, heads, tokens, content = view.shape

@@ -1,5 +1,5 @@
-"""Connectors of engines that stage their KV in host memory: the host buffer's shape, and the same
-story as without it.
+"""Tests connectors of engines with a host buffer: the shape of the host buffer, and the same
+transfers as without it.
 """
 
 import threading
@@ -57,8 +57,8 @@ def test_mirrored_regions_hold_every_block_and_lie_apart(
 
 
 def test_regions_that_share_memory_share_their_mirror() -> None:
-    """Groups whose layers take turns with the blocks of one tensor; the last of several may have
-    fewer layers.
+    """The layers of several groups share the blocks of one tensor; the last group may have fewer
+    layers.
     """
     regions = [
         Region("a", 1 << 40, 64, 128, 10, group=0),

@@ -1,5 +1,5 @@
-"""How far a prefill has come, from the slices that an engine schedules; and when it has lost its
-blocks.
+"""Tests that `PrefillStreams` derives the progress of a prefill from the scheduled slices, and
+detects when a prefill has lost its blocks.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
 
 
 def preempted(streams: PrefillStreams, *tables: tuple[int, ...]) -> list[PrefillStream]:
-    """Found in a step that goes on with it, having these tables; or in one that does not."""
+    """Return the streams that are found lost in a step that continues the request with these block
+    tables, or, without tables, in a step that does not schedule it.
+    """
     return streams.take_preempted([Slice(R, 8, tables)] if tables else [])
 
 
@@ -61,8 +63,8 @@ def test_blocks_that_a_window_has_left_behind_are_holes_and_stay_so() -> None:
 
 
 def test_blocks_that_a_window_will_leave_behind_are_never_published() -> None:
-    """The engine lets go of them in the middle of the prompt, and nobody hears of it. The last of
-    20 tokens looks at blocks 4 and later.
+    """The engine frees these blocks in the middle of the prompt without notice. The last of 20
+    tokens attends to block 4 and later blocks.
     """
     streams, _ = streams_of(20, groups=(FULL, WINDOW))
     table = (5, 6, 7, 8, 9)
@@ -126,8 +128,8 @@ def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
 
 
 def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
-    """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at
-    block 1 too.
+    """With a window of 4 tokens in blocks of 4, the last of 10 tokens attends to tokens 6 to 9; the
+    token before it also attends to block 1.
     """
     streams, _ = streams_of(groups=(FULL, WINDOW))
     advance(streams, 8, (5, 6, 7), (8, 9, 10))

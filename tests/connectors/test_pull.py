@@ -1,5 +1,5 @@
-"""`NixlConnector`, driven as an engine drives it: how many tokens it claims, what it reports, and
-what it leaves behind.
+"""Tests `NixlConnector` with the calls an engine makes: how many tokens it claims, what it reports,
+and that no state remains.
 """
 
 import threading
@@ -288,7 +288,7 @@ def test_when_the_first_reader_of_a_ticket_leaves_the_next_one_reads(
     d.scheduler.update_state_after_alloc(first, Blocks(([1, 2, 3],)), 10)
     first.status = RequestStatus.FINISHED_ABORTED
     d.scheduler.request_finished(first, [])
-    # P has not granted the lease yet, so the first one fails for sure.
+    # P has not granted the lease yet, so the first request certainly fails.
     step_until(lambda: "r" in d.seen.failed_recving, d)
     assert d.scheduler.get_num_new_matched_tokens(second, 0) == (10, True)
     d.scheduler.update_state_after_alloc(second, Blocks(([1, 2, 3],)), 10)
@@ -321,8 +321,8 @@ WINDOWED = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_windo
 def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetwork) -> None:
     p, d = EngineSide("p", network, groups=WINDOWED), EngineSide("d", network, groups=WINDOWED)
     p.fill([5, 6, 7, 8, 9], seed=1)
-    # Ten tokens in three blocks. The last one, which D computes itself, looks back to token 5, in
-    # the second block.
+    # Ten tokens in three blocks. D computes the last token itself; that token attends back to token
+    # 5, which is in the second block.
     request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], [HOLE, 8, 9]))
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (9, True)
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, 4, 5])), 9)

@@ -1,5 +1,5 @@
-"""`NixlPushConnector`, driven as an engine drives it: legs that start together, in either order,
-and what each leaves behind.
+"""Tests `NixlPushConnector` with the calls an engine makes: both legs start in either order, and
+neither leaves any state behind.
 """
 
 import threading
@@ -21,7 +21,7 @@ P_ID, D_ID = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-dddddddd"
 
 @dataclass
 class Legs:
-    """P and D, and what a router knows of P."""
+    """P, D, and the port of P's side channel that the router knows."""
 
     p: EngineSide
     d: EngineSide
@@ -37,7 +37,7 @@ class Legs:
         return request
 
     def begin(self, ticket: object, tokens: list[int] = TOKENS, name: str = D_ID) -> EngineRequest:
-        """D has the request, and blocks 1, 2, 3 for it."""
+        """Start the request on D with blocks 1, 2, 3."""
         request = self.arrive(ticket, tokens, name)
         assert self.d.scheduler.get_num_new_matched_tokens(request, 0) == (len(tokens), True)
         self.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), len(tokens))
@@ -46,7 +46,7 @@ class Legs:
     def compute(
         self, ticket: object, tokens: list[int] = TOKENS, name: str = P_ID
     ) -> dict[str, Any]:
-        """P has computed the prompt into blocks 5, 6, 7."""
+        """Finish the prompt on P, computed into blocks 5, 6, 7."""
         self.p.fill([5, 6, 7], seed=1)
         return self.p.prefill(
             EngineRequest(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}),
@@ -54,7 +54,7 @@ class Legs:
         )
 
     def until(self, level: str, value: int) -> None:
-        """Until P holds so many of these, as it tells its metrics."""
+        """Step both sides until the gauge `level` in P's metrics has this value."""
 
         def has_come() -> bool:
             stats = self.p.worker.get_kv_connector_stats()
@@ -78,15 +78,15 @@ class Legs:
         step_until(lambda: name in self.p.seen.finished_sending, self.p, self.d)
 
     def failure(self) -> str:
-        """What D's client is told. Without a fence, that may be long before D uses the blocks
-        again.
+        """Return the error that D's client gets. Without a fence, the error may come long before D
+        may use the blocks again.
         """
         seen = self.d.seen
         step_until(lambda: D_ID in seen.failed_recving or D_ID in seen.given_up_recving, self.d)
         return seen.failure_reasons.get(D_ID) or seen.given_up_recving[D_ID]
 
     def has_arrived(self, ours: list[int], theirs: list[int]) -> bool:
-        """These blocks, and nothing else."""
+        """Whether P's blocks are in D's blocks, and all other blocks of D are empty."""
         others = [block for block in range(32) if block not in ours]
         return all(
             (array[ours] == self.p.memory[layer][theirs]).all() and not array[others].any()
@@ -99,7 +99,8 @@ def push_side(name: str, network: MemoryNetwork, **settings: Any) -> EngineSide:
 
 
 def legs_between(p: EngineSide, d: EngineSide) -> Legs:
-    """A router learns P's side channel from its first answer."""
+    """Return the legs; as a router does, get the port of P's side channel from P's first response.
+    """
     params = p.prefill(EngineRequest("first", [1, 2, 3, 4]), [31])
     p.scheduler.request_abandoned("first")
     step_until(lambda: "first" in p.seen.finished_sending, p)
@@ -120,7 +121,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "written": {"supports_write_grants": True},
     "written without a fence": {"push_write": "always"},
 }
-"""How bytes get into D's blocks: D reads, or P writes into what D has lent."""
+"""The ways in which bytes get into D's blocks: D reads them, or P writes them with a write grant.
+"""
 
 
 @pytest.fixture(params=WAYS)
@@ -138,7 +140,7 @@ def legs(way: dict[str, Any]) -> Iterator[Legs]:
 
 @pytest.fixture
 def short(way: dict[str, Any]) -> Iterator[Legs]:
-    """With leases and deadlines that a test can wait for."""
+    """Two legs with leases and deadlines that are short enough for a test to wait for."""
     network = MemoryNetwork()
     p, d = (
         push_side(name, network, kv_lease_duration=2.0, push_registration_timeout=1.0, **way)

@@ -1,5 +1,5 @@
-"""Push behind a router that signs nothing, as vLLM's own: legs meet by their request ids, among
-engines that were told of each other.
+"""Tests push behind a router that signs nothing, such as vLLM's own: the legs meet by their request
+ids, and only between engines that are configured to trust each other.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ def legs() -> Iterator[Legs]:
 
 
 def named(legs: Legs, **changes: Any) -> dict[str, Any]:
-    """What vLLM's proxy for push gives D: where P is, and an id that P does not know."""
+    """Return what vLLM's push proxy sends to D: P's address, and a request id that P does not know.
+    """
     source = {
         "remote_engine_id": "p",
         "remote_host": "memory",
@@ -82,7 +83,7 @@ def test_legs_meet_whichever_is_first_by_equal_ids_or_by_ids_without_their_tails
 
 
 def test_an_equal_id_comes_before_one_with_another_tail(legs: Legs) -> None:
-    """Ids that end in eight hexadecimal digits by nature, in engines that append none."""
+    """These request ids happen to end in eight hexadecimal digits; the engines append no suffix."""
     legs.compute(None, name="cmpl-00000001")
     legs.p.fill([8, 9, 10], seed=2)
     legs.p.prefill(EngineRequest("cmpl-00000002", TOKENS), [8, 9, 10])
@@ -115,7 +116,7 @@ def test_two_requests_of_one_id_are_refused_when_their_prefill_comes(legs: Legs)
 def test_a_client_that_tries_again_with_its_old_id_is_served(
     legs: Legs, of: tuple[str, str]
 ) -> None:
-    """D needed nothing at its first attempt."""
+    """D's first attempt needed no remote KV."""
     first = arrive(legs, of[1])
     legs.registered()
     legs.d.scheduler.update_state_after_alloc(first, Blocks(([],)), 0)

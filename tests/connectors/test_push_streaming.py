@@ -1,5 +1,5 @@
-"""Push while the prompt is computed: what has moved when, counted in bytes, and what a preemption
-costs.
+"""Tests push while the prompt is being computed: how many bytes have moved at each step, and what a
+preemption costs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from kvferry.connectors.contract import RequestStatus, SupportsHMA
 from kvferry.transports.memory import MemoryNetwork
 
 BLOCK_BYTES = 3 * 4 * 16
-"""Of three layers."""
+"""The bytes of one block in all three layers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     ids=str,
 )
 def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
-    """However bytes move, and whichever sides stage their cache in a host buffer."""
+    """Two legs for each way to move bytes and each choice of sides that use a host buffer."""
     way, staged = request.param
     network = MemoryNetwork()
     p, d = (
@@ -63,7 +63,7 @@ def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
 
 
 class Prefill:
-    """P computes ten tokens into blocks 5, 6, 7, four at a time."""
+    """A prefill of ten tokens on P into blocks 5, 6, 7, four tokens at a time."""
 
     def __init__(self, legs: Legs, ticket: str, blocks: tuple[int, ...] = (5, 6, 7)) -> None:
         self.legs, self.blocks = legs, blocks
@@ -73,7 +73,7 @@ class Prefill:
         legs.p.scheduler.on_new_request(self.request)
 
     def goes_on(self, computed: int) -> None:
-        """A step begins before which so many tokens were computed."""
+        """Begin a step of P; `computed` tokens were computed before it."""
         self.legs.p.fill(list(self.blocks[: computed // 4]), seed=1)
         self.request.status, self.request.num_computed_tokens = RequestStatus.RUNNING, computed
         self.legs.p.step(Plan((Slice(P_ID, computed, (self.blocks,)),)))
@@ -96,7 +96,7 @@ class Prefill:
 
 
 class PrefillCounts:
-    """How many bytes have come to D, as the metrics of whoever moved them tell."""
+    """Counts the bytes that have moved to D, from the metrics of both sides."""
 
     def __init__(self, legs: Legs) -> None:
         self.legs, self.moved = legs, 0
@@ -190,8 +190,8 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
 def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(
     legs: Legs,
 ) -> None:
-    """Its engine found all it had computed in its prefix cache, so nothing but the block ids
-    tells.
+    """P's engine found all computed tokens in its prefix cache, so only the block ids show the
+    preemption.
     """
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
@@ -270,7 +270,7 @@ def test_without_blocks_that_are_full_nothing_is_published_before_the_end(legs: 
 def test_blocks_that_d_has_given_back_are_never_written_whatever_p_does_afterwards(
     legs: Legs, computed: int
 ) -> None:
-    """A canary in the place of their next owner."""
+    """The blocks are filled with a canary in place of the data of their next owner."""
     ticket = legs.ticket()
     request = legs.begin(ticket)
     legs.registered()

@@ -1,5 +1,5 @@
-"""Turns that a decode side keeps and a prefill side fetches: how many tokens are claimed, and what
-is let go when and why.
+"""Tests retained turns, which a decode side keeps and a prefill side fetches: how many tokens the
+prefill side claims, and when and why the decode side evicts a turn.
 """
 
 import json
@@ -18,7 +18,7 @@ from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
 TURN = list(range(100, 110))
-"""What D has computed when it ends: 2 blocks of 4 and a half."""
+"""The tokens that D has computed when the turn ends: two full blocks of 4 and half a block."""
 NEXT = [*TURN, 1, 2, 3, 4, 5]
 WORD = "0123456789abcdef0123456789abcdef"
 REUSE: dict[str, Any] = {
@@ -35,7 +35,9 @@ def network() -> MemoryNetwork:
 
 @pytest.fixture
 def sides(network: MemoryNetwork) -> Iterator[list[EngineSide]]:
-    """Those added here are shut down in the end, and nothing of them is left."""
+    """A list for the engines of a test; all of them are shut down in the end, and no thread
+    remains.
+    """
     made: list[EngineSide] = []
     yield made
     for side in made:
@@ -56,7 +58,7 @@ def pair(
 def end_turn(
     d: EngineSide, *blocks: list[int], name: str = "turn", tokens: list[int] = TURN, **changes: Any
 ) -> dict[str, Any] | None:
-    """A request that was given a prefill's KV has ended; what D says about the next one."""
+    """Finish a request that loaded a prefill's KV, and return D's parameters for the next turn."""
     params = {"do_remote_prefill": True, "ticket": "of the prefill", **changes.pop("params", {})}
     request = EngineRequest(
         name,
@@ -88,7 +90,7 @@ def arrive(
 def answered(
     p: EngineSide, d: EngineSide, request: EngineRequest, num_local: int = 0
 ) -> tuple[int | None, bool]:
-    """What the engine hears in the end, asking again and again."""
+    """Ask the scheduler until it answers how many tokens it claims."""
     found: list[tuple[int | None, bool]] = []
 
     def is_sure() -> bool:
@@ -100,7 +102,7 @@ def answered(
 
 
 def settle(p: EngineSide, request: EngineRequest) -> None:
-    """The engine computes it."""
+    """Let the engine compute the request itself."""
     p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4],)), 0)
 
 
@@ -280,7 +282,7 @@ def test_what_is_not_worth_fetching_is_given_back_at_once(
 def test_one_that_may_not_prefill_for_others_gives_back_what_was_kept_for_it(
     network: MemoryNetwork, sides: list[EngineSide], policy: str
 ) -> None:
-    """The router has given it the conversation's only ticket, and will not present it again."""
+    """The router gave this engine the conversation's only ticket, and will not present it again."""
     sides += [
         EngineSide("p", network, role="kv_consumer", policy=policy, **REUSE),
         EngineSide("d", network, **REUSE),
@@ -383,7 +385,7 @@ def test_a_keeper_that_is_gone_is_done_without(
 def test_of_two_who_come_for_one_turn_both_get_it_or_compute(
     network: MemoryNetwork, sides: list[EngineSide]
 ) -> None:
-    """A router that asks a second prefill side, because it believes the first to be lost."""
+    """The router asks a second prefill side because it believes that the first one is lost."""
     sides += [EngineSide(name, network, **REUSE) for name in ("p", "q", "d")]
     p, q, d = sides
     params = kept(d)
@@ -473,8 +475,8 @@ def test_a_client_that_leaves_while_the_keeper_is_asked_leaves_nothing_behind(
 def test_a_promise_that_the_engine_has_no_use_for_is_given_back_in_time(
     network: MemoryNetwork, sides: list[EngineSide]
 ) -> None:
-    """P may wait for blocks that D's requests hold, and D for those that P came for: somebody must
-    let go.
+    """P may wait for blocks that D's requests hold, while D waits for the blocks reserved for P.
+    One of the two must give up its blocks.
     """
     sides += [
         EngineSide("p", network, **REUSE, confirm_timeout=0.2),
@@ -558,7 +560,7 @@ def test_a_staged_keeper_says_so_when_its_copy_is_there(
 def test_where_attention_forgets_only_what_goes_on_at_the_end_is_fetched(
     network: MemoryNetwork, sides: list[EngineSide], tokens: list[int], matched: int
 ) -> None:
-    """D has let go of what an earlier token would look at."""
+    """D has freed the blocks that an earlier token would attend to."""
     groups = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_window=3))
     sides += [EngineSide(name, network, groups=groups, **REUSE) for name in ("p", "d")]
     p, d = sides

@@ -1,10 +1,10 @@
-"""Two engines that push, as far as their transfer workers can tell: blocks that are computed,
-published, preempted, lent, freed and used again.
+"""Two engines that push, as their transfer workers see them: blocks are computed, published,
+preempted, granted for writing, freed and used again.
 
-Whatever an engine may do with a block it does at the first moment it may: P's blocks are
-overwritten when a withdrawal has been commanded or the end of a lease has been reported; D's are
-the next owner's when the end of a transfer has been reported. Each rank of D remembers what has to
-be in the blocks that it does not lend, and every turn compares.
+Each engine reuses a block at the earliest allowed moment. P's blocks are overwritten as soon as P
+has commanded a withdrawal or the end of a lease has been reported. D's blocks go to their next
+owner as soon as the end of a transfer has been reported. Each rank of D records the content of all
+blocks without a write grant, and every tick compares the blocks with that record.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,15 +46,16 @@ from kvferry.worker.commands import (
 MAX_TOKENS = 16
 HEADS = 2
 MAX_SILENCE_S = 200.0
-"""Without a fence, blocks come back from a producer that is silent for eleven leases, 330 s: none
-may be stopped for so long.
+"""The longest time for which a test stops a producer. Without a fence, D frees the blocks of a
+producer that is silent for eleven leases, 330 s.
 """
 Content = npt.NDArray[np.uint8]
 
 
 @lru_cache(maxsize=64)
 def kv_of(prompt: int) -> Content:
-    """[layers, tokens, heads, content]: what any engine computes for this prompt, however often."""
+    """Return [layers, tokens, heads, content]: the KV that every engine computes for this prompt.
+    """
     return np.random.default_rng(prompt).integers(
         1, 256, (LAYERS, MAX_TOKENS, HEADS, 16), dtype=np.uint8
     )
@@ -65,16 +66,19 @@ def tokens_of(prompt: int, num_tokens: int) -> Fingerprint:
 
 
 class StormTransport(MemoryTransport):
-    """Copies slowly or fast, while the engine does something. Its fence closes some polls after it
-    was told to; it says so when it is closed, or, lying, at once.
+    """A memory transport with adjustable speed, which can run an engine action during a poll. Its
+    fence closes some polls after the revocation; the transport reports the fence when it is closed,
+    or, if `lies` is set, immediately.
     """
 
     def __init__(self, network: MemoryNetwork, fence_polls: int | None, lies: bool = False) -> None:
         super().__init__(network, supports_write_grants=fence_polls is not None)
         self.slices_per_poll = 1
-        """0: bytes are on their way for as long as it lasts."""
+        """0: the bytes stay in flight as long as this value is set."""
         self.meanwhile: Callable[[], None] | None = None
-        """Done once, in the middle of the next turn: the engine is another thread."""
+        """Called once, in the middle of the next tick, because a real engine runs in another
+        thread.
+        """
         self._delay, self._lies = fence_polls or 0, lies
         self._closing: list[tuple[int, int, Handle]] = []
         self._told: set[Handle] = set()
@@ -121,7 +125,8 @@ class Prefill:
     computed: int = 0
     serial: int = 0
     held_by: set[int] = field(default_factory=set)
-    """Ranks that have not reported the end of its lease; empty while it computes."""
+    """Ranks that have not reported the end of the lease; empty while the prompt is being computed.
+    """
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Load:
     blocks: list[int] = field(default_factory=list)
     first: int = 0
     ended_on: dict[int, bool] = field(default_factory=dict)
-    """By rank: whether all is there."""
+    """Maps each rank on which the transfer has ended to whether it succeeded."""
 
     @property
     def filled(self) -> list[int]:
@@ -144,11 +149,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Mode:
-    """How D lets P write."""
+    """How D grants writes to P."""
 
     lends: bool = True
     fence_polls: int | None = 0
-    """None: there is no fence."""
+    """The number of polls until the fence closes; None if there is no fence."""
     lies: bool = False
 
 
@@ -160,14 +165,14 @@ class PushWorld:
         self.lives = 0
         self.p: list[Side] = []
         self.transports: dict[int, StormTransport] = {}
-        """By side."""
+        """Keyed by `id(side)`."""
         self.d = [self._side("d", "f1", rank, d_size, 1001) for rank in range(d_size)]
         for side in self.d:
             self.d[0].layouts.update(side.layouts)
             side.memory[:] = self.rng.integers(1, 256, side.memory.shape, dtype=np.uint8)
         self.is_lent = [np.zeros(NUM_BLOCKS, bool) for _ in self.d]
         self.shadow = [side.memory.copy() for side in self.d]
-        """What has to be in the blocks that are not lent."""
+        """The required content of the blocks that have no write grant, per rank of D."""
         self.free = {"p": list(range(NUM_BLOCKS)), "d": list(range(NUM_BLOCKS))}
         self.prefills: dict[str, Prefill] = {}
         self.loads: dict[str, Load] = {}
@@ -248,7 +253,9 @@ class PushWorld:
             side.inbox += commands
 
     def replace_p(self) -> None:
-        """Another incarnation of P, at the same address. All that the old one had is gone."""
+        """Start another incarnation of P at the same address. All state of the old incarnation is
+        gone.
+        """
         for side in self.p:
             side.close()
         self.lives += 1
@@ -268,7 +275,7 @@ class PushWorld:
         return prefill
 
     def compute(self, prefill: Prefill, num_blocks: int) -> None:
-        """Some blocks more, and say so."""
+        """Compute some more blocks and publish them."""
         needed = -(-prefill.num_tokens // BLOCK_SIZE)
         if not prefill.blocks:
             if len(self.free["p"]) < needed:
@@ -322,7 +329,7 @@ class PushWorld:
         )
 
     def preempt(self, prefill: Prefill) -> None:
-        """Its blocks are somebody else's at once; it is computed again."""
+        """Give the blocks to another owner immediately; the prompt must be computed again."""
         if prefill.serial:
             self.tell(self.p, WithdrawStream(RequestId(prefill.request), prefill.serial))
         prefill.computed = prefill.serial = 0
@@ -368,7 +375,7 @@ class PushWorld:
         return load
 
     def start(self, load: Load, prefix_blocks: int = 0) -> None:
-        """It gets its blocks, the first of them with what they shall hold."""
+        """Give the request its blocks; the first `prefix_blocks` already hold their KV."""
         needed = -(-load.num_tokens // BLOCK_SIZE)
         if len(self.free["d"]) < needed:
             return
@@ -398,7 +405,7 @@ class PushWorld:
         if is_good:
             self._check(side, load)
         else:
-            # The next owner writes at once.
+            # The next owner of the blocks writes into them immediately.
             for block in load.filled:
                 side.memory[:, block] = self.rng.integers(
                     1, 256, side.memory[:, block].shape, dtype=np.uint8
@@ -417,7 +424,7 @@ class PushWorld:
             )
 
     def release(self, load: Load) -> None:
-        """It has been computed to its end, or failed everywhere."""
+        """Free the blocks of a request that has finished decoding, or has failed on every rank."""
         self.free["d"] += load.blocks
         load.blocks = []
 
@@ -431,10 +438,12 @@ class PushWorld:
     def transport(self, side: Side) -> StormTransport:
         return self.transports[id(side)]
 
-    # -- trouble --
+    # -- faults --
 
     def drop_connections(self, side: Side) -> None:
-        """All that this side has dialled: it learns of it, the others do not."""
+        """Drop all connections that this side has dialled; this side learns of it, the others do
+        not.
+        """
         assert isinstance(side.control, MemoryControlTransport)
         with self.network.lock:
             for connection in side.control.connections():
@@ -443,7 +452,7 @@ class PushWorld:
                     connection.dialler.lose(connection)
 
     def cut(self, side: Side) -> None:
-        """The data connections of one of P's ranks to D."""
+        """Cut the data connections from one of P's ranks to D."""
         for other in self.d:
             side.transport.disconnect(
                 PeerId(other.served.engine, other.served.epoch, other.place.tp_rank)

@@ -1,5 +1,5 @@
-"""What an engine says counts from when its device has passed the mark it was said with: not before,
-and in order.
+"""Tests that a command from the engine takes effect only after the device has reached the mark that
+was sent with it, and that the order of the commands is kept.
 """
 
 import time
@@ -21,7 +21,7 @@ DEADLINE_S = 30.0
 
 @dataclass
 class Gate:
-    """A mark that is passed when the test says so."""
+    """A mark that is complete when the test opens it."""
 
     is_open: bool = False
     num_looks: int = 0
@@ -45,7 +45,7 @@ def reject(name: str) -> RejectLoad:
 
 
 def obeyed(thread: TransferWorkerThread, count: int) -> list[str]:
-    """The requests rejected next."""
+    """Wait for `count` rejections and return the rejected requests."""
     names: list[str] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(names) < count:

@@ -1,5 +1,5 @@
-"""Transfer workers whose transports see a host buffer of the cache: right bytes on every side, no
-reader before they are there, no block freed early.
+"""Tests transfer workers whose transports use a host buffer: both engines hold the right bytes, no
+reader starts before the bytes are in the host buffer, and no block is freed early.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ MakeWorld = Callable[[Place, Place], World]
 
 @pytest.fixture(autouse=True)
 def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each region is a turn of its own, so that much can happen while blocks are copied."""
+    """Copy one region per tick, so that other events can happen while blocks are being copied."""
     monkeypatch.setattr(mirror, "SLICE_BYTES", 1)
 
 
@@ -63,8 +63,8 @@ def test_the_engines_blocks_are_right_whoever_is_staged(
 
 
 def test_only_what_was_read_is_copied_to_a_staged_engine(make: MakeWorld) -> None:
-    """A local prefix is in the engine's memory alone: what the host buffer holds in its place is
-    old.
+    """A local prefix is only in the engine's memory; the host buffer holds old bytes in these
+    blocks.
     """
     world = make(DIRECT, STAGED)
     world.d.memory[:, [20, 7]] = 7
@@ -102,7 +102,7 @@ def test_a_reader_that_overtakes_the_grant_waits_until_the_bytes_are_there(make:
 
 
 def test_one_that_does_not_wait_reads_old_bytes_and_is_not_confirmed(make: MakeWorld) -> None:
-    """The negative control: P does not say that it is staged, so D reads at once."""
+    """The negative control: P hides that it uses a host buffer, so D reads immediately."""
     world = make(STAGED, DIRECT)
     layout = codec.decode_layout(world.p.layouts[0])
     layout = type(layout)(
@@ -123,12 +123,12 @@ def test_one_that_does_not_wait_reads_old_bytes_and_is_not_confirmed(make: MakeW
 
 
 def test_without_the_rule_old_bytes_would_be_used(make: MakeWorld) -> None:
-    """The same with a P that confirms as if it were not staged: the comparison that all these tests
-    rest on fails.
+    """The same with a P that confirms as if it had no host buffer: the comparison used by all these
+    tests fails.
     """
     world = make(DIRECT, DIRECT)
     fresh = world.p.memory.copy()
-    world.p.memory[:] = 0  # stands for a host buffer that the copy has not reached yet
+    world.p.memory[:] = 0  # simulates a host buffer before the copy
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
@@ -204,7 +204,7 @@ def test_a_confirmation_alone_does_not_finish_a_staged_load(make: MakeWorld) -> 
 
 
 class Story:
-    """Many requests at once, with random ends; blocks are used again as soon as they are free."""
+    """Many concurrent requests with random outcomes; freed blocks are used again immediately."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -247,7 +247,7 @@ class Story:
         side = self.world.sides[self.rng.integers(2)]
         side.step()
         for name, _ in self.world.p.freed():
-            # Whoever still read these would read this.
+            # A reader that still reads these blocks would read these bytes.
             self.world.p.memory[:, self.held.get(name, [])] = 255
             self.free["p"] += self.held.pop(name, [])
         for event in self.world.d.events:
@@ -274,7 +274,7 @@ def test_whatever_comes_in_between_finished_loads_hold_the_right_bytes_and_nothi
     story = Story(world, seed)
     for _ in range(200):
         story.turn()
-    # Every block of D may wait to be copied, a slice in each turn.
+    # Every block of D may be waiting for its copy, which moves one slice per tick.
     world.run(400)
     world.clock.advance(31)
     world.run()

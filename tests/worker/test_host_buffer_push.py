@@ -1,5 +1,5 @@
-"""A staged ferry whose engine takes blocks back while they are copied, and fills them with
-something else.
+"""Tests a transfer worker with a host buffer whose engine preempts blocks while they are being
+copied, and fills them with other content.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ OURS = [3, 4]
 
 @pytest.fixture(autouse=True)
 def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each region is a turn of its own."""
+    """Copy one region per tick."""
     monkeypatch.setattr(mirror, "SLICE_BYTES", 1)
 
 
@@ -40,7 +40,7 @@ def world() -> Iterator[World]:
 
 
 def copying(world: World) -> World:
-    """P computes a prompt for others; its first two blocks are being copied."""
+    """P streams a prefill; its first two blocks are being copied to the host buffer."""
     ticket = world.p.issue("a", [*OURS, 5])
     world.p.inbox += [
         OpenStream(A, world.p.serial),
@@ -56,7 +56,9 @@ def copied_layers(world: World) -> int:
 
 
 def known_to(world: World) -> np.ndarray:
-    """P has begun to load what D holds: they have shaken hands, and P is told that it may read."""
+    """Let P prepare to load two blocks from D, and return their content. The handshake is complete,
+    and D has told P that it may read.
+    """
     world.d.memory[:] = np.random.default_rng(1).integers(
         1, 256, world.d.memory.shape, dtype=np.uint8
     )
@@ -68,8 +70,8 @@ def known_to(world: World) -> np.ndarray:
 
 
 def preempt_and_load(world: World) -> None:
-    """The engine has given the blocks to a request that is loaded; what it says of the preempted
-    one comes after that.
+    """Give the blocks to a request that loads KV. The withdrawal of the preempted request comes
+    after the load command.
     """
     world.p.start("load", OURS, range(0, 8))
     world.p.inbox.append(WithdrawStream(A, world.p.serial))

@@ -1,5 +1,5 @@
-"""A turn of a transfer worker, and a step of an engine, are the same work with ten live leases and
-with thousands.
+"""Tests that a tick of a transfer worker and a step of an engine cost the same with ten live leases
+as with thousands.
 """
 
 import pytest
@@ -14,7 +14,7 @@ FEW, MANY = 10, 1_000
 
 
 class LeasedPair:
-    """P that holds so many leases, D that waits for as many requests."""
+    """P holds `count` leases, and D waits for blocks for as many requests."""
 
     def __init__(self, count: int) -> None:
         self.clock, network = ManualClock(), MemoryNetwork()
@@ -31,7 +31,7 @@ class LeasedPair:
             self.d.step()
 
     def turn_of(self, side: Side) -> int:
-        """A turn in which nothing is due."""
+        """Return the number of instructions of a tick in which nothing is due."""
 
         def turn() -> None:
             side.transfer_worker.idle_s()
@@ -73,7 +73,7 @@ def test_beats_keep_many_leases_alive_and_silence_ends_them_all() -> None:
 
 
 def leases_of(side: EngineSide) -> int:
-    """As its gauge says since the last step."""
+    """Return the number of leases that the gauge has reported since the last step."""
     stats = side.worker.get_kv_connector_stats()
     levels = {} if stats is None else stats.to_dict().get("levels", {})
     return sum(levels.get("num_leases", {}).values())

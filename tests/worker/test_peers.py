@@ -1,5 +1,5 @@
-"""Many producers, dead ones, restarted ones and idle ones, over real sockets: nobody waits for
-another, and nothing is left open.
+"""Tests many producers, dead, restarted and idle ones, over real sockets: no transfer waits for
+another producer, and no socket stays open.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ KEYS = CurveKeys.from_secret(b"of these tests")
 DEADLINE_S = 60.0
 CROWD = 200
 PEER_TTL_S = 3600
-"""Of the sides that `world` makes; the clock is turned by hand."""
+"""The peer TTL of the sides that `PeerWorld` makes; the tests advance the clock."""
 
 
 class PrefillCounts:
-    """A control transport that counts what its owner sends and is told."""
+    """A control transport that counts the messages its owner sends and receives."""
 
     def __init__(self, inner: ControlTransport) -> None:
         self._inner = inner
@@ -62,9 +62,8 @@ class PrefillCounts:
 
 
 class PeerWorld:
-    """One consumer and as many producers as a test asks for, each with sockets of its own. `run`
-    waits on the wall clock for real sockets; deadlines of the protocol pass only when a test turns
-    its clock.
+    """One consumer and as many producers as a test adds, each with its own sockets. `run` waits in
+    real time for the sockets; protocol deadlines pass only when a test advances the clock.
     """
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ class PeerWorld:
         )
 
     def producer(self, name: str, epoch: str = "e1", port: int = 0) -> Side:
-        """Its side channel is on the port asked for."""
+        """Add a producer whose side channel listens on this port."""
         side = self._add(
             Side(name, epoch, self._network, self.clock, channels=(opened(), opened(port)))
         )
@@ -95,7 +94,7 @@ class PeerWorld:
         side.close()
 
     def hand_over(self, side: Side, request: str, block: int) -> None:
-        """One block of the producer to the block of that number here."""
+        """Transfer one block of the producer to the block with the same number in the consumer."""
         self.announce(side, request, block)
         self.d.start(request, [block], range(0, 4))
 
@@ -137,7 +136,7 @@ def peer_world() -> Iterator[PeerWorld]:
         yield made
 
 
-# -- many --
+# -- many producers --
 
 
 @pytest.mark.slow
@@ -177,24 +176,26 @@ def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each
     peer_world.run(lambda: all(len(side.freed()) == 1 for side in crowd), "every lease has ended")
 
 
-# -- dead ones --
+# -- dead producers --
 
 
 def refused(stack: ExitStack) -> int:
-    """A port where nobody listens."""
+    """Return a port on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         return int(gone.getsockname()[1])
 
 
 def silent(stack: ExitStack) -> int:
-    """The kernel takes connections in, and nobody ever says a word."""
+    """Return a port on which the kernel accepts connections, but no process ever answers."""
     return int(
         stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)).getsockname()[1]
     )
 
 
 def black_hole(stack: ExitStack) -> int:
-    """The queue of connections is full, so the first packet of any other is dropped."""
+    """Return a port whose accept queue is full, so the first packet of any new connection is
+    dropped.
+    """
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     for _ in range(4):
         filler = stack.enter_context(socket.socket())
@@ -204,7 +205,7 @@ def black_hole(stack: ExitStack) -> int:
 
 
 def dead_ticket(port: int) -> str:
-    """A genuine one, of an engine that is not there."""
+    """Return a genuine ticket of an engine that does not exist."""
     tokens = fingerprint(range(4), 4, "")
     return TicketKey(SECRET).sign(
         Ticket(
@@ -257,7 +258,7 @@ def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(
         peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
-# -- those that come back --
+# -- producers that come back --
 
 
 def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(
@@ -303,7 +304,7 @@ def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_i
     assert not peer_world.d.memory[:, 5].any()
 
 
-# -- idle ones --
+# -- idle producers --
 
 
 def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(
@@ -326,7 +327,7 @@ def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_tim
         peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
-# -- both ways --
+# -- transfers in both directions --
 
 
 def test_two_engines_take_from_each_other_at_the_same_time(peer_world: PeerWorld) -> None:

@@ -1,5 +1,5 @@
-"""Two real transfer workers whose caches are arranged differently: the engine gets its blocks in
-its own order, and never before.
+"""Tests two real transfer workers whose caches have different memory orders: D's engine gets its
+blocks in its own order, and only after they have been permuted.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from kvferry.types import RequestId
 from kvferry.worker.commands import AbortLoad
 
 SHAPE, ARRIVED, WANTED = (4, 16), (16, 1), (1, 4)
-"""A block is four rows of 16 bytes on P, and 16 of four on D."""
+"""A block is 4 rows of 16 bytes on P, and 16 rows of 4 bytes on D."""
 
 
 def permutations(offsets: list[int], regions: int = LAYERS) -> list[BlockPermutation]:
@@ -64,7 +64,7 @@ def test_blocks_arrive_in_our_order(world: World) -> None:
 
 
 def run_until_confirmed(world: World) -> None:
-    """P has freed the blocks, and D's next step learns of it."""
+    """Run until P has freed the blocks; D learns of the confirmation in its next step."""
     for _ in range(100):
         world.d.step()
         world.p.step()

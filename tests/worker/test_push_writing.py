@@ -1,7 +1,7 @@
-"""Push by writing under a storm: real transfer workers, real bytes, and whatever may happen between
-them in any order.
+"""Tests push by writing with random events in random order, on real transfer workers that move real
+bytes.
 
-Transfers move one layer in a turn, so that every other event may come in the middle of them.
+Transfers move one layer per tick, so that any other event can happen in the middle of a transfer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,7 @@ FENCED, SLOWLY_FENCED, UNFENCED, READ = (
 )
 PICK = st.integers(0, 99)
 TURNS = st.integers(0, 14)
-# A storm is long, and shrinking one takes minutes: whoever has to read one adds `Phase.shrink`
-# here.
+# One example is long, and shrinking it takes minutes. Add `Phase.shrink` here to debug a failure.
 SETTINGS = settings(
     max_examples=10, stateful_step_count=60, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
@@ -47,11 +46,11 @@ class Storm(RuleBasedStateMachine):
         self.left: set[str] = set()
         """Requests of D that were aborted or settled."""
         self.given_up: set[str] = set()
-        # Before it breaks loose, two requests have their blocks and wait to be written or read.
+        # At the start, two requests have their blocks and wait for P to write or for D to read.
         for num_tokens in (12, 16):
             self.arrive(pick=2, num_tokens=num_tokens, prefix=0, legs="b", turns=4)
 
-    # -- what there is
+    # -- requests by state
 
     def running(self) -> list[Prefill]:
         return [each for each in self.world.prefills.values() if each.computed < each.num_tokens]
@@ -90,8 +89,8 @@ class Storm(RuleBasedStateMachine):
         turns=TURNS,
     )
     def arrive(self, pick: int, num_tokens: int, prefix: int, legs: str, turns: int) -> None:
-        """Of a request, P's leg, D's or both. Sometimes they are not of the same prompt, or D wants
-        less of it.
+        """Start a request with P's leg, D's leg or both. In some cases the legs have different
+        prompts, or D wants a shorter prefix.
         """
         self.num_handovers += 1
         match_id = f"h{self.num_handovers}"
@@ -109,7 +108,7 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.world.loads)
     @rule(pick=PICK, is_started=st.booleans())
     def share(self, pick: int, is_started: bool) -> None:
-        """Another sample of a request, which shares its prefill."""
+        """Add another sample of a request, which shares the prefill of the first one."""
         first = [*self.world.loads.values()][pick % len(self.world.loads)]
         load = self.world.expect(first.match_id, first.prompt, first.num_tokens)
         if is_started:
@@ -191,7 +190,7 @@ class Storm(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         self.world.release(self.done()[pick % len(self.done())])
 
-    # -- time and trouble
+    # -- time and faults
 
     @rule(pick=PICK, turns=st.integers(1, 4))
     def step_one(self, pick: int, turns: int) -> None:
@@ -218,7 +217,7 @@ class Storm(RuleBasedStateMachine):
         turns=TURNS,
     )
     def trouble(self, what: str, pick: int, turns: int) -> None:
-        """Much less often than anything else, or nothing would ever be handed over."""
+        """Faults must be much rarer than the other events, or no transfer would ever succeed."""
         world = self.world
         match what:
             case "wait":
@@ -236,7 +235,7 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.running() and self.loading())
     @rule(what=st.sampled_from(["drop", "abort", "wait", "preempt"]), pick=PICK, turns=TURNS)
     def cross(self, what: str, pick: int, turns: int) -> None:
-        """Something happens to D, or to P's engine, while P is stopped with bytes on their way."""
+        """Something happens to D or to P's engine while P is stopped with bytes in flight."""
         world = self.world
         for prefill in self.running():
             world.compute(prefill, 1 + pick % 2)
@@ -303,11 +302,11 @@ def test_no_storm_makes_a_wrong_byte_or_leaves_anything_behind(
     run_state_machine_as_test(Made, settings=SETTINGS)
 
 
-# -- what the storm is able to see, and what it would hardly meet --
+# -- negative controls, and events that the random test would hardly meet --
 
 
 def filling(world: PushWorld, num_tokens: int = 8, of_tokens: int = 8) -> tuple[Load, Prefill]:
-    """D's blocks are lent, and P has computed what D wants."""
+    """Grant P writes into D's blocks, and let P compute the tokens that D wants."""
     load = world.expect("h", 1, num_tokens)
     world.start(load)
     world.run(8)
@@ -336,7 +335,7 @@ def make_world() -> Iterator[Callable[..., PushWorld]]:
 
 
 def write_after_the_consumer_has_given_up(world: PushWorld, turns: int) -> None:
-    """P is in the middle of a write, and does not hear that D has lost it."""
+    """P is in the middle of a write, and does not learn that D has lost the connection."""
     filling(world)
     steps(world, "p", 1)
     world.drop_connections(world.d[0])
@@ -361,8 +360,8 @@ def test_a_fence_that_lies_is_found_out(make_world: Callable[..., PushWorld]) ->
 
 
 class HastyWorker(TransferWorker):
-    """Settles what was written, and whatever else there is to do, before it obeys what the engine
-    said meanwhile.
+    """A wrong worker: it settles finished writes and does all its other work before it handles the
+    commands that the engine sent in the meantime.
     """
 
     def step(
@@ -376,7 +375,7 @@ class HastyWorker(TransferWorker):
 
 
 def preempt_while_all_is_copied(world: PushWorld) -> None:
-    """P's engine takes back the blocks, and uses them for something else, in the very turn that
+    """P's engine preempts the blocks, and uses them for another request, in the same tick that
     copies them.
     """
     _, prefill = filling(world, 8, 12)
@@ -399,8 +398,8 @@ def test_what_was_copied_while_the_engine_took_it_back_is_not_settled(
 
 
 def preempt_at_every_moment(make_world: Callable[..., PushWorld], mode: Mode) -> list[list[str]]:
-    """P takes back its blocks, and uses them for something else, after each number of turns; which
-    requests had all they wanted.
+    """Let P preempt its blocks, and use them for another request, after each number of ticks.
+    Return for each number the requests that had received all their tokens.
     """
     finished = []
     for turns in range(8):

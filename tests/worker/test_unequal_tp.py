@@ -1,5 +1,5 @@
-"""Transfer workers of several ranks on each side: right bytes on every rank, and every rank's lease
-ends when the last reader has.
+"""Tests transfer workers with several ranks on each side: every rank gets the right bytes, and the
+lease of every rank ends when the last reader has finished.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ PAIRS = [
     (2, 4, 1),
     (4, 4, 2),
 ]
-"""Ranks of P, ranks of D, KV heads."""
+"""The number of P's ranks, of D's ranks and of KV heads."""
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_lease() -> Non
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_come_before_the_grant_are_all_waited_for(first: int) -> None:
-    """One asks for confirmation before the grant, the other attaches only afterwards."""
+    """One rank asks for confirmation before the grant; the other rank attaches only afterwards."""
     with ranked(1, 2) as world:
         ticket = world.p[0].issue("a", [3])
         world.tell(world.d, PrepareLoad(R, ticket), StartLoad(R, ((5,),), 0, 4))
@@ -147,7 +147,7 @@ def test_siblings_share_a_lease_on_every_rank(sizes: tuple[int, int, int]) -> No
 def test_a_request_that_needs_nothing_frees_every_rank(
     sizes: tuple[int, int, int], turns: int, command: SkipLoad | AbortLoad
 ) -> None:
-    """Also when its ranks are at different points of their handshake."""
+    """This also holds if the ranks of D are at different points of the handshake."""
     with ranked(*sizes) as world:
         ticket = world.issue("a", [3])
         world.tell(world.d, PrepareLoad(R, ticket))
@@ -229,8 +229,9 @@ def test_ranks_that_say_another_size_than_the_ticket_are_not_read() -> None:
 def test_whatever_order_the_ranks_run_in_nothing_is_left_behind_and_no_rank_is_cheated(
     data: st.DataObject,
 ) -> None:
-    """Random turns of random ranks, with requests that share a ticket, leave, or are handed back in
-    between. No time passes, so whatever ends was ended by somebody, not by the clock.
+    """Random ticks of random ranks; in between, requests share a ticket or leave, or the router
+    hands the ticket back. The clock stands still, so every lease is ended by a message and not by a
+    timeout.
     """
     sizes = data.draw(st.sampled_from(PAIRS), "sizes")
     with ranked(*sizes) as world:

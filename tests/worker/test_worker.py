@@ -1,4 +1,6 @@
-"""Two real transfer workers tell the stories: right bytes or a reason, and nothing left behind."""
+"""Tests two real transfer workers in short scenarios: the right bytes arrive or the request fails
+with a reason, and no state remains.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -97,8 +99,8 @@ def test_a_queued_request_is_kept_alive_far_beyond_the_first_lease(world: World)
 
 
 def test_a_lease_that_ran_out_before_the_read_is_refused(world: World) -> None:
-    """D stands still while P goes on: its blocks belong to somebody else when D wakes up and
-    reads.
+    """D does not run while P does: P's blocks belong to another request when D resumes and reads
+    them.
     """
     first = world.p.issue("warm", [1])
     world.p.grant("warm")
@@ -194,7 +196,7 @@ def test_an_abort_stops_a_read_that_is_under_way(
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
     with monkeypatch.context() as slow:
-        # A slice for each layer.
+        # Copy one layer per slice.
         slow.setattr(copying, "SLICE_BYTES", 1)
         for _ in range(20):
             if world.d.transfer_worker.snapshot().reads:
@@ -333,7 +335,7 @@ def test_whatever_a_transport_raises_fails_that_request_and_the_next_one_works(m
 
 
 class RaisingTransport(MemoryTransport):
-    """Raises what no contract names, as libraries do."""
+    """Raises an exception that the transport contract does not name, as libraries do."""
 
     def __init__(self, network: MemoryNetwork, moment: str) -> None:
         super().__init__(network)

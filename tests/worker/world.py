@@ -1,5 +1,5 @@
-"""Transfer workers and side channels in one process, joined by memory transports and a clock turned
-by hand.
+"""Transfer workers and side channels in one process, connected by memory transports, with a clock
+that the tests advance.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ from kvferry.worker.worker import TransferWorker, TransferWorkerSettings
 
 SECRET = b"the ferries' secret"
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 64, 32, 3
-"""Bytes of one head."""
+"""`BLOCK_BYTES` is the number of bytes of one head."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of how many, of a model with so many KV heads, and how heads and tokens lie in a
-    block.
+    """The position of an engine's rank: its TP rank and size, the number of KV heads of the model,
+    and the order of heads and tokens in a block.
     """
 
     tp_rank: int = 0
@@ -43,7 +43,7 @@ class Place:
     total_heads: int = 1
     layout: KVLayout = KVLayout.HND
     uses_host_buffer: bool = False
-    """Transports see a host buffer of the cache."""
+    """True if the transports use a host buffer instead of the cache itself."""
 
     @property
     def heads(self) -> range:
@@ -54,7 +54,9 @@ DEFAULT_PLACE = Place()
 
 
 class Side:
-    """One engine's worker: memory, transports, ferry, and the scheduler's side channel."""
+    """The worker of one engine: memory, transports, transfer worker, and the scheduler's side
+    channel.
+    """
 
     def __init__(
         self,
@@ -67,8 +69,8 @@ class Side:
         channels: tuple[ControlTransport, ControlTransport] | None = None,
         lends: bool = False,
     ) -> None:
-        """`channels`: the worker's control channel and the side channel, where they are to be real
-        or known before. `lends`: producers that push may write here.
+        """`channels`: the worker's control channel and the side channel, for tests that need real
+        ones or must know them beforehand. `lends`: whether producers that push get write grants.
         """
         self.name, self.epoch, self.place = name, epoch, place
         size = BLOCK_BYTES * len(place.heads)
@@ -79,7 +81,7 @@ class Side:
         self.mirror: npt.NDArray[np.uint8] = (
             np.zeros_like(self.memory) if place.uses_host_buffer else self.memory
         )
-        """What transports see."""
+        """The memory that the transports use."""
         own, regions = (
             tuple(
                 Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, axes=axes)
@@ -122,7 +124,7 @@ class Side:
         )
         factors = {"model": "tiny"}
         self.layouts = {place.tp_rank: codec.encode_layout(layout)}
-        """What the side channel serves: a test adds those of the other ranks."""
+        """The layouts that the side channel serves; a test adds those of the other ranks."""
         self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
         transports, none = frozenset({self.transport.name}), frozenset[str]()
         settings = TransferWorkerSettings(
@@ -181,7 +183,7 @@ class Side:
     # -- as a producer
 
     def issue(self, request: str, blocks: list[int]) -> str:
-        """A signed ticket; `grant` makes it good."""
+        """Return a signed ticket; it is valid only after `grant`."""
         self.serial += 1
         self.issued[request] = blocks
         host, port = self.side_channel.address.removeprefix("tcp://").split(":")
@@ -233,7 +235,7 @@ class Side:
     # -- content
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """The memory as [layers, blocks, our heads, tokens, content], whatever the layout."""
+        """View the memory as [layers, blocks, our heads, tokens, content], for either layout."""
         heads = len(self.place.heads)
         if self.place.layout is KVLayout.HND:
             return self.memory.reshape(LAYERS, NUM_BLOCKS, heads, BLOCK_SIZE, -1)
@@ -241,7 +243,7 @@ class Side:
 
 
 class RankedWorld:
-    """P and D of several ranks each. What one rank is told, all ranks of its engine are told."""
+    """P and D with several ranks each. A command to an engine goes to all of its ranks."""
 
     def __init__(
         self, p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND
@@ -259,7 +261,7 @@ class RankedWorld:
         self.content = np.random.default_rng(0).integers(
             1, 256, (LAYERS, NUM_BLOCKS, total_heads, BLOCK_SIZE, 16), dtype=np.uint8
         )
-        """The whole model's cache on P, each head once."""
+        """The cache of the whole model on P, with each head once."""
         for side in self.p:
             side.view()[:] = self.content[:, :, side.place.heads]
             self.p[0].layouts.update(side.layouts)
@@ -278,7 +280,7 @@ class RankedWorld:
             side.inbox += commands
 
     def issue(self, request: str, blocks: list[int]) -> str:
-        """A ticket, granted on every rank."""
+        """Return a ticket whose lease is granted on every rank."""
         ticket = self.p[0].issue(request, blocks)
         self.tell(self.p, GrantLease(RequestId(request), self.p[0].serial))
         return ticket
@@ -287,7 +289,7 @@ class RankedWorld:
         return [side.freed() for side in self.p]
 
     def holds(self, side: Side, ours: list[int], theirs: list[int]) -> bool:
-        """Whether D's blocks are P's, and nothing else was written."""
+        """Whether D's blocks have the content of P's blocks, and all other blocks are unwritten."""
         others = np.delete(side.memory, ours, axis=1)
         return bool(
             (side.view()[:, ours] == self.content[:, theirs][:, :, side.place.heads]).all()
@@ -309,7 +311,7 @@ class RankedWorld:
 
 
 class World:
-    """P and D. `run` lets messages and bytes settle without the clock moving."""
+    """P and D. `run` lets messages and bytes settle while the clock stands still."""
 
     def __init__(
         self,
