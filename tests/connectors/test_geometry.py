@@ -129,8 +129,7 @@ def axes_of(tensor: Shaped, cache: KVCacheConfig) -> list[tuple[str, int]] | Non
 
 
 def interleaved(address: int, stride: int = 1024) -> Shaped:
-    """Return a layer of 2 heads and 16 tokens whose blocks alternate with those of another layer.
-    """
+    """Return a layer of 2 heads and 16 tokens whose blocks alternate with another layer's."""
     return Shaped(HND, (stride, 256, 16, 1), FakeDevice(), address)
 
 

@@ -57,9 +57,7 @@ def test_mirrored_regions_hold_every_block_and_lie_apart(
 
 
 def test_regions_that_share_memory_share_their_mirror() -> None:
-    """The layers of several groups share the blocks of one tensor; the last group may have fewer
-    layers.
-    """
+    """Several groups share the blocks of one tensor; the last group may have fewer layers."""
     regions = [
         Region("a", 1 << 40, 64, 128, 10, group=0),
         Region("b", 1 << 40, 32, 128, 10, group=1),

@@ -99,8 +99,7 @@ def push_side(name: str, network: MemoryNetwork, **settings: Any) -> EngineSide:
 
 
 def legs_between(p: EngineSide, d: EngineSide) -> Legs:
-    """Return the legs; as a router does, get the port of P's side channel from P's first response.
-    """
+    """Return the legs; like a router, learn P's side channel from P's first response."""
     params = p.prefill(EngineRequest("first", [1, 2, 3, 4]), [31])
     p.scheduler.request_abandoned("first")
     step_until(lambda: "first" in p.seen.finished_sending, p)
@@ -121,8 +120,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "written": {"supports_write_grants": True},
     "written without a fence": {"push_write": "always"},
 }
-"""The ways in which bytes get into D's blocks: D reads them, or P writes them with a write grant.
-"""
+"""The ways for bytes to get into D's blocks: D reads them, or P writes them with a write grant."""
 
 
 @pytest.fixture(params=WAYS)

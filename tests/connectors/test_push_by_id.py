@@ -1,5 +1,5 @@
 """Tests push behind a router that signs nothing, such as vLLM's own: the legs meet by their request
-ids, and only between engines that are configured to trust each other.
+ids, and only between engines that list each other in `peers`.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,7 @@ def legs() -> Iterator[Legs]:
 
 
 def named(legs: Legs, **changes: Any) -> dict[str, Any]:
-    """Return what vLLM's push proxy sends to D: P's address, and a request id that P does not know.
-    """
+    """Return what vLLM's push proxy sends to D: P's address, and a request id unknown to P."""
     source = {
         "remote_engine_id": "p",
         "remote_host": "memory",

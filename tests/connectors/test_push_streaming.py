@@ -190,9 +190,7 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
 def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(
     legs: Legs,
 ) -> None:
-    """P's engine found all computed tokens in its prefix cache, so only the block ids show the
-    preemption.
-    """
+    """P found all its tokens in its prefix cache, so only the block ids show the preemption."""
     ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()

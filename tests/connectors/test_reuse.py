@@ -35,9 +35,7 @@ def network() -> MemoryNetwork:
 
 @pytest.fixture
 def sides(network: MemoryNetwork) -> Iterator[list[EngineSide]]:
-    """A list for the engines of a test; all of them are shut down in the end, and no thread
-    remains.
-    """
+    """A list for the engines of a test; the fixture shuts them down, and no thread may remain."""
     made: list[EngineSide] = []
     yield made
     for side in made:

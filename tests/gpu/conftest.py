@@ -1,4 +1,4 @@
-"""One generated model for all tests on a GPU."""
+"""Fixtures of the GPU tests: one generated model for all of them."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Engines on the GPU of this machine, as real processes. CUDA cannot be forked, so each is
-spawned.
+"""Engines on this machine's GPU, as real processes. CUDA does not survive a fork, so each engine
+process is spawned.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ __all__ = ["CONNECTORS", "DTYPES", "TRANSPORTS", "GpuCluster", "Shape"]
 TRANSPORTS = ("cuda_ipc", "nixl")
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 DTYPES = {"cuda_ipc": "bfloat16", "nixl": "float16"}
-"""Of weights and cache: one with each transport."""
+"""The dtype of weights and cache for each transport, so that the tests cover both dtypes."""
 
 
 class Shape:
-    """How an engine keeps its blocks."""
+    """The block size and the memory layout of an engine's KV cache."""
 
     def __init__(self, block_size: int, layout: str) -> None:
         self.flags = ("--block-size", str(block_size))
@@ -30,7 +30,7 @@ class GpuCluster(Cluster):
         return spawn_process
 
     def plain_on_gpu(self, dtype: str) -> Starting:
-        """A single engine that knows nothing of transfers: what it answers is right."""
+        """Start a single engine without a connector; its answers are the reference."""
         return self.serve(f"plain {dtype}", "--device", "cuda", "--dtype", dtype, is_plain=True)
 
     def serve_on_gpu(
@@ -45,7 +45,7 @@ class GpuCluster(Cluster):
         engine_id: str = "",
         **settings: Any,
     ) -> Starting:
-        """`settings`: the connector's, besides the transport that is pinned."""
+        """`settings`: settings of the connector, in addition to the pinned transport."""
         shape = shape or Shape(16, "HND")
         return self.serve(
             f"{name} ({transport}, {mode})",

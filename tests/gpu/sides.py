@@ -1,5 +1,5 @@
-"""Sides for the conformance suite whose memory is on a GPU; module functions, so that a spawned
-process can make them too.
+"""Transport sides for the conformance suite whose memory is on a GPU. They are module functions, so
+that a spawned process can make them too.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ __all__ = [
 
 
 class DeviceBytes:
-    """A stretch of device memory that looks like numpy's as far as the suite needs it: what is read
-    is brought here first.
+    """Device memory with the part of numpy's interface that the suite needs. Reading it copies the
+    bytes to the host.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -85,9 +85,7 @@ def nixl_side() -> TransportSide:
 
 
 def bounce_nixl_side() -> TransportSide:
-    """Everything that is not contiguous goes through a bounce buffer that is much smaller than the
-    large region.
-    """
+    """Segments that are not contiguous use a bounce buffer much smaller than the large region."""
     return _bounce(
         BounceSettings(
             segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
@@ -96,7 +94,7 @@ def bounce_nixl_side() -> TransportSide:
 
 
 def roomy_bounce_nixl_side() -> TransportSide:
-    """Through a bounce buffer that holds half of the large region."""
+    """The segments go through a bounce buffer that holds half of the large region."""
     return _bounce(
         BounceSettings(
             segment_bytes=1 << 40, buffer_bytes=64 << 20, chunk_bytes=4 << 20, min_descriptors=2

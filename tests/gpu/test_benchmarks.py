@@ -1,4 +1,6 @@
-"""The benchmarks and the doctor on a GPU: every way works there, and brings the right bytes."""
+"""Tests that the benchmarks and the doctor work on a GPU with every transport, and that the right
+bytes arrive.
+"""
 
 import json
 import os

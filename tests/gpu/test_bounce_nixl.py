@@ -1,5 +1,5 @@
-"""NIXL with bounce buffers moves exactly the named bytes of device memory between two processes,
-in segments of every size.
+"""Tests that NIXL with bounce buffers moves exactly the named bytes of device memory between two
+processes, for segments of any size.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_segments_of_several_sizes_and_odd_ones_are_read_in_one_transfer(
 
 
 def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
-    """The control of the tests above."""
+    """The negative control of the tests above."""
     (plan,) = shuffled(4096, seed=3)
     remote = plan.remote_offsets.copy()
     remote[[5, 6]] = remote[[6, 5]]

@@ -1,5 +1,5 @@
-"""Segments of any size and alignment are copied between device addresses, by the kernel and by
-plain torch alike.
+"""Tests that segments of any size and alignment are copied between device addresses, both by the
+kernel and by plain torch.
 """
 
 import time
@@ -27,7 +27,7 @@ def copier(request: pytest.FixtureRequest) -> CudaAddressCopier:
 
 
 def copy(copier: CudaAddressCopier, copies: list[AddressCopies]) -> None:
-    """What was filled before is filled by another stream: it is to be complete."""
+    """Wait for the stream that filled the memory, then run the copies."""
     torch.cuda.synchronize()
     wait_for(copier.start(copies))
 
@@ -39,7 +39,7 @@ def wait_for(job: CopyJob) -> None:
 
 
 def scattered(size_bytes: int, count: int, odd: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources anywhere, targets apart from each other; both `odd` bytes past what is aligned."""
+    """Return random sources and disjoint targets, each `odd` bytes after an aligned offset."""
     random = np.random.default_rng(seed)
     step = -(-size_bytes // 16) * 16
     slots = (MEMORY_BYTES - odd) // step
@@ -103,7 +103,7 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(
 def test_places_of_unequal_length_go_together(
     copier: CudaAddressCopier, odd: int, scale: int
 ) -> None:
-    """3 and 5 rows, in one launch; and many."""
+    """Places of 3 and 5 rows in one launch, and the same with 900 times as many rows."""
     source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
     quarter, size = MEMORY_BYTES // 4, 1024
@@ -158,7 +158,7 @@ def test_a_pause_ends_with_a_job_and_lasts_as_long_as_it_is_told_without_one(
     memory, places = torch.zeros(2, 4096, dtype=torch.uint8, device="cuda"), np.zeros(1, np.int64)
     copies = [AddressCopies(4096, places, places, (memory[0].data_ptr(),), (memory[1].data_ptr(),))]
     copy(copier, copies)
-    for _ in range(2):  # what is over is taken back first, which takes no time
+    for _ in range(2):  # reclaim the finished job, which returns at once
         copier.pause(0.0)
     began = time.monotonic()
     copier.pause(0.01)
@@ -173,7 +173,7 @@ def test_a_pause_ends_with_a_job_and_lasts_as_long_as_it_is_told_without_one(
 def test_triton_compiles_and_the_driver_starts() -> None:
     from kvferry.transports.copy.kernel import (
         SegmentKernel,
-    )  # needs triton, which machines without a GPU have not
+    )  # needs triton, which machines without a GPU lack
 
     kernel = SegmentKernel(
         CudaTable(torch.device("cuda", 0)),
@@ -185,8 +185,8 @@ def test_triton_compiles_and_the_driver_starts() -> None:
 def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(
     copier: CudaAddressCopier,
 ) -> None:
-    """More jobs than tables, each with offsets of its own; meanwhile the engine's stream lets go of
-    memory that it will yet read.
+    """More jobs than tables, each with its own offsets; meanwhile the engine's stream frees memory
+    that it will still read.
     """
     segments, size, rounds, ones = 64, 4096, 300, 200_000
     source = torch.randint(0, 256, (segments * size,), dtype=torch.uint8, device="cuda").view(
@@ -202,7 +202,7 @@ def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(
     for turn, order in enumerate(orders):
         if turn % 20 == 0:
             numbers = torch.ones(ones, device="cuda")
-            # torch has no other kernel that takes as long as it is told.
+            # This is torch's only kernel that runs for a given time.
             torch.cuda._sleep(1_000_000)  # noqa: SLF001
             sums.append(numbers.sum())
             del numbers

@@ -1,5 +1,5 @@
-"""The host buffer of a cache on a CUDA device: the same promises as the one in host memory, kept by
-copies that nobody waits for.
+"""Tests the host buffer of a cache on a CUDA device: it keeps the contract of the one in host
+memory, and no call waits for a copy.
 """
 
 import time
@@ -25,10 +25,10 @@ DEADLINE_S = 30.0
 
 
 class BufferedCache:
-    """A cache with layers interleaved on the device, block by block, and a dense host buffer."""
+    """A device cache whose blocks interleave the layers, and a dense host buffer."""
 
     def __init__(self, size: int) -> None:
-        """`size`: bytes of a block."""
+        """`size`: the number of bytes of a block."""
         self.engine = torch.randint(
             0, 256, (NUM_BLOCKS, LAYERS, size), dtype=torch.uint8, device="cuda"
         )
@@ -53,7 +53,7 @@ class BufferedCache:
         )
 
     def run(self, *handles: StoreHandle) -> int:
-        """How many polls it took."""
+        """Poll until all handles are complete, and return the number of polls."""
         ended: list[StoreCompletion] = []
         polls, deadline = 0, time.monotonic() + DEADLINE_S
         while len(ended) < len(handles):

@@ -1,5 +1,5 @@
-"""The embedded engine on a GPU: the tokens of the CPU, however the work is cut and whatever the
-cache keeps; and its memory comes back.
+"""Tests the embedded engine on a GPU: it generates the same tokens as on the CPU, for any batching
+and any cache format, and it frees its device memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def random_prompts(seed: int = 1) -> list[tuple[int, ...]]:
 
 
 def scattered_tables(options: EngineOptions, prompts: Sequence[tuple[int, ...]]) -> list[Tables]:
-    """Blocks for each prompt and what is generated, in no order, in every group."""
+    """Return shuffled block tables, per prompt and group, for prompt and generated tokens."""
     num_groups = len(form_groups(read_model_config(options.model)))
     free = Random(2).sample(range(options.num_blocks), options.num_blocks)
     tables = []
@@ -83,7 +83,7 @@ def scattered_tables(options: EngineOptions, prompts: Sequence[tuple[int, ...]])
 def generate(
     run: Run, prompts: Sequence[tuple[int, ...]], tables: Sequence[Tables], chunk: int = 10_000
 ) -> list[list[int]]:
-    """Greedy tokens of all prompts, in one batch, each step at most `chunk` tokens of each."""
+    """Generate greedy tokens of all prompts in one batch, up to `chunk` tokens of each per step."""
     known, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
     ends = [len(prompt) + NEW_TOKENS for prompt in prompts]
     while unfinished := [
@@ -154,7 +154,7 @@ def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_transports_get_no_h
 def test_models_that_compute_in_their_own_format_stay_near(
     options: EngineOptions, compute_dtype: str
 ) -> None:
-    """What models beyond the limit do."""
+    """Models above the size limit for float64 are computed in such a format."""
     part = SequenceSlice("a", tuple(range(20, 220)), 0, (tuple(range(20)),), GREEDY)
     with (
         one_rank(options) as exact,
@@ -182,7 +182,9 @@ def test_two_ranks_on_one_gpu_give_a_single_ranks_tokens(
 
 
 def test_ranks_without_a_size_agree_on_one(options: EngineOptions, tmp_path: Path) -> None:
-    """They measure the GPU one after the other, and the first takes nothing before the last has."""
+    """The ranks measure the GPU one after the other, and the first allocates only after the last
+    has measured.
+    """
     few = replace(
         options, num_blocks=0, gpu_memory_utilization=share_in_use() + 0.03, tensor_parallel_size=2
     )
@@ -226,7 +228,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_nccl_adds_up_what_ranks_with_a_gpu_each_have(tmp_path: Path) -> None:
-    """One rank: NCCL joins no two on one GPU."""
+    """The test uses one rank, because NCCL cannot connect two ranks on one GPU."""
     alone, cuda = ParallelConfig(1, 0), torch.device("cuda", 0)
     assert open_device("cuda", alone).has_own_gpus
     assert not open_device("cuda", ParallelConfig(torch.cuda.device_count() + 1, 0)).has_own_gpus

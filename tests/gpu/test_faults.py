@@ -1,7 +1,7 @@
-"""P or D is killed or stopped while KV moves between them on one GPU: the other serves on, no token
-is wrong, no block and no memory of the device is lost.
+"""Tests that P or D, as real processes on one GPU, survives when the other is killed or stopped
+during transfers: it keeps serving, no token is wrong, and no block and no device memory is lost.
 
-D tells each transfer late, so that at any moment several are under way.
+D reports each transfer late, so that several transfers are always running.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ PROMPTS = [
 ]
 CLIENTS = 8
 ENOUGH = 16
-"""Transfers that show that two engines work together."""
+"""The number of transfers that prove that the two engines work together."""
 STOPPED_S = 4.0
-"""Longer than a lease and than any wait for an answer."""
+"""Longer than a lease and longer than any timeout for an answer."""
 RESTART_S = 90.0
 CACHE = ("--kv-cache-memory-bytes", "1G")
-"""So large that one which a survivor keeps open is seen."""
+"""Large enough that used device memory shows a dead engine's cache that a survivor keeps open."""
 SLACK_BYTES = 512 * 2**20
 
 Hurt = Callable[[aiohttp.ClientSession], Awaitable[None]]
@@ -64,8 +64,8 @@ Hurt = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 @dataclass
 class Stage:
-    """P, D and the router in front of them; either may be replaced by another incarnation of it, at
-    the same address.
+    """P, D and the router in front of them. A test may replace P or D by a new incarnation at the
+    same address.
     """
 
     cluster: GpuCluster
@@ -95,12 +95,12 @@ class Stage:
         )
 
     async def restart(self, starting: Starting) -> Engine:
-        """Without standing in the way of the traffic."""
+        """Wait until the engine is ready without blocking the running clients."""
         return await asyncio.to_thread(starting.ready)
 
     async def endure(self, hurt: Hurt) -> None:
-        """Traffic before, during and after; then every block of both is free, and the device has as
-        much in use as before.
+        """Run clients before, during and after the fault. Then check that all blocks of P and D are
+        free, and that the device memory in use has not grown.
         """
         outcomes: list[tuple[int, Answer]] = []
         stop = asyncio.Event()
@@ -109,7 +109,8 @@ class Stage:
             async def client(numbers: Iterator[int]) -> None:
                 while not stop.is_set():
                     number = next(numbers)
-                    # Another salt each time: nothing is found in a cache, all of it moves.
+                    # Each request has its own cache salt: no prefix cache hits, so all KV must be
+                    # transferred.
                     answer = await ask(
                         session,
                         self.router,
@@ -139,14 +140,14 @@ class Stage:
             await assert_quiescent(session, self.p, self.d)
             if (
                 self.transport == "cuda_ipc"
-            ):  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
+            ):  # UCX keeps a dead process's memory open until its own exit (docs/faults.md)
                 await until(
                     "the memory of the dead is given back",
                     partial(has_no_more, before + SLACK_BYTES),
                 )
 
     async def assert_serves(self, session: aiohttp.ClientSession, survivor: Engine) -> None:
-        """Prompts of its own, in the meantime."""
+        """Check the survivor's answers to requests that go to it directly."""
         for number in range(4):
             answer = await ask(
                 session, survivor, PROMPTS[number], cache_salt=f"alone {next(self.salts)}"
@@ -154,7 +155,7 @@ class Stage:
             assert answer == self.right[number]
 
     async def _until_moved(self, session: aiohttp.ClientSession) -> None:
-        """D has fetched so many more prompts, by this transport."""
+        """Wait until D has loaded `ENOUGH` more prompts and this transport has moved bytes."""
         before = await metrics(session, self.d)
 
         async def has_moved() -> bool:
@@ -168,7 +169,7 @@ class Stage:
 
 
 def used_bytes() -> int:
-    """Of the whole device."""
+    """Return the memory in use on the whole device."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -178,7 +179,7 @@ async def has_no_more(limit_bytes: int) -> bool:
 
 
 def kill(engine: Engine) -> None:
-    """With -9, and every process of it: the one that computes has no time to say goodbye."""
+    """Send SIGKILL to every process of the engine; the process that computes cannot clean up."""
     engine.kill(is_stopped=True)
 
 

@@ -1,5 +1,5 @@
-"""A small soak on a GPU: every ending of a transfer, every block free, and what it tells of device
-memory.
+"""Tests a short soak on a GPU: transfers end in every possible way, all blocks are free in the end,
+and the report contains the device memory.
 """
 
 import json
@@ -49,8 +49,8 @@ def test_many_transfers_leave_nothing_behind(transport: str) -> None:
     )
     assert run["moved"][transport] >= run["transfers"] >= 600
     assert set(run["aborted"]) == set(ABORTED_OUTCOMES), "each kind of end was met"
-    # So short a run is all warm-up; how memory grows is what `kvferry bench soak --transfers 10000`
-    # is for.
+    # A run this short is all warm-up. Use `kvferry bench soak --transfers 10000` to measure how
+    # memory grows.
     assert set(run["verdicts"]) == {"driver", "prefill", "decode", "gpu"}
     for name in ("prefill", "decode"):
         assert all(sample["torch_bytes"] > 0 for sample in run["samples"][name])

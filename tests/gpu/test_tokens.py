@@ -1,7 +1,7 @@
-"""P and D on one GPU: the tokens are a single engine's, whatever carried the KV and however each
-keeps its blocks; a control must differ.
+"""Tests P and D as real processes on one GPU: their tokens equal those of a single engine, for
+every transport and every cache layout; in a negative control the tokens must differ.
 
-All engines are started together, once: starting one takes many seconds, most of them imports.
+All engines start together, once: starting an engine takes many seconds, mostly for imports.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ MODES = ("pull", "push")
 SMALL_HND, LARGE_NHD = Shape(16, "HND"), Shape(32, "NHD")
 CONCURRENCY = 48
 PATIENT: dict[str, Any] = {"kv_lease_duration": 600}
-"""With such a lease, blocks that are free soon were released, not expired."""
+"""With so long a lease, blocks that are free soon afterwards were released and did not expire."""
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines on their way, by name; routers are made when they are asked for."""
+    """The starting engines by name; a router is started when a test asks for a pair."""
 
     cluster: GpuCluster
     starting: dict[str, Starting]
@@ -61,12 +61,12 @@ class Fleet:
         return self._ready[name]
 
     def pair(self, prefill: str, decode: str) -> tuple[Engine, Engine, Engine]:
-        """P, D and the router in front of them."""
+        """Return P, D and a new router in front of them."""
         p, d = self.engine(prefill), self.engine(decode)
         return p, d, self.cluster.proxy([p], [d]).ready()
 
     def expected(self, dtype: str) -> dict[str, list[Answer]]:
-        """What one engine that knows nothing of transfers answers."""
+        """Return the answers of a single engine without a connector."""
         if dtype not in self._expected:
             plain = self.engine(f"plain {dtype}")
             asked = {"greedy": GREEDY, "few": FEW}
@@ -84,7 +84,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
         for transport in TRANSPORTS:
             for mode in MODES:
                 of = f"{transport} {mode}"
-                # In push P writes into D's blocks where D lets it; else D reads them.
+                # In push mode P writes into D's blocks if D grants it; otherwise D reads them.
                 writing: dict[str, Any] = {"push_write": "always"} if mode == "push" else {}
                 settings = {**PATIENT, **writing}
                 starting[f"small {of}"] = cluster.serve_on_gpu(
@@ -108,14 +108,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
 def test_greedy_tokens_of_200_prompts_equal_a_single_engines(
     fleet: Fleet, transport: str, mode: str, prefill: str, decode: str
 ) -> None:
-    """Blocks of 16 tokens in layout HND on one side, of 32 in NHD on the other."""
+    """One side has blocks of 16 tokens in layout HND, the other has 32 in layout NHD."""
     p, d, router = fleet.pair(f"{prefill} {transport} {mode}", f"{decode} {transport} {mode}")
     expected = fleet.expected(DTYPES[transport])["greedy"]
 
     async def check() -> None:
         async with new_session() as session:
             before = await moved(session, transport, p, d)
-            # Nothing that these engines have computed or received in the other direction is used.
+            # The salt prevents hits on KV that these engines computed or received in the other
+            # direction.
             answers = await ask_all(router, GREEDY, CONCURRENCY, cache_salt=prefill)
             assert [answer.status for answer in answers] == [200] * len(GREEDY), next(
                 a.body for a in answers if not a.is_ok
@@ -156,7 +157,7 @@ def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(
 def test_one_corrupted_block_in_transit_changes_the_tokens(
     fleet: Fleet, transport: str, mode: str
 ) -> None:
-    """The negative control of everything above: the same comparison must see a wrong byte."""
+    """The negative control of all tests above: the same comparison must detect a wrong byte."""
     p, d, router = fleet.pair(f"small {transport} {mode}", f"spoilt {transport} {mode}")
 
     async def check() -> None:
@@ -174,8 +175,8 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(
 async def moved(
     session: aiohttp.ClientSession, transport: str, p: Engine, d: Engine
 ) -> tuple[float, float, float]:
-    """Bytes by the transport, whoever moved them; transfers that ended well for D, and those that
-    did not.
+    """Return the bytes that either side moved over the transport, and the numbers of D's successful
+    and failed transfers.
     """
     ended = await metrics(session, d)
     return await moved_by(session, transport, p, d), ended.get(FINISHED, 0), ended.get(FAILED, 0)

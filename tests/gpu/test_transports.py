@@ -1,5 +1,5 @@
-"""The transports that carry device memory keep the promises of every transport. The far side is a
-process of its own on the same GPU.
+"""Tests that the transports for device memory keep the contract of every data transport. The far
+side is a process of its own on the same GPU.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def source(request: pytest.FixtureRequest) -> Iterator[TransportPairSource]:
 def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(
     source: TransportPairSource,
 ) -> None:
-    """Of so many, some transports look at each when its turn comes."""
+    """With this many offsets, some transports check an offset only when they reach it."""
     offsets = np.arange(LARGE_BLOCKS * LARGE_BLOCK_BYTES // 64, dtype=np.int64)[:10_000] * 64
     for wrong in (-64, LARGE_BLOCKS * LARGE_BLOCK_BYTES - 63):
         for side in range(2):

@@ -126,9 +126,7 @@ class Cache:
         return np.concatenate(parts, axis=1)
 
     def fill(self, layer: str, blocks: list[int], content: Bytes) -> None:
-        """Write `content`, [all heads, tokens, item], into the blocks; the last block may be partly
-        filled.
-        """
+        """Write `content`, [all heads, tokens, item], to the blocks; it may end inside a block."""
         view, size, own = self.views()[layer], self.form.block_size, content[self.geometry.heads]
         for index, block in enumerate(blocks):
             part = own[:, index * size : (index + 1) * size]

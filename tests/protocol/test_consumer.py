@@ -589,8 +589,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         return isinstance(event, HandshakeFailed | TransferAbandoned)
 
     def finish(self) -> None:
-        """Hook for subclasses: end the operations that are still running before `teardown` checks.
-        """
+        """Hook for subclasses: end the operations that still run before `teardown` checks."""
 
     def teardown(self) -> None:
         for number in range(1, self.count + 1):

@@ -185,9 +185,7 @@ def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
 
 
 class StagedMachine(ConsumerMachine):
-    """Producers that use a host buffer: the consumer reads nothing before the producer sends
-    `Ready`.
-    """
+    """Producers that use a host buffer: the consumer reads nothing before a `Ready` arrives."""
 
     def __init__(self) -> None:
         super().__init__()

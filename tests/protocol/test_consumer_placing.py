@@ -139,9 +139,7 @@ def test_what_was_placed_for_a_request_that_was_never_asked_for_is_our_own_bug()
 
 
 class PlacingMachine(ConsumerMachine):
-    """`ConsumerMachine` with blocks that must be permuted: no block is returned during a
-    permutation.
-    """
+    """`ConsumerMachine` with blocks to be permuted: none is returned during the permutation."""
 
     def __init__(self) -> None:
         super().__init__()

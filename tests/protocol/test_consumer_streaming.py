@@ -39,8 +39,7 @@ WHOLE = fingerprint(range(16), 4, "")
 
 
 def partial(ready: int, serial: int = 1) -> Ticket:
-    """Return a ticket for 16 tokens in blocks 3, 4, 5, 6, with holes for the blocks not ready yet.
-    """
+    """Return a ticket for 16 tokens in blocks 3, 4, 5, 6, with holes for blocks not ready yet."""
     runs = [(3, ready // 4)] * (ready > 0) + [(HOLE, 4 - ready // 4)] * (ready < 16)
     return Ticket("p", "e1", "a", serial, "p-host", 5600, 1, 4, [runs], WHOLE, 30.0)
 

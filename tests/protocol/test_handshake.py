@@ -1,6 +1,4 @@
-"""Tests that a refused handshake names the fields that differ, and that the serving side never
-raises.
-"""
+"""Tests that a refused handshake names the differing fields, and that the server never raises."""
 
 import msgspec
 import pytest

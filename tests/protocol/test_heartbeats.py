@@ -1,6 +1,4 @@
-"""Tests that one heartbeat per peer renews all leases of that peer, and that a silent peer is
-detected.
-"""
+"""Tests that one heartbeat renews all leases of a peer, and that a silent peer is detected."""
 
 import pytest
 from hypothesis import given

@@ -82,9 +82,7 @@ class Growth:
 
 
 def total_bytes(state: object) -> int:
-    """Return the size of all objects reachable from `state`, without classes, modules and
-    functions.
-    """
+    """Return the size of all objects reachable from `state`, except classes and code."""
     seen: dict[int, object] = {}
     found = [state]
     while found:

@@ -184,9 +184,7 @@ def segments(
     remote: Form,
     model: Model = Model(),  # noqa: B008  frozen
 ) -> list[tuple[int, list[int], list[int]]]:
-    """Return the segment size, the local and the remote offsets of a two-block plan, per local
-    region.
-    """
+    """Return segment size, local and remote offsets of a two-block plan, per local region."""
     ours, theirs = Cache(model, local, 0), Cache(model, remote, 0)
     heads = range(min(ours.geometry.num_kv_heads, theirs.geometry.num_kv_heads))
     plan = plan_read(ours.geometry, theirs.geometry, heads, [[0, 5]], [[3, 1, 4, 2]], range(8))

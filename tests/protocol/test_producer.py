@@ -342,8 +342,7 @@ class ProducerMachine(RuleBasedStateMachine):
             self.free.add(lease.request)
 
     def finish(self) -> None:
-        """Hook for subclasses: end the operations that are still running before `teardown` checks.
-        """
+        """Hook for subclasses: end the operations that still run before `teardown` checks."""
 
     def teardown(self) -> None:
         while self.granted < self.issued:

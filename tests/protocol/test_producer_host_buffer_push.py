@@ -67,9 +67,7 @@ def publish(producer: Producer, ready: int, *blocks: int, serial: int = 1) -> No
 
 
 def begun(*requests: str) -> Producer:
-    """Return a producer with these registrations and an open prefill; its first block is being
-    copied.
-    """
+    """Return a producer with an open prefill whose first block is being copied."""
     producer = make_staged()
     for request in requests:
         producer.receive(ROUTE, registration(request), now=0)
@@ -137,8 +135,7 @@ def test_a_reader_that_another_ranks_offer_has_brought_is_told_with_its_offer() 
 
 @pytest.mark.parametrize("comes", ["before the end", "after the end"])
 def test_a_reader_with_the_whole_ticket_is_told_when_all_is_copied(comes: str) -> None:
-    """The producer made no offer to this reader: a router that asks the prefill side first sent it.
-    """
+    """The reader got no offer: it was sent by a router that asks the prefill side first."""
     producer = begun()
     producer.copied_to_host_buffer(1, None, now=1)
     if comes == "before the end":

@@ -54,7 +54,7 @@ def ticket(serial: int) -> str:
 
 
 def test_one_that_registers_anew_before_we_have_withdrawn_is_not_forgotten() -> None:
-    """Another rank has already told the reader about the withdrawal."""
+    """The reader already knows of the withdrawal from another rank."""
     producer = opened()
     producer.receive(ROUTE, registration(), now=1)
     producer.receive(ROUTE, Heartbeat("e1", 1, ["d/r/0", "d/nobody/0"]), now=1)

@@ -36,8 +36,7 @@ from kvferry.types import Address, EngineIncarnation
 
 
 def reading_from_two_ranks() -> Consumer:
-    """Return a consumer that reads a prompt of 8 tokens; both ranks have offered the whole prompt.
-    """
+    """Return a consumer that reads a prompt of 8 tokens, which both ranks have offered in full."""
     consumer = ranks.make_consumer()
     push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
     consumer.expect(

@@ -1,4 +1,4 @@
-"""The fault proxy does what it is told, no more: what tests of bad networks stand on."""
+"""Tests that the fault proxy, on which tests of bad networks rely, causes only requested faults."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ SOON_S = 0.2
 
 
 class Echo:
-    """Sends back what it gets, on every connection, until that ends."""
+    """A server that sends back all bytes it receives, on each connection until it ends."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -1,5 +1,5 @@
-"""Random plans over the memory of the conformance suite, read and written by a transport with
-bounce buffers, and every byte looked at. For any memory.
+"""Random plans over the memory of the conformance suite. A transport with bounce buffers reads and
+writes them, and every byte is compared. Works for host and device memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LARGE_BYTES = LARGE_BLOCKS * LARGE_BLOCK_BYTES
 
 
 def shuffled(segment_bytes: int, seed: int, count: int | None = None) -> list[Segments]:
-    """The large region, segment by segment, from anywhere to anywhere."""
+    """Return a plan that moves the segments of the large region between random places."""
     random, slots = np.random.default_rng(seed), LARGE_BYTES // segment_bytes
     local, remote = (
         random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2)
@@ -32,7 +32,7 @@ def shuffled(segment_bytes: int, seed: int, count: int | None = None) -> list[Se
 
 
 def mixed(seed: int) -> list[Segments]:
-    """Segments of several sizes, some odd, into parts of the large region that do not overlap."""
+    """Return segments of several sizes, some odd, in disjoint parts of the large region."""
     random, part_bytes, made = np.random.default_rng(seed), LARGE_BYTES // 6, []
     for number, segment_bytes in enumerate((1, 333, 4096, 12_288, 65_536, 1000)):
         slots = min(3000, part_bytes // segment_bytes)
@@ -46,7 +46,7 @@ def mixed(seed: int) -> list[Segments]:
 
 
 def read_as_planned(pair: TransportPair, plan: Sequence[Segments]) -> Bytes:
-    """What our memory is after a read, if it is right."""
+    """Return the expected content of our memory after a read of the plan."""
     memory = np.array(pair.near.memory)
     for part in plan:
         here, there = (pair.place(region, 0) for region in (part.local_region, part.remote_region))

@@ -1,5 +1,5 @@
-"""A process that begins a long read through bounce buffers and says so, again and again; to be
-killed or stopped in the middle of one.
+"""A process that repeats a long read through bounce buffers and reports when each read begins. A
+test kills or stops the process in the middle of a read.
 """
 
 from multiprocessing.connection import Connection
@@ -16,7 +16,7 @@ PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 
 
 def read_for_ever(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...]) -> None:
-    """After each read: its error, or None, and whether the bytes came."""
+    """Send after each read its error, or None, and whether bytes arrived."""
     side = slow_bounce_side()
     side.transport.connect(PEER, offer, regions)
     plan = shuffled(4096, seed=5, count=4000)

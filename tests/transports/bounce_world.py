@@ -1,5 +1,5 @@
-"""Two sides of bounce-buffer transfers in one process, with a clock, a mail and a wire that do what
-a test says. No NIXL, no thread, no time.
+"""Both sides of bounce-buffer transfers in one process. The test controls the clock, the delivery
+of messages and the movement of bytes; there is no NIXL, no thread and no real time.
 """
 
 import ctypes
@@ -35,13 +35,13 @@ class _Posted:
 
 @dataclass(slots=True)
 class DescriptorMover:
-    """Moves what was posted when it is told to, or never."""
+    """Moves the posted descriptors when `land` is called, or never."""
 
     posted: list[_Posted] = field(default_factory=list)
     last: int = 1000
     is_broken: bool = False
     metadata: list[bytes] = field(default_factory=list)
-    """The peers' metadata that was loaded."""
+    """The metadata of the peers that was loaded."""
 
     def update_metadata(self, peer: PeerId, metadata: bytes) -> None:
         self.metadata.append(metadata)
@@ -52,7 +52,7 @@ class DescriptorMover:
         return Handle(self.last)
 
     def cancel(self, handle: Handle) -> None:
-        return None  # what is posted is waited for
+        return None  # posted transfers are waited for, not cancelled
 
     def land(self) -> list[Completion]:
         landed, self.posted = self.posted, []
@@ -80,7 +80,7 @@ class DescriptorMover:
 
 
 class Party:
-    """One transport's state, without the transport."""
+    """The state of one transport, without the transport itself."""
 
     def __init__(
         self, name: str, sizes: Sequence[int], buffer_pages: int, chunk_bytes: int, seed: int
@@ -124,7 +124,7 @@ class Party:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is kept of anything."""
+        """True if no slot is taken, and no transfer is running or being served."""
         return (
             self.own.is_free
             and self.served_slots.is_free
@@ -138,14 +138,14 @@ class World:
     parties: dict[str, Party]
     now: float = 1000.0
     mail: list[tuple[str, str, BounceMessage]] = field(default_factory=list)
-    """Sender, receiver, message: in the order in which they were sent."""
+    """(sender, receiver, message) in the order of sending."""
 
     @classmethod
     def of(cls, *parties: Party) -> "World":
         return cls({party.name: party for party in parties})
 
     def turn(self, *names: str) -> None:
-        """One turn of each (of all, if none is named)."""
+        """Run one tick of each named party, or of all parties if no name is given."""
         for name in names or self.parties:
             party = self.parties[name]
             for completion in party.mover.land() if not party.mover.is_broken else ():
@@ -175,7 +175,7 @@ class World:
             party.transfers.receive(sender, message, self.now)
 
     def run(self, turns: int = 2000) -> None:
-        """Until nobody has anything to do."""
+        """Run until no party has anything to do."""
         for _ in range(turns):
             self.turn()
             if not self.mail and not any(

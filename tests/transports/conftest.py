@@ -1,4 +1,4 @@
-"""Two transports over TCP in this process: ours, and one that is filled with sevens."""
+"""Fixtures with two tcp transports in this process; the memory of `far` is filled with sevens."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""A process that writes over tcp into memory that was granted to it, as often as it is told, and
-says how each write ended.
+"""A process that writes over tcp with a write grant as often as the test asks, and reports how each
+write ended.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ class WriterProcess:
         return self.process.pid
 
     def write(self, grant_id: int, repeats: int) -> None:
-        """All of the large region, so many times over."""
+        """Write the whole large region, `repeats` times."""
         self.pipe.send((grant_id, repeats))
 
     def how_it_ended(self) -> str | None:

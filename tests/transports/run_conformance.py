@@ -1,5 +1,6 @@
-"""The conformance suite in a process of its own: `python -m tests.transports.run_conformance
-nixl`.
+"""Runs the conformance suite in a process of its own.
+
+Usage: `python -m tests.transports.run_conformance nixl`.
 """
 
 import os
@@ -19,7 +20,7 @@ def main(transport: str) -> int:
     for case in CASES:
         try:
             case.run(source)
-        except Exception:  # the top of one case: the others are still worth running
+        except Exception:  # one failing case must not stop the other cases
             failed += 1
             print(f"FAILED {case.name}\n{traceback.format_exc()}")
     source.close()

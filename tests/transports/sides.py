@@ -1,5 +1,5 @@
-"""Sides for the conformance suite, one maker per transport; module functions, so that a spawned
-process can make them too.
+"""Transport sides for the conformance suite, one function per transport. They are module functions,
+so that a spawned process can make them too.
 """
 
 import numpy as np
@@ -67,9 +67,7 @@ def nixl_side() -> TransportSide:
 
 
 def bounce_nixl_side() -> TransportSide:
-    """Everything that is not contiguous goes through a bounce buffer that is much smaller than the
-    large region.
-    """
+    """Segments that are not contiguous use a bounce buffer much smaller than the large region."""
     memory = SharedMemory.allocate(MEMORY_BYTES)
     settings = BounceSettings(
         segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2
@@ -80,8 +78,8 @@ def bounce_nixl_side() -> TransportSide:
 
 
 def slow_bounce_side() -> TransportSide:
-    """As above, in chunks so small that a long transfer can be met on its way; and who is silent is
-    not waited for long.
+    """Like `bounce_nixl_side`, but with chunks so small that a test can interrupt a long transfer,
+    and with a short timeout for silent peers.
     """
     memory = SharedMemory.allocate(MEMORY_BYTES)
     settings = BounceSettings(

@@ -1,7 +1,7 @@
-"""A reader among producers that answer only when this program lets them, over TCP. Run as a
-program: UCX chooses its transports once.
+"""A reader and producers that answer only when this program polls them, over TCP. Run as a program,
+because UCX selects its transports once per process.
 
-`python -m tests.transports.silent_producers SCENARIO` prints as JSON what happened.
+`python -m tests.transports.silent_producers SCENARIO` prints the result as JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ DISPOSALS = 20
 
 
 class Producer:
-    """Its memory is full of one number. It answers when it is polled, never by itself."""
+    """A producer whose memory is filled with one number. It answers only when it is polled."""
 
     def __init__(self, name: str, number: int) -> None:
         self.peer = PeerId(EngineId(name), Epoch("e"), 0)
@@ -43,13 +43,13 @@ class Reader:
         )
         assert self.transport.register(self.regions)
         self.ended: dict[Handle, str | None] = {}
-        """In the order in which they were told."""
+        """The errors of the ended transfers, in the order of their completions."""
 
     def connect(self, producer: Producer) -> None:
         self.transport.connect(producer.peer, producer.transport.offer(), producer.regions)
 
     def read(self, producer: Producer, block: int) -> Handle:
-        """Of one block, posted when this returns."""
+        """Start a read of one block; the read is posted when this method returns."""
         offset = np.array([block * BLOCK_BYTES], np.int64)
         handle = self.transport.read(producer.peer, [Segments(0, 0, BLOCK_BYTES, offset, offset)])
         self.turn()
@@ -91,7 +91,7 @@ class Held:
 
 
 def many_disposals() -> dict[str, object]:
-    """A producer in another process is stopped, and read from again and again."""
+    """A producer in another process is stopped; the reader reads from it repeatedly and cancels."""
     process, pipe, offer, regions = start_producer()
     os.kill(process.pid or 0, signal.SIGSTOP)
     reader = Reader()
@@ -104,9 +104,9 @@ def many_disposals() -> dict[str, object]:
         at_most = max(at_most, Held.now())
         reader.transport.cancel(handle)
         reader.turn_until(lambda: handle in reader.ended)  # noqa: B023
-        # The kernel lists a thread a moment longer than it can be joined.
+        # The kernel lists a thread for a short time after the thread can be joined.
         reader.turn_until(lambda: Held.now().is_within(before))  # noqa: B023
-        before = before if number else Held.now()  # now whatever is opened once is open
+        before = before if number else Held.now()  # resources opened only once are open now
     reader.transport.close()
     process.kill()
     process.join(DEADLINE_S)
@@ -122,7 +122,7 @@ def many_disposals() -> dict[str, object]:
 
 
 def others_go_on() -> dict[str, object]:
-    """One producer is silent in a read that is cancelled, another answers late."""
+    """One producer is silent during a read that is cancelled; another producer answers late."""
     reader, silent, late = Reader(), Producer("silent", 7), Producer("late", 9)
     reader.connect(silent)
     reader.connect(late)
@@ -131,7 +131,7 @@ def others_go_on() -> dict[str, object]:
     reader.turn_for(LONGER_S)
     ended_early = len(reader.ended)
     new = reader.read(late, 2)
-    reader.connect(silent)  # at once, without waiting for the end of the first connection
+    reader.connect(silent)  # immediately, without waiting for the first connection to end
     reader.turn_until(lambda: {slow, lost, new} <= set(reader.ended), late)
     told = [{slow: "slow", lost: "lost"}[handle] for handle in reader.ended if handle != new]
     reader.transport.close()
@@ -144,7 +144,7 @@ def others_go_on() -> dict[str, object]:
 
 
 def bounded_generations() -> dict[str, object]:
-    """Again and again a producer falls silent while another is about to answer."""
+    """One producer after the other falls silent while another producer is about to answer."""
     reader, late = Reader(), Producer("late", 9)
     reader.connect(late)
     silent, lost, slow, threads = [], [], [], []

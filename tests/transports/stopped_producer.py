@@ -1,9 +1,9 @@
 """A reader whose producer is stopped in the middle of a read, over TCP. Run as a program, because
-UCX chooses its transports once.
+UCX selects its transports once per process.
 
-Prints as JSON whether the cancelled read was said to have ended while the producer was stopped, how
-it ended, and how many bytes were written after it had been painted over. The one argument is the
-transport's patience in seconds.
+The program prints as JSON whether the cancelled read was reported as ended while the producer was
+stopped, how it ended, and how many bytes arrived after the memory had been overwritten. Its only
+argument is the cancel timeout of the transport in seconds.
 """
 
 import json
@@ -25,7 +25,7 @@ BLOCKS, BLOCK_BYTES = 256, 256 * 1024
 PEER = PeerId(EngineId("p"), Epoch("e"), 0)
 STOPPED_S, DEADLINE_S = 4.0, 30.0
 TURNS = 1000
-"""Far more than the producer needs to send all that it was asked for."""
+"""Far more polls than the producer needs to send all requested bytes."""
 
 
 def regions_at(address: int) -> list[Region]:
@@ -56,8 +56,8 @@ def poll_until_ended(transport: NixlTransport, seconds: float) -> list[Completio
 def poll_until_all_was_sent(
     transport: NixlTransport, pipe: Connection, producer: BaseProcess
 ) -> list[Completion]:
-    """Or until the producer has died: UCX ends a process whose reader left in the middle of a read
-    (docs/faults.md).
+    """Poll until the producer has sent everything or has died: UCX ends a process whose reader left
+    in the middle of a read (docs/faults.md).
     """
     pipe.send(TURNS)
     until, ended = time.monotonic() + DEADLINE_S, list[Completion]()
@@ -70,7 +70,7 @@ def poll_until_all_was_sent(
 
 
 def start_producer() -> tuple[BaseProcess, Connection, TransportOffer, list[Region]]:
-    """One that answers for as many turns as it is sent, and closes when it is sent 0."""
+    """Start a producer that polls as often as each number it receives; 0 closes it."""
     ours, theirs = multiprocessing.Pipe()
     producer = multiprocessing.get_context("spawn").Process(
         target=serve, args=(theirs,), daemon=True
@@ -95,7 +95,7 @@ def main(patience_s: float) -> None:
         PEER, [Segments(0, 0, BLOCK_BYTES, offsets[::2].copy(), offsets[1::2].copy())]
     )
     while int(np.count_nonzero(memory[::BLOCK_BYTES])) < 8:
-        ours.send(1)  # a turn sends a few MiB of 32
+        ours.send(1)  # a poll sends a few of the 32 MiB
         ours.recv()
         assert not transport.poll()
     os.kill(producer.pid or 0, signal.SIGSTOP)

@@ -1,5 +1,5 @@
-"""Transports over memory of their own, and whoever dials or answers them by hand: for the tests of
-the tcp transport.
+"""For the tests of the tcp transport: transports with their own memory, and peers that dial them or
+answer them by hand.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ BLOCKS = 64
 
 @dataclass
 class Memory:
-    """A transport over memory of its own, with some bytes on either side that nobody may touch."""
+    """A transport with its own memory, which has guard bytes on either side of the region."""
 
     transport: TcpTransport
     bytes: np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -95,7 +95,7 @@ def dial(offer: wire.TcpOffer) -> socket.socket:
 
 
 def introduce(offer: wire.TcpOffer) -> socket.socket:
-    """A connection of somebody who has seen the offer."""
+    """Dial and complete the handshake as a peer that knows the offer's token."""
     connection = dial(offer)
     ours = secrets.token_bytes(wire.NONCE_BYTES)
     nonces = wire.nonce_in(receive(connection, wire.GREETING_BYTES)) + ours
@@ -114,7 +114,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """Until the other side closes, however it does that."""
+    """Receive until the other side closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(1 << 16):
@@ -139,14 +139,14 @@ def assert_still_serves(near: Memory, far: Memory) -> None:
 
 @dataclass
 class Liar:
-    """A producer that greets as it should and then does what a test says, on each connection."""
+    """A producer that completes each handshake and then does what the test says."""
 
     does: Callable[[socket.socket], None]
     token: bytes = b"t" * wire.TOKEN_BYTES
     known: bytes = b""
-    """Another token than it offers."""
+    """The token that it proves, if not the one it offers."""
     greeting: bytes = b""
-    """Another than ours, and nothing after it."""
+    """A wrong greeting, after which it sends nothing."""
 
     @contextlib.contextmanager
     def offered(self) -> Iterator[TransportOffer]:

@@ -1,4 +1,4 @@
-"""Copies between addresses of this process, in host memory."""
+"""Tests copies between addresses of this process, in host memory."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""The store rearranges exactly the bytes it was told to, in slices, and refuses what would leave a
-region.
+"""Tests that the block store permutes exactly the named bytes, in slices, and refuses permutations
+that would leave a region.
 """
 
 import itertools
@@ -26,7 +26,7 @@ def filled(num_bytes: int) -> Bytes:
 
 
 def region_of(memory: Bytes, memory_kind: MemoryKind = MemoryKind.DRAM) -> Region:
-    """All of it, as one block: a store looks at the region's size alone."""
+    """Return a region with all the memory as one block: a store only uses the size of a region."""
     return Region("l0", int(memory.ctypes.data), len(memory), len(memory), 1, memory_kind)
 
 
@@ -40,7 +40,7 @@ def run(store: HostBlockStore, *wanted: StoreHandle) -> list[StoreCompletion]:
 
 
 def rearranged(memory: Bytes, placement: BlockPermutation) -> Bytes:
-    """The slow reference: item after item, by the definition."""
+    """The slow reference: permute item by item, directly from the definition."""
     result = memory.copy()
     for start in placement.offsets.tolist():
         for index in itertools.product(*map(range, placement.shape)):
@@ -57,9 +57,7 @@ def rearranged(memory: Bytes, placement: BlockPermutation) -> Bytes:
 
 
 def dense(shape: tuple[int, ...], order: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """Strides of the dimensions when they are nested in that order, outermost first, without
-    gaps.
-    """
+    """Return the strides of dimensions nested in this order, outermost first, without gaps."""
     strides, step = [0] * len(shape), item_bytes
     for dim in reversed(order):
         strides[dim] = step
@@ -69,8 +67,8 @@ def dense(shape: tuple[int, ...], order: tuple[int, ...], item_bytes: int) -> tu
 
 @st.composite
 def permutations(draw: st.DrawFn, region: int = 0) -> tuple[int, BlockPermutation]:
-    """The size of a region, and some of its blocks to be rearranged from one order of dimensions
-    into another.
+    """Draw the size of a region, and a permutation of some of its blocks from one order of
+    dimensions to another.
     """
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     item_bytes = draw(st.integers(1, 9))
@@ -129,7 +127,7 @@ def test_the_reference_notices_a_wrong_order() -> None:
 
 
 def swap(region: int, blocks: list[int], block_bytes: int) -> BlockPermutation:
-    """The two middle quarters of each block change places."""
+    """Swap the two middle quarters of each block."""
     half, quarter = block_bytes // 2, block_bytes // 4
     return BlockPermutation(
         region,
@@ -160,7 +158,7 @@ def test_several_regions_and_several_jobs_are_worked_on_in_turn() -> None:
 
 
 def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
-    """A poll is the time in which no heartbeat is sent."""
+    """The worker sends no heartbeat during a poll."""
     block_bytes = 64 * 1024
     memory = filled(256 * block_bytes)
     store = HostBlockStore([region_of(memory)])
@@ -176,8 +174,8 @@ def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
 
 
 def test_a_short_job_is_over_in_one_poll() -> None:
-    """However many regions it names: a model has dozens of layers, and each poll is a turn of the
-    transfer worker.
+    """This holds for any number of regions: a model has dozens of layers, and each poll is a tick
+    of the transfer worker.
     """
     memories = [filled(640) for _ in range(30)]
     store = HostBlockStore([region_of(memory) for memory in memories])

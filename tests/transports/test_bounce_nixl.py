@@ -1,5 +1,5 @@
-"""Bounce-buffer transfers over real NIXL, between processes: exact bytes, back-pressure, and peers
-that die, stop or talk nonsense.
+"""Tests bounce-buffer transfers over real NIXL between processes: exact bytes, back-pressure, and
+peers that die, stop or send garbage.
 """
 
 import multiprocessing
@@ -71,7 +71,7 @@ def test_segments_of_several_sizes_move_in_one_transfer(pair: TransportPair) -> 
 
 
 def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
-    """The control of the tests above."""
+    """The negative control of the tests above."""
     (plan,) = shuffled(4096, seed=3)
     remote = plan.remote_offsets.copy()
     remote[[5, 6]] = remote[[6, 5]]
@@ -219,7 +219,7 @@ def test_notifications_that_mean_nothing_are_counted() -> None:
     for note in (b"", b"junk", bytes(300_000), bytes(64)):
         far.transport.notify(peer, note)
     deadline = time.monotonic() + DEADLINE_S
-    while near.transport.num_dropped_notifications < 3:  # one is too long even to be looked at
+    while near.transport.num_dropped_notifications < 3:  # the longest is not examined
         assert time.monotonic() < deadline
         far.transport.poll()
         assert near.transport.poll() == []
@@ -240,7 +240,7 @@ def test_a_killed_reader_leaves_room_for_others_and_its_slot_comes_back() -> Non
             time.sleep(7.0)
             for seed in range(
                 4
-            ):  # with slots that were never given back, these would have to go plainly
+            ):  # if the slot were not freed, these reads would use no bounce buffer
                 check_read(pair, shuffled(4096, seed=seed, count=2000))
 
 
@@ -305,7 +305,7 @@ def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
 
 
 class PairSourceOf:
-    """Pairs with a far side that somebody else keeps."""
+    """Makes pairs with a far side that another object owns."""
 
     def __init__(self, far: FarSide) -> None:
         self._far = far

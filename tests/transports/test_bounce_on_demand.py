@@ -1,4 +1,4 @@
-"""Bounce buffers are allocated when the first transfer needs them, and not before.
+"""Tests that bounce buffers are allocated when the first transfer needs them, and not before.
 
 The two engines are transports over real NIXL in this process. Their bounce buffers come from an
 allocator that counts bytes, and that can be out of memory.
@@ -32,7 +32,7 @@ class CountingAllocator:
         self.held_bytes = 0
         self.has_room = True
         self.gives_null = False
-        """True: the address of the memory is 0, which NIXL does not register."""
+        """True: the allocator returns memory at address 0, which NIXL does not register."""
 
     def __call__(self, size_bytes: int, like: Region) -> BufferMemory:
         if not self.has_room:
@@ -61,7 +61,7 @@ class CountedMemory:
 
 
 class Engine:
-    """One region, registered with a bounce-buffer transport."""
+    """A side with one region, registered with a bounce-buffer transport."""
 
     def __init__(self, name: str, buffer_bytes: int) -> None:
         self.peer = PeerId(EngineId(name), Epoch("1"), 0)
@@ -118,7 +118,7 @@ def scattered(seed: int) -> Segments:
 def read_by(
     transports: tuple[DataTransport, DataTransport], reader: Engine, owner: Engine, plan: Segments
 ) -> Completion:
-    """Read, with both sides polled, and compare every byte."""
+    """Read while polling both sides, and compare every byte."""
     expected, blocks = (
         engine.memory.reshape(SLOTS, SEGMENT_BYTES).copy() for engine in (reader, owner)
     )
@@ -180,7 +180,7 @@ def test_the_first_transfer_of_small_segments_allocates_both_bounce_buffers(
 def test_all_peers_and_both_directions_share_one_bounce_buffer() -> None:
     with engines("a", "b", "c") as (a, b, c):
         for reader, owner in ((a, b), (b, a), (c, a), (a, c), (a, b)):
-            reader.connect(owner)  # by an offer from before any bounce buffer
+            reader.connect(owner)  # with an offer made before any bounce buffer existed
             assert is_bounced(reader, owner, seed=2)
         assert [each.allocator.num_allocated for each in (a, b, c)] == [1, 1, 1]
         assert held_bytes(a, b, c) == [BUFFER_BYTES] * 3

@@ -1,5 +1,5 @@
-"""The pure parts of bounce buffers: slots never overlap, streams move exactly their bytes, and
-messages that were tampered with are refused.
+"""Tests the pure parts of bounce buffers: slots never overlap, streams move exactly their bytes,
+and forged messages are refused.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def test_two_who_share_a_bounce_buffer_never_overlap_and_neither_keeps_the_other
                 tables[who].release(taken[who].pop(number % len(taken[who])))
             continue
         slot = tables[who].take(min(number, most), least, granularity)
-        # Whoever has nothing always gets something, whatever the other has.
+        # A side without any slot always gets one, no matter how many slots the other side holds.
         assert slot is not None or taken[who]
         if slot is not None:
             assert (
@@ -114,7 +114,7 @@ def test_two_who_share_a_bounce_buffer_never_overlap_and_neither_keeps_the_other
         for slot in taken[who]:
             table.release(slot)
         assert table.is_free
-    for table in tables:  # one alone has all but the other's quarter
+    for table in tables:  # alone, a side can take all but the other's quarter
         whole = table.take(buffer_bytes - quarter - 4096)
         assert whole is not None
         table.release(whole)
@@ -186,7 +186,7 @@ def test_a_stretch_ends_between_two_grains_or_at_the_very_end(
 
 @st.composite
 def segments(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
-    """(size of a segment, its slots) in a memory of their own each."""
+    """Draw (segment size, positions of the segments) for each of several memories."""
     made = []
     for _ in range(draw(st.integers(1, 4))):
         slots = draw(st.lists(st.integers(0, 20), unique=True, min_size=0, max_size=12))
@@ -271,8 +271,8 @@ def test_what_most_bytes_are_in_decides_whether_it_is_fragmented() -> None:
         np.random.default_rng(seed).permutation(16384)[:4096].astype(np.int64) for seed in (1, 2)
     )
     row = np.arange(64, dtype=np.int64)
-    # Every layer of a full group is in segments; those of six groups with windows are in a row, and
-    # shorter.
+    # Every layer of the full-attention group is in scattered segments; the layers of the six groups
+    # with windows are contiguous, and shorter.
     layers = [(near * 16384, far * 16384)] * 10 + [
         (group * 16384 + row * 16384,) * 2 for group in range(6) for _ in range(10)
     ]

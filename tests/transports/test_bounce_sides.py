@@ -1,5 +1,5 @@
-"""Both sides of bounce-buffer transfers: every byte arrives, slots come back, and no byte of
-somebody else's slot is ever taken for ours.
+"""Tests both sides of bounce-buffer transfers: every byte arrives, slots are freed, and no transfer
+ever uses bytes from a slot that belongs to another transfer.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def pair(buffer_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, 
 def expected(
     target: Party, source: Party, plans: Sequence[Segments], *, is_read: bool
 ) -> list[Bytes]:
-    """What the target's memories are after these transfers."""
+    """Return the expected content of the target's memories after these transfers."""
     memories = [memory.copy() for memory in target.memories]
     for part in plans:
         for local, remote in zip(
@@ -75,7 +75,8 @@ def test_exactly_the_named_bytes_move(
     is_read: bool, sizes: list[tuple[int, int]], buffer_pages: int, chunk_bytes: int
 ) -> None:
     world, near, far = pair(buffer_pages, chunk_bytes)
-    # Each part has a place of its own in the target: what is written twice has no order.
+    # Each part has its own place in the target, because the order of two writes to one place is
+    # undefined.
     plan = []
     for number, (segment_bytes, count) in enumerate(sizes):
         part = scattered(
@@ -107,7 +108,7 @@ def test_exactly_the_named_bytes_move(
 
 
 def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
-    """The control of the test above."""
+    """The negative control of the test above."""
     world, near, far = pair()
     plan = scattered(0, 0, 256, 100, 50, seed=1)
     other = plan.remote_offsets.copy()
@@ -194,8 +195,8 @@ def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
 
 
 def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None:
-    """Somebody reads from us for long, we read for long from somebody who has stopped: a third is
-    healthy.
+    """One peer reads from us slowly, and we are reading from a peer that has stopped; the transfer
+    with a third, healthy peer must succeed.
     """
     buffer_pages, slots = 32, 512
     reader, we, stopped, healthy = (
@@ -207,7 +208,7 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
         [scattered(0, 0, 4096, slots, slots, seed=1)],
         [scattered(1, 1, 4096, slots, 8, seed=2)],
     )
-    reader.mover.is_broken = True  # slow, but it lives and says so
+    reader.mover.is_broken = True  # simulates a slow peer, which still sends messages
     reader.start(we, long, is_read=True)
     for _ in range(3):
         world.turn()
@@ -259,7 +260,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_slot() -> No
     for _ in range(2):
         world.turn()
         world.deliver()
-    # From here on it does not run; what was sent to it waits.
+    # From here on `near` does not run; the messages to it wait.
     waiting: list[tuple[str, str, BounceMessage]] = []
     other = None
     for _ in range(8 * (int(RECLAIM_S) + 20)):
@@ -273,7 +274,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_slot() -> No
     assert third.ended == {other: None}
     for each in waiting:
         world.hand_over(*each)
-    for _ in range(10):  # what it says now is not heard in time
+    for _ in range(10):  # its messages now come too late
         world.turn("near")
     error = near.ended[late]
     assert error is not None
@@ -334,7 +335,7 @@ def test_an_owner_that_stood_still_writes_nothing_that_came_meanwhile() -> None:
     world.turn("near")
     world.turn("near")
     for memory in far.memories:
-        memory[:] = 9  # they are somebody else's by now
+        memory[:] = 9  # the memory has another owner by now
     world.now += 20
     world.run()
     world.wait(3)
@@ -509,7 +510,7 @@ def test_an_owner_that_lies_fails_its_own_transfers_only(
 def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(
     is_read: bool, turns: int
 ) -> None:
-    """Those that still wait for a slot here too."""
+    """This includes transfers that still wait for a slot on our side."""
     world, near, far = pair(buffer_pages=2, chunk_bytes=1000)
     handles = [
         near.start(far, [scattered(0, 1, 500, 60, 60, seed=number)], is_read=is_read)

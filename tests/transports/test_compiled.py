@@ -1,4 +1,6 @@
-"""Each native function stands on its own: what an earlier build has not is replaced, and named."""
+"""Tests that each native function which an older build lacks is replaced separately, and reported
+by name.
+"""
 
 import sys
 from pathlib import Path
@@ -34,7 +36,7 @@ def test_what_an_earlier_build_has_not_is_replaced_and_the_rest_is_used(
 
 
 def test_without_a_compiler_all_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULE, None)  # as where it cannot be imported
+    monkeypatch.setitem(sys.modules, MODULE, None)  # makes the import fail
     assert missing_native_functions() == NATIVE_FUNCTIONS
     assert native_or("copy_segments", "plain") == "plain"
 

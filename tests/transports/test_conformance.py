@@ -1,4 +1,4 @@
-"""Every data transport keeps the contract of `kvferry.transports.base`."""
+"""Tests that every data transport keeps the contract of `kvferry.transports.base`."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[Spawn
 }
 WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp")
 IMMORTAL = ("shm-one-process",)
-"""There the far side cannot be killed without us."""
+"""Sources whose far side runs in our process and cannot be killed alone."""
 
 
 @pytest.fixture(scope="module", params=list(SOURCES))
@@ -80,7 +80,7 @@ def test_the_transport_admits_only_what_was_granted(name: str, case: Case) -> No
 
 @pytest.mark.parametrize("transport", ["nixl", "bounce-nixl"])
 def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> None:
-    # UCX reads its settings once per process, so the whole suite runs in another one.
+    # UCX reads its settings once per process, so the whole suite runs in another process.
     root = Path(__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.transports.run_conformance", transport],

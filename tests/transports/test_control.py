@@ -1,4 +1,4 @@
-"""Every control transport keeps the contract of `kvferry.transports.base`."""
+"""Tests that every control transport keeps the contract of `kvferry.transports.base`."""
 
 from collections.abc import Callable
 

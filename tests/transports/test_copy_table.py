@@ -1,4 +1,6 @@
-"""What a kernel reads from the table is what was asked for: read here as the kernel reads it."""
+"""Tests that the copy table describes exactly the requested copies, by reading the table as the
+kernel does.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from kvferry.transports.copy.table import (
 )
 
 Moved = set[tuple[int, int, int]]
-"""Size, source and target of every segment."""
+"""(size, source, target) of every segment."""
 
 
 def offsets(*numbers: int) -> Offsets:
@@ -57,8 +59,8 @@ def joined(copies: list[AddressCopies]) -> list[AddressCopies]:
 
 
 def read(table: Offsets, layout: TableLayout, size_bytes: int) -> Moved:
-    """As the kernel does it: every place has as many rows as the longest, of which it leaves out
-    those that it has not.
+    """Read the table as the kernel does: it visits as many rows for each place as the longest place
+    has, and skips the rows that a place does not have.
     """
     numbers, moved = table.tolist(), Moved()
     for place in range(layout.num_places):

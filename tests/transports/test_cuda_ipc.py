@@ -1,5 +1,5 @@
-"""What the transport for device memory decides without a device: which memory is its own, and which
-offers it believes.
+"""Tests the decisions of the CUDA IPC transport that need no device: which memory it registers, and
+which offers it accepts.
 """
 
 import msgspec

@@ -1,5 +1,5 @@
-"""What every transfer asks of a driver, asked of functions of this process in its place: compiled
-and by ctypes alike.
+"""Tests the driver calls of a transfer, compiled and through ctypes, with functions of this process
+in place of the driver's.
 """
 
 import ctypes
@@ -108,7 +108,7 @@ def test_other_threads_go_on_meanwhile(way: str) -> None:
 
 
 class Driver:
-    """Takes note of what it is told."""
+    """Records the calls that it receives."""
 
     def __init__(self, failing: str = "") -> None:
         self.told = list[tuple[Any, ...]]()

@@ -1,4 +1,6 @@
-"""Whether NIXL has more than TCP between hosts decides which transport is tried first."""
+"""Tests the detection of RDMA between hosts, beyond plain TCP, which decides which transport is
+tried first.
+"""
 
 from pathlib import Path
 

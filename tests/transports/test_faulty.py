@@ -1,4 +1,6 @@
-"""Faults are what was asked for, and nothing that was not understood."""
+"""Tests that `FaultyTransport` causes exactly the requested faults, and that unknown fault specs
+are refused.
+"""
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def test_other_specs_are_refused_with_those_there_are(text: str) -> None:
 
 
 def read_twelve(faults: Faults, fill: int | None = None) -> tuple[list[bool], list[bool]]:
-    """Twelve reads of 2 x 3 segments: which ended well, and which arrived right."""
+    """Make twelve reads of 2 x 3 segments; return which succeeded, and which bytes are right."""
     network = MemoryNetwork()
     memories = [
         np.zeros(4096, np.uint8),

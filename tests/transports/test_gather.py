@@ -1,5 +1,5 @@
-"""Whatever the offsets look like, exactly the named bytes are copied, in bounded slices, with and
-without the native function.
+"""Tests that exactly the named bytes are copied for any pattern of offsets, in bounded slices, with
+and without the native function.
 """
 
 import numpy as np

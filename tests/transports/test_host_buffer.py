@@ -1,5 +1,5 @@
-"""A host buffer has exactly the blocks that were saved, and the engine exactly those that were
-loaded, whatever their spacing.
+"""Tests that a host buffer holds exactly the saved blocks, and the engine exactly the loaded
+blocks, for any distance between blocks.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Cache:
-    """Two regions of one group and one of another, in the engine's memory and in a host buffer."""
+    """Two regions of one group and one of another, in the engine's memory and a host buffer."""
 
     GROUPS = (0, 0, 1)
 
     def __init__(self, gap: int = 0) -> None:
-        """`gap`: bytes between the engine's blocks, as where layers are interleaved."""
+        """`gap`: bytes between the engine's blocks, as with interleaved layers."""
         rng = np.random.default_rng(gap)
         self.engine = rng.integers(0, 256, (3, NUM_BLOCKS, BLOCK_BYTES + gap), dtype=np.uint8)
         self.host_buffer = rng.integers(0, 256, (3, NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)

@@ -1,10 +1,11 @@
-"""A process that has used NIXL exits as it means to, also where the distribution's libefa brings a
-second libnl into it.
+"""Tests that a process that has used NIXL exits with the intended code, even where the
+distribution's libefa loads a second libnl into it.
 
-The condition is made by stand-ins of three libraries of rdma-core, because most machines without
-RDMA lack them: `libefa.so.1`, which UCX's EFA module loads, needs `libibverbs.so.1`, and that needs
-`libnl-route-3.so.200`. The latter does what libnl does: its constructor registers a queueing
-discipline by name, its destructor takes it off the list again without asking whether it is on it.
+The tests create this condition with stubs of three rdma-core libraries, because most machines
+without RDMA lack them: `libefa.so.1`, which UCX's EFA module loads, needs `libibverbs.so.1`, which
+needs `libnl-route-3.so.200`. The stub of the last library does what libnl does: its constructor
+registers a queueing discipline by name, and its destructor removes it from the list without
+checking that it is on the list.
 """
 
 import os
@@ -46,7 +47,7 @@ OURS = "from tests.transports.sides import nixl_side\nside = nixl_side()\n"
 
 @pytest.fixture(scope="module")
 def second_netlink(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that will find the stand-ins."""
+    """The environment of a process that loads the stubs."""
     folder = tmp_path_factory.mktemp("rdma-core")
     (folder / "netlink.c").write_text(NETLINK)
     (folder / "empty.c").write_text("")
@@ -81,8 +82,8 @@ def _run(program: str, environment: dict[str, str]) -> int:
 def test_a_bare_agent_of_nixl_crashes_at_exit_where_a_second_libnl_is_loaded(
     second_netlink: dict[str, str],
 ) -> None:
-    """The control of the tests below. When it fails with a newer NIXL, `load_distribution_netlink`
-    can go (docs/decisions/042).
+    """The negative control of the tests below. If it fails with a newer NIXL,
+    `load_distribution_netlink` can be removed (docs/decisions/042).
     """
     assert _run(BARE, second_netlink) == -signal.SIGSEGV
 

@@ -1,4 +1,4 @@
-"""The compiled arithmetic over offsets says what numpy says."""
+"""Tests that the compiled offset arithmetic gives the same results as numpy."""
 
 import numpy as np
 import pytest

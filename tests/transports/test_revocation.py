@@ -1,5 +1,5 @@
-"""A write grant can be revoked for certain: from stopped writers, from liars, and again and
-again.
+"""Tests that a write grant can be revoked reliably, also from stopped and from lying writers, and
+any number of times.
 """
 
 import contextlib
@@ -93,8 +93,8 @@ def owner() -> Iterator[TransportSide]:
 
 @pytest.mark.parametrize("is_revoked", [True, False])
 def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_revoked: bool) -> None:
-    """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the
-    revocation they are overwritten.
+    """SIGSTOP stops the writer while it sends; SIGCONT resumes it when the blocks have another
+    owner. Without the revocation, the blocks are overwritten.
     """
     with (
         owner() as side,
@@ -172,7 +172,7 @@ def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_take
 
 @pytest.mark.parametrize("sent_before", [0, 1, BLOCK, 3 * BLOCK - 1])
 def test_bytes_that_come_after_the_revocation_land_nowhere(far: Memory, sent_before: int) -> None:
-    """The header has been read, and so much of the body."""
+    """The owner has read the header and `sent_before` bytes of the body."""
     far.transport.grant_writes(GRANT_ID, [range(BLOCKS)])
     body = b"\x05" * (3 * BLOCK)
     with introduce(far.offer) as connection:
@@ -278,7 +278,7 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
             connection.sendall(sent + b"\x05" * sum(size for _, size in runs))
         if is_allowed:
             assert receive_reply(connection) == (0, "")
-        with contextlib.suppress(OSError):  # it may have hung up already
+        with contextlib.suppress(OSError):  # the transport may have closed the connection already
             connection.shutdown(socket.SHUT_WR)
         rest_of(connection)
     assert {*(np.flatnonzero(far.bytes == 5) - BLOCK).tolist()} == (
@@ -332,7 +332,7 @@ def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
         with pytest.raises(LocalProtocolError):
             table.grant_writes(grant_id, blocks)
     assert table.get(2) is None
-    table.grant_writes(MAX_GRANT_ID, [[], [], [99]])  # a group of which nothing is here
+    table.grant_writes(MAX_GRANT_ID, [[], [], [99]])  # a group without a region here
     table.remove(1)
     table.grant_writes(1, [])
 
@@ -348,7 +348,7 @@ def test_segments_are_covered_exactly_when_every_byte_is_in_a_granted_block(
     regions = tuple(
         Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group)
         for nth, (size, gap, group) in enumerate(shapes)
-    )  # they overlap and interleave
+    )  # the regions overlap and interleave
     granted = GrantedBlocks(regions, (tuple(ids),))
     allowed = {
         place

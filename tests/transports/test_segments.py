@@ -1,5 +1,5 @@
-"""Joining and cutting runs moves exactly the named bytes, in as few and as small parts as asked
-for.
+"""Tests that joining segments and splitting them into batches moves exactly the named bytes, with
+as few descriptors as possible and in bounded batches.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def segments(draw: st.DrawFn) -> Segments:
         draw(st.lists(st.integers(0, SLOTS), min_size=count, max_size=count, unique=True))
         for _ in range(2)
     )
-    # Mostly neighbours, so that there is something to join.
+    # Most segments are adjacent, so that some can be joined.
     remote = sorted(remote) if draw(st.booleans()) else remote
     return Segments(
         0,
@@ -33,7 +33,7 @@ def segments(draw: st.DrawFn) -> Segments:
 
 
 def moved(descriptors: Descriptors) -> set[tuple[int, int]]:
-    """Every byte as (place here, place there)."""
+    """Return every moved byte as (local address, remote address)."""
     triples = zip(
         descriptors.local.tolist(),
         descriptors.remote.tolist(),

@@ -1,5 +1,5 @@
-"""A shared cache is reached only by those who may, proved to be the one offered, and leaves nothing
-behind.
+"""Tests that only permitted processes can open a shared cache, that a reader verifies that it maps
+the offered cache, and that no resource remains.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def test_a_shared_cache_is_zeroed_writable_and_sealed_against_shrinking() -> Non
 
 
 def test_a_shared_cache_is_wholly_mapped_before_anybody_touches_it() -> None:
-    # Else every page's first write would cost a fault, in the middle of a transfer.
+    # Otherwise the first write to each page would cause a page fault in the middle of a transfer.
     with side():
         resident, is_ours = [], False
         with open("/proc/self/smaps") as maps:
@@ -121,8 +121,8 @@ def test_impossible_sizes_are_a_mistake_of_the_operator(size: int) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_a_page_is_taken() -> None:
-    # Pure: really asking for more than there is would make the kernel kill processes that are not
-    # ours.
+    # This test calls only a pure function: a real allocation beyond the available memory would make
+    # the kernel kill unrelated processes.
     with pytest.raises(ConfigError, match="make the cache smaller"):
         check_fits(91, available=100)
     check_fits(90, available=100)

@@ -1,5 +1,5 @@
-"""The tcp transport among strangers and peers that dial it: nobody reads or writes what was not
-offered, and nothing is left behind.
+"""Tests the tcp transport against strangers and peers that dial it: no peer can read or write
+memory that was not offered, and no resource remains.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def test_only_so_many_strangers_are_listened_to_and_peers_come_through(
 
 
 def has_been_closed(connection: socket.socket, within_s: float = 0.0) -> bool:
-    """By the other side, whatever is still to be read."""
+    """Whether the other side has closed the connection, even if unread bytes remain."""
     poller = select.poll()
     poller.register(connection, select.POLLRDHUP)
     return bool(poller.poll(within_s * 1000))
@@ -92,7 +92,7 @@ def test_a_peer_touches_only_what_was_offered(
 @given(said=st.binary(min_size=1, max_size=400))
 def test_whatever_a_peer_says_the_transport_goes_on(near: Memory, far: Memory, said: bytes) -> None:
     with introduce(far.offer) as connection:
-        with contextlib.suppress(OSError):  # it may have hung up already
+        with contextlib.suppress(OSError):  # the transport may have closed it already
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
         rest_of(connection)
@@ -125,7 +125,7 @@ def test_closing_with_transfers_in_the_queue_leaves_no_socket(far: Memory) -> No
     deadline = time.monotonic() + DEADLINE_S
     while (
         len(os.listdir("/proc/self/fd")) > before
-    ):  # those of the far side close when it has noticed
+    ):  # the far side closes its sockets when it notices
         assert time.monotonic() < deadline, "sockets were left open"
         time.sleep(0.02)
 

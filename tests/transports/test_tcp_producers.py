@@ -1,5 +1,5 @@
-"""The tcp transport and those it dials: whatever a producer does, a read that ended has ended, and
-only its own transfers fail.
+"""Tests the tcp transport against producers that it dials: for any behaviour of a producer, an
+ended read stays ended, and only the transfers of that producer fail.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from kvferry.types import Region
 
 
 def test_a_cancelled_read_has_ended_whatever_its_producer_sends_later(near: Memory) -> None:
-    """Half of the bytes come before, half after: those find nobody."""
+    """Half of the bytes arrive before the cancellation; the later half is discarded."""
     has_sent_half, may_go_on, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def send_in_halves(connection: socket.socket) -> None:
@@ -103,7 +103,7 @@ def test_a_producer_that_lies_fails_its_transfers_and_no_others(
 ) -> None:
     with Liar(does).offered() as offer:
         near.transport.connect(PEER, offer, near.regions)
-        with contextlib.suppress(TransportError):  # it may be known as bad already
+        with contextlib.suppress(TransportError):  # the peer may already be known as bad
             completion = wait(near.transport, near.transport.read(PEER, all_blocks()))
             assert completion.error is not None
             assert any(word in completion.error.lower() for word in why.split("|")), (
@@ -114,8 +114,8 @@ def test_a_producer_that_lies_fails_its_transfers_and_no_others(
 
 
 def test_whoever_answers_with_another_greeting_is_no_peer(near: Memory) -> None:
-    """On each connection: the first may have failed before there was a transfer that waits for
-    it.
+    """Every connection sends the wrong greeting, because the first connection may fail before a
+    transfer waits for it.
     """
     with Liar(
         lambda connection: None, greeting=b"220 mail.example.com ESMTP ready\r\n"
@@ -127,7 +127,7 @@ def test_whoever_answers_with_another_greeting_is_no_peer(near: Memory) -> None:
 
 
 def test_whoever_took_the_port_of_a_producer_is_not_believed(near: Memory) -> None:
-    """It has read the greeting off another connection, but never saw the token."""
+    """The impostor has copied the greeting from another connection, but does not know the token."""
     with Liar(
         lambda connection: connection.sendall(b"\7" * 1000), known=b"u" * wire.TOKEN_BYTES
     ).offered() as offer:
@@ -139,9 +139,7 @@ def test_whoever_took_the_port_of_a_producer_is_not_believed(near: Memory) -> No
 
 
 def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None:
-    """The producer serves the first that dials, and nobody else: other transfers wait for that
-    connection.
-    """
+    """The producer serves only the first connection, so the other transfers wait for it."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         offer = wire.TcpOffer("127.0.0.1", listener.getsockname()[1], b"t" * wire.TOKEN_BYTES)
@@ -201,8 +199,8 @@ def test_a_producer_that_says_nothing_is_given_up(
 
 
 def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> None:
-    """The same with a real one: SIGSTOP in the middle of its bytes, and on with it when our memory
-    has another owner.
+    """The same with a real producer: SIGSTOP stops it while it sends, and SIGCONT resumes it when
+    our memory has another owner.
     """
     far, side = SpawnedFarSide(tcp_side), tcp_side()
     try:
@@ -217,7 +215,7 @@ def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> N
         deadline = time.monotonic() + DEADLINE_S
         while not side.memory[
             ::65536
-        ].any():  # to look at all takes as long as to receive a good part
+        ].any():  # scanning all bytes would take as long as receiving many of them
             assert time.monotonic() < deadline
         os.kill(far.pid, signal.SIGSTOP)
         try:
@@ -226,7 +224,7 @@ def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> N
             side.memory[:] = 77
         finally:
             os.kill(far.pid, signal.SIGCONT)
-        # It serves again, on another connection, and nothing else was written.
+        # The producer serves again, on another connection, and no other byte was written.
         few = np.zeros(1, np.int64)
         assert wait(side.transport, side.transport.read(PEER, [Segments(0, 0, 64, few, few)])).ok
         assert np.count_nonzero(side.memory != 77) in range(1, 65)

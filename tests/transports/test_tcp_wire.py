@@ -1,4 +1,4 @@
-"""What the tcp transport says on a connection: everything from outside is checked before an address
+"""Tests the wire format of the tcp transport: all input from outside is checked before an address
 is used.
 """
 
@@ -18,7 +18,7 @@ REGIONS = [
     Region("c", 5000, 10, 10, 1),
 ]
 ALLOWED = {*range(1000, 1400), *range(5000, 5010)}
-"""Every byte that is registered: the first three regions are one range."""
+"""Every registered byte; the first three regions form one range."""
 
 addresses = st.one_of(
     st.integers(900, 1500), st.integers(4990, 5020), st.integers(-(2**63), 2**63 - 1)
@@ -94,7 +94,7 @@ def test_a_proof_is_of_this_nonce_this_token_and_this_role() -> None:
     assert wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.DIALLER, nonce)
     assert not wire.is_proof(proof, b"u" * 32, wire.HandshakeRole.DIALLER, nonce)
     assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.DIALLER, b"m" * wire.NONCE_BYTES)
-    # Nobody can send the other's back.
+    # A peer cannot send the other side's proof back.
     assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.PRODUCER, nonce)
     with pytest.raises(RemoteProtocolError, match="not kvferry"):
         wire.nonce_in(b"HTTP/1.1 400 Bad Request")

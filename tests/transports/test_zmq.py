@@ -1,5 +1,5 @@
-"""The ZeroMQ control transport lets nobody in without the cluster's secret, survives all of them,
-and leaves nothing behind.
+"""Tests that the ZeroMQ control transport accepts no peer without the cluster's secret, survives
+all such peers, and leaves no resource behind.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def still_works(transport: ZmqTransport, friend: ZmqTransport) -> bool:
 def events_of_both(
     transport: ZmqTransport, stranger: ZmqTransport
 ) -> tuple[list[ControlEvent], list[ControlEvent]]:
-    """What came to each until the stranger was told something."""
+    """Return the events of both sides up to the first event of the stranger."""
     ours: list[ControlEvent] = []
     theirs: list[ControlEvent] = []
     deadline = time.monotonic() + DEADLINE_S
@@ -234,7 +234,7 @@ def test_close_leaves_no_file_and_no_thread() -> None:
     far.close()
     deadline = (
         time.monotonic() + DEADLINE_S
-    )  # the kernel lists a thread a moment longer than it can be joined
+    )  # the kernel lists a thread for a short time after it can be joined
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, (
             f"(files, threads) were {before} before and are {held()}"
@@ -243,8 +243,8 @@ def test_close_leaves_no_file_and_no_thread() -> None:
 
 
 class Relay:
-    """Passes the bytes of one connection on until it is frozen; then it keeps it open and says
-    nothing.
+    """Forwards the bytes of one connection until it is frozen; then it keeps the connection open
+    and sends nothing.
     """
 
     def __init__(self, port: int) -> None:
@@ -279,8 +279,8 @@ def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(
     transport: ZmqTransport,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The limit is on numbers, not on how many there are: below the lowest free one, nothing is left
-    # for a new socket.
+    # The limit applies to the descriptor number, not to the count of open descriptors: with the
+    # limit at the lowest free number, no new socket can be opened.
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))

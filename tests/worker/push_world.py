@@ -54,8 +54,7 @@ Content = npt.NDArray[np.uint8]
 
 @lru_cache(maxsize=64)
 def kv_of(prompt: int) -> Content:
-    """Return [layers, tokens, heads, content]: the KV that every engine computes for this prompt.
-    """
+    """Return [layers, tokens, heads, content]: the KV that any engine computes for this prompt."""
     return np.random.default_rng(prompt).integers(
         1, 256, (LAYERS, MAX_TOKENS, HEADS, 16), dtype=np.uint8
     )
@@ -76,9 +75,7 @@ class StormTransport(MemoryTransport):
         self.slices_per_poll = 1
         """0: the bytes stay in flight as long as this value is set."""
         self.meanwhile: Callable[[], None] | None = None
-        """Called once, in the middle of the next tick, because a real engine runs in another
-        thread.
-        """
+        """Called once, in the middle of the next tick: a real engine runs in another thread."""
         self._delay, self._lies = fence_polls or 0, lies
         self._closing: list[tuple[int, int, Handle]] = []
         self._told: set[Handle] = set()
@@ -125,8 +122,7 @@ class Prefill:
     computed: int = 0
     serial: int = 0
     held_by: set[int] = field(default_factory=set)
-    """Ranks that have not reported the end of the lease; empty while the prompt is being computed.
-    """
+    """Ranks that have not reported the end of the lease; empty during the computation."""
 
 
 @dataclass
@@ -253,9 +249,7 @@ class PushWorld:
             side.inbox += commands
 
     def replace_p(self) -> None:
-        """Start another incarnation of P at the same address. All state of the old incarnation is
-        gone.
-        """
+        """Start another incarnation of P at the same address, without the state of the old one."""
         for side in self.p:
             side.close()
         self.lives += 1
@@ -441,9 +435,7 @@ class PushWorld:
     # -- faults --
 
     def drop_connections(self, side: Side) -> None:
-        """Drop all connections that this side has dialled; this side learns of it, the others do
-        not.
-        """
+        """Drop all connections that this side has dialled; only this side learns of it."""
         assert isinstance(side.control, MemoryControlTransport)
         with self.network.lock:
             for connection in side.control.connections():

@@ -63,9 +63,7 @@ def test_the_engines_blocks_are_right_whoever_is_staged(
 
 
 def test_only_what_was_read_is_copied_to_a_staged_engine(make: MakeWorld) -> None:
-    """A local prefix is only in the engine's memory; the host buffer holds old bytes in these
-    blocks.
-    """
+    """A local prefix is only in the engine's memory; the host buffer holds old bytes there."""
     world = make(DIRECT, STAGED)
     world.d.memory[:, [20, 7]] = 7
     ticket = world.p.issue("a", [3, 4, 9])

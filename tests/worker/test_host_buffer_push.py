@@ -57,7 +57,7 @@ def copied_layers(world: World) -> int:
 
 def known_to(world: World) -> np.ndarray:
     """Let P prepare to load two blocks from D, and return their content. The handshake is complete,
-    and D has told P that it may read.
+    and P knows that it may read.
     """
     world.d.memory[:] = np.random.default_rng(1).integers(
         1, 256, world.d.memory.shape, dtype=np.uint8

@@ -193,9 +193,7 @@ def silent(stack: ExitStack) -> int:
 
 
 def black_hole(stack: ExitStack) -> int:
-    """Return a port whose accept queue is full, so the first packet of any new connection is
-    dropped.
-    """
+    """Return a port whose accept queue is full: the first packet of a connection is dropped."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     for _ in range(4):
         filler = stack.enter_context(socket.socket())

@@ -375,9 +375,7 @@ class HastyWorker(TransferWorker):
 
 
 def preempt_while_all_is_copied(world: PushWorld) -> None:
-    """P's engine preempts the blocks, and uses them for another request, in the same tick that
-    copies them.
-    """
+    """P's engine preempts and reuses the blocks in the same tick that copies them."""
     _, prefill = filling(world, 8, 12)
     for side in world.p:
         world.transport(side).slices_per_poll = 20

@@ -99,9 +99,7 @@ def test_a_queued_request_is_kept_alive_far_beyond_the_first_lease(world: World)
 
 
 def test_a_lease_that_ran_out_before_the_read_is_refused(world: World) -> None:
-    """D does not run while P does: P's blocks belong to another request when D resumes and reads
-    them.
-    """
+    """D does not run while P does: P's blocks have another owner when D resumes and reads."""
     first = world.p.issue("warm", [1])
     world.p.grant("warm")
     world.d.track("w", first)

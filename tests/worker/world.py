@@ -54,9 +54,7 @@ DEFAULT_PLACE = Place()
 
 
 class Side:
-    """The worker of one engine: memory, transports, transfer worker, and the scheduler's side
-    channel.
-    """
+    """One engine's memory, transports and transfer worker, and the scheduler's side channel."""
 
     def __init__(
         self,
