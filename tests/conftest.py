@@ -1,10 +1,12 @@
-"""Property tests assert no time: on a busy machine a slow example says nothing about the code.
+"""Pytest settings for all tests.
+
+Hypothesis has no deadline: on a busy machine a slow example says nothing about the code.
 
 Tests marked `exhaustive` run with `--exhaustive` only (`make test-all`).
 
-Where several processes test, each takes a file at a time, the long ones first, so that all end at
-about the same time. Tests with real vLLM are as one file: its servers take memory, and several
-files share some.
+With pytest-xdist, each worker process takes one file at a time. vLLM tests come first, then tests
+marked `slow`, so that all workers finish at about the same time. All tests with real vLLM count as
+one file: vLLM servers need much memory, and several files share some servers.
 """
 
 import sys
@@ -59,7 +61,9 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> 
 
 @pytest.fixture
 def no_thread_switches() -> Iterator[None]:
-    """Whoever has the interpreter keeps it until he lets go of it."""
+    """The interpreter forces no thread switch in this test: a thread keeps the GIL until it
+    releases it.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(30.0)
     yield

@@ -1,4 +1,4 @@
-"""How much work a call is, counted and not timed: the number of Python instructions it executes."""
+"""Measures the work of a call without a clock: counts the Python instructions that it executes."""
 
 import gc
 import sys
@@ -10,8 +10,8 @@ __all__ = ["count_instructions"]
 
 
 def count_instructions(call: Callable[[], object]) -> int:
-    """Of this thread, in all Python functions that the call enters. What C code does by itself is
-    not counted.
+    """Count the instructions that this thread executes in all Python functions that the call
+    enters. Work inside C code is not counted.
     """
     count = 0
 
@@ -22,7 +22,7 @@ def count_instructions(call: Callable[[], object]) -> int:
         return trace
 
     before, is_collecting = sys.gettrace(), gc.isenabled()
-    # What the collector finds in this moment runs on this thread too, and is nobody's work.
+    # The garbage collector also runs on this thread, and its finalizers would be counted.
     gc.disable()
     sys.settrace(trace)
     try:

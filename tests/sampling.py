@@ -19,7 +19,9 @@ exhaustive = pytest.mark.exhaustive
 
 
 def pairwise(*axes: Sequence[Hashable], seed: int = 0) -> list[tuple[Any, ...]]:
-    """Return a few cases of the product of `axes` that contain every pair of two axes' values."""
+    """Return a small part of the product of `axes` that contains every pair of values of any two
+    axes.
+    """
     product = list(itertools.product(*axes))
     # Ties are broken by position, so the seed decides which of several equal samples is taken.
     random.Random(seed).shuffle(product)

@@ -1,6 +1,7 @@
-"""A machine that stands still for seconds, as virtual ones do, makes any test fail that waits for
-something. Such a failure says nothing: the test is run once more, and the report says so. A failure
-on a machine that went on is a failure.
+"""Runs a failed test once more if the machine stalled, and prints that it did.
+
+A virtual machine can stand still for seconds. Every test that waits with a deadline may then fail,
+and the failure says nothing about the code. A failure without a stall stays a failure.
 """
 
 import os
@@ -18,18 +19,18 @@ __all__ = ["StallWatchdog", "run_test"]
 CHECK_INTERVAL_S = 0.25
 STALL_S = 4.0
 AFTER_EFFECT_S = 60.0
-"""What was hurt by it, a fleet that several tests share, may show it later."""
+"""A stall may damage a fleet that several tests share, and a later test then fails."""
 
 
 KERNEL_LOG = Path("/dev/kmsg")
 STALLS = (b"detected stalls", b"self-detected stall", b"workqueue lockup")
-"""What Linux says when its own threads have not run for half a minute: what is new does not run
-either then, though this process may.
+"""Messages that Linux logs when its own threads have not run for half a minute. New processes and
+threads do not run then either, even if this process does.
 """
 
 
 class StallWatchdog:
-    """Notes when this process, or the kernel's, was last kept from running."""
+    """Records the last time when this process or the kernel's threads did not get to run."""
 
     def __init__(self, kernel_log: Path = KERNEL_LOG) -> None:
         self.last_stall = float("-inf")
@@ -47,7 +48,7 @@ class StallWatchdog:
 
     def _kernel_reports_stall(self) -> bool:
         has_complained = False
-        with suppress(OSError):  # nothing more there, or some of it was overwritten
+        with suppress(OSError):  # no new message, or the kernel has overwritten some
             while self._kernel_log is not None and (said := os.read(self._kernel_log, 8192)):
                 has_complained |= any(words in said for words in STALLS)
         return has_complained
@@ -56,11 +57,11 @@ class StallWatchdog:
 def _open_end(log: Path) -> int | None:
     try:
         opened = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError:  # not everybody may read it
+    except OSError:  # the log needs a privilege that this process may not have
         return None
     try:
         os.lseek(opened, 0, os.SEEK_END)
-    except OSError:  # in some containers it is a terminal
+    except OSError:  # in some containers /dev/kmsg is a terminal
         os.close(opened)
         return None
     return opened
@@ -77,7 +78,7 @@ def run_test(
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     if any(report.failed for report in reports) and pulse.last_stall > began - AFTER_EFFECT_S:
         say(f"run once more, as the machine stalled: {item.nodeid}")
-        # Whatever it shares with others is made anew.
+        # Tear down all shared fixtures, so that the second run creates new ones.
         item.session._setupstate.teardown_exact(None)  # noqa: SLF001
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:

@@ -1,4 +1,4 @@
-"""Settings either become typed values or one sentence that names the key."""
+"""Tests that settings become typed values, or are refused with one sentence that names the key."""
 
 import json
 import os
@@ -48,7 +48,8 @@ def refusal(mapping: dict[str, Any]) -> str:
 
 
 def outcome(load: Callable[[dict[str, Any]], object], settings: dict[str, Any]) -> str:
-    """The refusal, or nothing when they are taken. Any other exception is a failure."""
+    """Return the refusal, or "" if the settings are accepted. Any other exception fails the test.
+    """
     try:
         load(settings)
     except ConfigError as error:

@@ -1,6 +1,4 @@
-"""Documents that can be checked are checked: links lead somewhere, commands exist, every package is
-on the tour.
-"""
+"""Checks the documents: links have targets, commands exist, and the tour names every package."""
 
 import re
 import shlex
@@ -68,7 +66,8 @@ def test_tests_that_are_named_exist(path: Path) -> None:
 
 
 def test_links_of_the_readme_to_tests_have_the_names_of_tests() -> None:
-    """The table of abuse links each row to the file of its test; the link's text is its name."""
+    """Each row of the abuse table links to the file of its test; the link text is the test's name.
+    """
     named = re.findall(r"\[([^\]]+)\]\((tests/[\w/]+\.py)\)", _text(ROOT / "README.md"))
     assert len(named) >= 8
     assert [
@@ -119,7 +118,7 @@ def test_readme_and_the_page_on_vllm_show_the_same_commands() -> None:
 
 
 def test_no_document_or_source_names_a_machine() -> None:
-    """Paths of somebody's machine and addresses of package registries do not belong into the
+    """Paths of a developer's machine and addresses of package registries do not belong in the
     project.
     """
     machine = re.compile(

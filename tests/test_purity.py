@@ -1,6 +1,4 @@
-"""The protocol decides and does nothing: no clock, thread, socket, file, random number or log
-line.
-"""
+"""Tests that modules in `protocol/` use no clock, thread, socket, file, random number or log."""
 
 import ast
 from pathlib import Path
@@ -21,7 +19,7 @@ IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 
 def impurities(source: str) -> list[str]:
-    """What in a module's source reaches outside of it, as readable complaints."""
+    """Return the imports and calls in a module's source that reach outside the module."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""A pairwise sample has every pair of values, and is smaller than the product."""
+"""Tests that a pairwise sample contains every pair of values and is smaller than the product."""
 
 import itertools
 

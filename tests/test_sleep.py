@@ -1,4 +1,4 @@
-"""A busy thread that breathes lets the others of its interpreter in."""
+"""Tests that a busy thread that calls `short_sleep` lets other threads take the GIL."""
 
 import threading
 

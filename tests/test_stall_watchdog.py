@@ -1,5 +1,6 @@
-"""A failure is tried again where the machine stalled, and nowhere else: by a pytest of its own,
-that is stopped for a while.
+"""Tests that a failed test runs again if the machine stalled, and only then.
+
+The tests run another pytest process and stop it (SIGSTOP) for a while.
 """
 
 import os

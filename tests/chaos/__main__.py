@@ -1,6 +1,6 @@
-"""Engines are killed, stopped, cut off and left by their clients, at random and under load. Exit
-code 1 when a promise was broken. `python -m tests.chaos router`: the members of a router's fleet,
-see tests/chaos/router.
+"""Chaos run: kills, stops and cuts off engines at random under load, while some clients disconnect
+early. Exit code 1 if a guarantee was violated. `python -m tests.chaos router` does this to the
+instances behind a router, see tests/chaos/router.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup runs
     settings = Settings(
         seed,
         given.duration_s,

@@ -1,6 +1,8 @@
-"""The engines and the router that get hurt, and how. With root each engine is a host of its own;
-otherwise its channels go through proxies that can be stalled. Blocking; the caller keeps faults of
-one member apart.
+"""The engines and the router of a chaos run, and the faults injected into them.
+
+As root, each engine runs in its own network namespace. Otherwise its side channel and control
+channel go through proxies that can be stalled. All calls block; the caller must not inject two
+faults into one member at the same time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,12 +32,12 @@ DEADLINES = {
 }
 EXTRA: dict[str, Any] = {"kv_lease_duration": LEASE_S, **DEADLINES}
 CHUNKED = ("--max-num-batched-tokens", "64")
-"""So that a prompt takes several steps, and push has something to send between them."""
+"""With this limit a prompt takes several steps, so push has chunks to send between them."""
 
 
 @dataclass
 class Member:
-    """One engine through all its lives."""
+    """One engine with all its incarnations."""
 
     name: str
     policy: str
@@ -43,7 +45,7 @@ class Member:
     extra: Mapping[str, Any]
     at: Host
     connectors: tuple[str, ...]
-    """Of one life after the other, over and over."""
+    """The connector of each incarnation in turn; after the last one the list starts again."""
     num_lives: int = 0
     engine: Engine | None = None
     channels: ExitStack = field(default_factory=ExitStack)
@@ -62,8 +64,8 @@ class ChaosCluster:
     def opened(
         cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode
     ) -> Iterator["ChaosCluster"]:
-        """Policies take turns among D, transports among P; every second D has no prefix cache, so
-        that it must fetch.
+        """Start all engines and the router. Failure policies alternate among D, transports among P.
+        Every second D has no prefix cache, so that it must fetch KV.
         """
         with ExitStack() as stack:
             hosts = (
@@ -130,12 +132,16 @@ class ChaosCluster:
         self._router = self._start_router(port=0)
 
     def restart(self, name: str) -> None:
-        """Kill with -9; another incarnation at the same address, with the same engine id."""
+        """Kill the process with SIGKILL; start a new incarnation at the same address with the same
+        engine id.
+        """
         self._process(name).kill()
         self._replace(name)
 
     def replace_if_dead(self, name: str) -> list[str]:
-        """Nobody dies by himself: what is to be said of one that did."""
+        """Replace a process that has died without an injected fault, and return that violation with
+        its last log lines.
+        """
         process = self._process(name).process
         try:
             process.check_alive()

@@ -1,4 +1,4 @@
-"""What both kinds of chaos runs ask of engines when all is over, and how they tell people."""
+"""Checks that both kinds of chaos run make at the end, and their progress output."""
 
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 async def busy(engines: Mapping[str, Engine]) -> dict[str, dict[str, float]]:
-    """What each still holds or waits for; empty where it is quiet."""
+    """Return what each engine still holds or waits for; an idle engine has an empty dict."""
     async with new_session() as session:
         return {
             name: {
@@ -42,7 +42,7 @@ async def expect(
     state: Callable[[], Awaitable[dict[str, dict[str, float]]]],
     violations: list[str],
 ) -> None:
-    """Sooner or later; otherwise `violations` says what was the matter."""
+    """Wait until the condition holds; after `SETTLE_S` add the engines' state to `violations`."""
     try:
         await until(what, condition, SETTLE_S)
     except AssertionError as error:

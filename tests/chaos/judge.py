@@ -1,4 +1,4 @@
-"""What a client saw, and what that means. Pure."""
+"""Decides the outcome of one request from what its client received. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,21 +26,21 @@ VIOLATIONS = (Outcome.WRONG, Outcome.HUNG, Outcome.SILENT, Outcome.ODD)
 
 @dataclass(slots=True)
 class Attempt:
-    """One request as its client sees it; filled while it goes on."""
+    """One request as its client sees it; filled in while the request runs."""
 
     status: int | None = None
     tokens: list[int] = field(default_factory=list)
     is_whole: bool = False
-    """The answer said that it was over."""
+    """The response was complete: the whole body arrived, or the stream ended with [DONE]."""
     error: str = ""
-    """What the answer, or the connection, said went wrong."""
+    """The error that the response or the connection reported."""
     has_left: bool = False
     is_overdue: bool = False
 
 
 def judge(attempt: Attempt, right: Sequence[int]) -> Outcome:
-    """Every request ends in exactly one of: tokens that equal a single engine's, or an error that
-    says why.
+    """Return the outcome. A request must end with the same tokens as from a single engine, or with
+    an error that gives the reason.
     """
     if attempt.tokens != list(right[: len(attempt.tokens)]):
         return Outcome.WRONG

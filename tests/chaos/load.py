@@ -1,5 +1,5 @@
-"""Clients: each asks one thing after the other over HTTP, streamed or whole, and some leave
-early.
+"""Clients of a chaos run. Each sends one request after another over HTTP, streamed or not; some
+disconnect early.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ LEAVING = 0.15
 STREAMED = 0.7
 LONGEST_STAY_S = 1.0
 SHORT_SLEEP_S = 0.5
-"""After an error, so that a dead engine is not asked a thousand times a second."""
+"""Pause after an error, so that a dead engine does not get a thousand requests per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Question:
 
 @dataclass
 class Load:
-    """Asks `questions` at random of the router at `url` until told to stop. Counts outcomes; keeps
-    what broke a promise.
+    """Sends random `questions` to the router at `url` until `is_stopping`. Counts the outcomes and
+    records every violation.
     """
 
     url: str
@@ -41,16 +41,16 @@ class Load:
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
-    """First words of errors."""
+    """Errors by their first words, without the words that contain digits."""
     is_stopping: bool = False
 
     async def run(self, streams: int) -> None:
-        """Until `is_stopping`, and every request has ended."""
+        """Run the clients until `is_stopping` is set and every request has ended."""
         async with self._session() as session:
             await asyncio.gather(*(self._client(session, number) for number in range(streams)))
 
     async def ask_once(self, question: Question) -> Outcome:
-        """And stay to the end."""
+        """Send one request and read its response to the end."""
         async with self._session() as session:
             attempt = Attempt()
             await exchange(session, self.url, {**question.prompt.body(), "stream": False}, attempt)
@@ -104,7 +104,7 @@ class Load:
 async def exchange(
     session: aiohttp.ClientSession, url: str, body: Mapping[str, object], attempt: Attempt
 ) -> None:
-    """One request from beginning to end; what happens is written into `attempt`."""
+    """Send one request and read its response; record the result in `attempt`."""
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             attempt.status = response.status
@@ -143,6 +143,6 @@ def _take(text: str, attempt: Attempt) -> None:
 
 
 def _gist(error: str) -> str:
-    """Without what differs from time to time."""
+    """Return the error without words that contain digits, which differ from request to request."""
     words = [word for word in error.split() if not any(letter.isdigit() for letter in word)]
     return " ".join(words)[:110]

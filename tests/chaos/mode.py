@@ -1,5 +1,5 @@
-"""How the fleet hands KV over: P is asked first and D pulls, both legs start together and P pushes,
-or some of each. Pure.
+"""How the engines transfer KV: pull (P computes first, then D reads), push (both legs start
+together and P pushes), or a mix. Pure.
 """
 
 from enum import StrEnum
@@ -15,8 +15,9 @@ class Mode(StrEnum):
     BOTH = "both"
 
     def prefill_connectors(self, index: int) -> tuple[str, ...]:
-        """Of one P's lives. With both, neighbours differ, and each comes back as the other kind:
-        the router must not go by what it knew.
+        """Return the connectors of one P's incarnations. With `BOTH`, neighbouring P differ, and
+        each P restarts with the other connector: the router must not rely on what it learned from
+        the previous incarnation.
         """
         match self:
             case Mode.PULL:
@@ -28,5 +29,5 @@ class Mode(StrEnum):
 
     @property
     def decode_connectors(self) -> tuple[str, ...]:
-        """One that takes part in push pulls too, where a P asks for it."""
+        """Return D's connectors. The push connector also pulls if P asks for it."""
         return (PULL,) if self is Mode.PULL else (PUSH,)

@@ -1,5 +1,5 @@
-"""What is done to whom and when, from a seed. Pure: the same seed and numbers give the same
-plan.
+"""The faults of a chaos run: kind, target and time, drawn from a seed. Pure: the same seed and
+arguments give the same plan.
 """
 
 import random
@@ -12,7 +12,7 @@ __all__ = ["LEASE_S", "Fault", "Kind", "make_plan"]
 LEASE_S = 3.0
 MEAN_PAUSE_BETWEEN_S = 3.0
 QUIET_END_S = 5.0
-"""Faults that began earlier than this before the end are over by then, mostly."""
+"""No fault starts in these last seconds, so most faults are over at the end."""
 
 
 class Kind(StrEnum):
@@ -49,14 +49,14 @@ class Fault:
     target: str
     """Name of an engine, or of the router."""
     length_s: float = 0.0
-    """Of what is undone afterwards."""
+    """Duration of a fault that is undone afterwards (a pause or a cut)."""
 
 
 def make_plan(
     seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str
 ) -> list[Fault]:
-    """One of each kind comes first, so that even a short run has seen them all if it is long
-    enough; then at random.
+    """Plan one fault of each kind first, in random order, so that even a short run contains all
+    kinds if it is long enough; after that, random faults.
     """
     rng = random.Random(f"plan {seed}")
     targets = {

@@ -1,4 +1,4 @@
-"""A chaos run from beginning to end: load, faults, healing, and what must be true afterwards."""
+"""A chaos run from start to end: load, faults, recovery, and the checks after it."""
 
 import asyncio
 import random
@@ -41,7 +41,7 @@ class Settings:
     decode: int = 2
     prompts: int = 300
     bound_s: float = 60.0
-    """Above every deadline that a request can meet, the pauses included."""
+    """Above every deadline that can apply to a request, pauses included."""
     mode: Mode = Mode.BOTH
 
 
@@ -53,7 +53,7 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     engines: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of the last life of each."""
+    """Metrics of each engine's last incarnation."""
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -95,8 +95,8 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
 
 
 async def _questions(settings: Settings, directory: Path, model: Path) -> list[Question]:
-    """Prompts of all lengths, some with common beginnings, and what an engine that knows nothing of
-    transfers answers.
+    """Make prompts of many lengths, some with common prefixes, and the answers of an engine that
+    has no connector.
     """
     rng = random.Random(f"prompts {settings.seed}")
     prompts: list[Prompt] = []
@@ -130,7 +130,7 @@ class _Run:
             chaos_cluster.router.url, questions[:-RESERVE], settings.seed, settings.bound_s
         )
         self._unasked = questions[-RESERVE:]
-        """No cache can answer these."""
+        """These prompts are not used under load, so no prefix cache holds them."""
         self._locks = {name: asyncio.Lock() for name in (*chaos_cluster.engines, ROUTER)}
         self._began = time.monotonic()
 
@@ -158,8 +158,8 @@ class _Run:
         self._report.violations += self._load.violations
 
     async def _inject_all(self, plan: list[Fault]) -> None:
-        """In order, a few at a time: on a slow machine, where a restart takes long, fewer of them,
-        or nobody would be left to be hurt.
+        """Inject the faults in order, at most `MOST_AT_ONCE` at a time. On a slow machine, where a
+        restart takes long, this injects fewer faults, so that some engines always keep running.
         """
         gate = asyncio.Semaphore(MOST_AT_ONCE)
         tasks = []
@@ -192,8 +192,8 @@ class _Run:
         self._report.injected[fault.kind] += 1
 
     async def _check_end(self) -> None:
-        """Everything is healed: all blocks come back, and everybody works with everybody, with
-        nothing restarted.
+        """Check, after all faults are undone and without a restart, that all blocks are free and
+        that every D fetches KV from P again.
         """
         for name in self._locks:
             self._report.violations += await asyncio.to_thread(
@@ -207,7 +207,7 @@ class _Run:
             if not self._unasked:
                 return False
             await self._load.ask_once(self._unasked.pop())
-            await asyncio.sleep(0.3)  # a peer that was out of reach is tried again a little later
+            await asyncio.sleep(0.3)  # D tries an unreachable peer again only after a short while
             after = await self._pulled()
             has_pushed = self._settings.mode is not Mode.PUSH or await self._at_once() > at_once
             return has_pushed and all(after[name] > before[name] for name in after)
@@ -249,7 +249,9 @@ class _Run:
             }
 
     async def _at_once(self) -> float:
-        """Requests whose legs this life of the router has started together."""
+        """Return how many requests this incarnation of the router has sent to P and D at the same
+        time.
+        """
         async with new_session() as session:
             return (await metrics(session, self._chaos_cluster.router))[AT_ONCE]
 

@@ -1,5 +1,5 @@
-"""The chaos run is repeatable, sees what it must see, and a short one is clean. The long one is
-`make chaos`.
+"""Tests that the chaos run is repeatable and detects violations, and that a short run with real
+processes finds none. `make chaos` is the long run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What all tests here find out goes onto one page."""
+"""Collects the outcomes of all tests in this folder for one page."""
 
 import pytest
 from tests.compatibility.table import Outcomes

@@ -1,7 +1,7 @@
-"""Embedded engines in this process: the real scheduler, ranks, connector, transfer workers and
-transports; a rank is a thread instead of a process.
+"""Embedded engines inside the test process: the real scheduler, ranks, connector, transfer workers
+and transports; each rank is a thread instead of a process.
 
-The product of all forms of a cache takes more engines than a small machine can run as processes.
+The tests of all cache forms need more engines than a small machine can run as processes.
 """
 
 import queue
@@ -41,8 +41,8 @@ class LocalEngine:
         meeting: Path,
         faults: str = "",
     ) -> None:
-        """`extra`: the connector's extra configuration; None for an engine that moves nothing.
-        `faults`: what its transports do wrong.
+        """`extra`: the connector's extra configuration; None for an engine without a connector.
+        `faults`: the faults that its transports inject.
         """
         self.name = name
         self.finished: dict[str, RequestOutput] = {}
@@ -87,7 +87,7 @@ class LocalEngine:
             self.finished[request] = refusal
 
     def step(self) -> None:
-        """One step, if anything is to be done."""
+        """Run one engine step."""
         while not self._news.empty():
             self._news.get()
         plan = self._scheduler.schedule()
@@ -141,7 +141,7 @@ class LocalEngine:
 
 
 def run_all(engines: Sequence[LocalEngine], is_done: Callable[[], bool]) -> None:
-    """Step all of them until it is so."""
+    """Step all engines until `is_done` returns True."""
     deadline = time.monotonic() + DEADLINE_S
     while not is_done():
         for engine in engines:

@@ -1,4 +1,4 @@
-"""What came out for each pair of forms, and the page that shows it."""
+"""The outcome for each pair of cache forms, and the page that shows the outcomes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Form:
 
     @property
     def shape(self) -> str:
-        """Without the number of ranks."""
+        """Return block size and layout, without the tensor-parallel size."""
         return f"{self.block_size} {self.layout}"
 
     def __str__(self) -> str:
@@ -25,14 +25,14 @@ class Form:
 
 
 class Outcomes:
-    """By model family and transport: for each pair of producer and consumer, an empty string or why
-    it was refused.
+    """For each model family and transport, and each pair of producer and consumer: an empty string,
+    or the reason why the consumer refused.
     """
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], dict[tuple[Form, Form], str]] = {}
         self.refusals: dict[str, str] = {}
-        """What differs between two engines, and what the request's error said."""
+        """The difference between the two engines, and the error of the refused request."""
 
     def add(self, family: str, transport: str, p: Form, d: Form, refusal: str = "") -> None:
         self.pairs.setdefault((family, transport), {})[p, d] = refusal

@@ -1,9 +1,9 @@
-"""Every pair of cache forms of one model: a single engine's tokens, or a refusal at the handshake
-that says why.
+"""Tests that any two cache forms of one model give a single engine's tokens, or are refused at the
+handshake with the reason.
 
-One engine of each form is started for a model and a transport, each is prefilled by all others and
-reads from all others. What came out is the table in docs/compatibility.md; `make compatibility`
-writes it anew.
+For each model family and transport, one engine of each form is started; each engine reads from all
+others, and all others read from it. The results are the table in docs/compatibility.md; `make
+compatibility` writes that page again.
 """
 
 import itertools
@@ -43,7 +43,9 @@ CASES = [
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Longer than the largest block and the window; lengths on, before and behind block edges."""
+    """Return prompts longer than the largest block and the window, with lengths at, just below and
+    just above block boundaries.
+    """
     rng = random.Random(4)
     lengths = [65, 80, 96, 97, 111, 112, 113, 127, 128, 129, 144, 150]
     return [
@@ -61,7 +63,7 @@ def prompt_of(p: Form, d: Form) -> int:
 
 @dataclass(frozen=True)
 class House:
-    """An engine of each form, and what a single engine says to each prompt."""
+    """One engine of each form, and a single engine's answer to each prompt."""
 
     family: str
     transport: str
@@ -94,7 +96,7 @@ def house(
             [plain.tokens[str(index)] for index in range(len(PROMPTS))],
         )
     finally:
-        # Readers first: a producer that closes while it is read is another test.
+        # Closing a producer while a peer reads from it is the subject of another test.
         for engine in engines.values():
             engine.close()
 
@@ -107,7 +109,7 @@ def start(directory: Path, form: Form, name: str, transport: str | None) -> Loca
         kv_cache_layout=KVLayout.NHD if form.layout == "NHD" else KVLayout.HND,
         tensor_parallel_size=form.tp_size,
         cross_layer_blocks=form.layout == "cross-layer",
-        # The same prompt goes to many pairs; each has to fetch it.
+        # The same prompt goes to many pairs, and each consumer must fetch it.
         enable_prefix_caching=False,
     )
     extra = {
@@ -125,7 +127,7 @@ def name(value: Form | tuple[str, str]) -> str:
 
 @pytest.fixture
 def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
-    """An engine of the same form as the consumer; nobody reads from himself."""
+    """A second engine of the consumer's form: an engine cannot read from itself."""
     engine = start(house.directory, d, f"twin-of-{d}", house.transport)
     yield engine
     engine.close()

@@ -1,5 +1,5 @@
-"""What cannot be bridged is refused at the handshake, by name and with both values; what needs no
-bridge is not.
+"""Tests that engines with incompatible caches are refused at the handshake with the field and both
+values, and that compatible ones are accepted.
 """
 
 import re
@@ -43,7 +43,7 @@ def engines(
 
 
 def fetch(p: LocalEngine, d: LocalEngine) -> str | None:
-    """D's error for a prompt that P has computed, if any."""
+    """Let P compute a prompt and D fetch it; return D's error, or None."""
     p.add("a", PROMPT, 1, {"do_remote_decode": True})
     run_all([p], lambda: "a" in p.finished)
     d.add("b", PROMPT, 8, p.finished["a"].kv_transfer_params)
@@ -113,7 +113,7 @@ def test_other_differences_are_refused_by_name(
 
 
 def test_one_wrong_byte_changes_the_tokens(options: EngineOptions, tmp_path: Path) -> None:
-    """The negative control of all comparisons here: a reader that spoils what it reads answers
+    """The negative control of all comparisons here: a D that corrupts what it reads answers
     differently.
     """
     with engines(tmp_path, p=(options, EXTRA), plain=(options, None)) as (p, plain):

@@ -1,4 +1,4 @@
-"""The page in docs/ says what came out. Runs after the others."""
+"""Tests that docs/compatibility.md shows the outcomes of this folder's tests; runs after them."""
 
 import os
 

@@ -1,10 +1,10 @@
-"""Processes that start in a tenth of the time: a real interpreter has imported everything once, and
-each is forked from it.
+"""Starts processes in a tenth of the usual time: a Python process imports all modules once, and
+each new process is forked from it.
 
-What starting an engine costs is importing torch, and for vLLM much more; a test run starts
-hundreds. A forked one is a process like any other, with its own files, variables, group and end;
-its command line, as the kernel shows it, is all that differs. README's commands, `kvferry up` and
-the benchmarks are tested with processes that are spawned, but for some of real vLLM's.
+Most of an engine's start time is importing torch, and for vLLM much more; a test run starts
+hundreds of engines. A forked process has its own files, environment, process group and exit code
+like any other; only its command line, as the kernel shows it, differs. The README's commands,
+`kvferry up` and the benchmarks are tested with spawned processes, except for some vLLM processes.
 """
 
 import atexit
@@ -34,7 +34,7 @@ INSIDE = ("ip", "netns", "exec")
 
 
 class ForkedProcess:
-    """One of its processes; what `subprocess.Popen` is for others."""
+    """A process forked by the forkserver, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int, output: int, report: int) -> None:
         self.pid = pid
@@ -61,7 +61,7 @@ class ForkedProcess:
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # it has ended, and its end has not been told yet
+            with suppress(ProcessLookupError):  # it has ended, its exit code is not here yet
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
@@ -69,12 +69,14 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The interpreter that has imported everything. One for a whole test run; it ends with us."""
+    """The Python process that has imported all modules. One serves a whole test run and ends with
+    it.
+    """
 
     def __init__(
         self, python: Path, modules: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> None:
-        """`variables`: what the modules want to find in the environment when they are imported."""
+        """`variables`: environment variables that the modules need when they are imported."""
         self._python = python
         self._modules = tuple(modules)
         self._variables = {**(variables or {}), "OMP_NUM_THREADS": "1"}
@@ -83,13 +85,13 @@ class ForkServer:
         self._request_lock = threading.Lock()
 
     def can_start(self, command: Sequence[str]) -> bool:
-        """`python -m …`, maybe in a network namespace."""
+        """True for `python -m …` with our interpreter, also inside a network namespace."""
         return _split(command)[1][:2] == [str(self._python), "-m"]
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int
     ) -> ProcessHandle:
-        """As `ChildProcess` wants it."""
+        """Fork a process; the signature is the one that `ChildProcess` calls."""
         namespace, words = _split(command)
         output, theirs = os.pipe()
         report, reporting = os.pipe()
@@ -136,7 +138,8 @@ class ForkServer:
             }
             environment = {**ours, **self._variables}
             with theirs:
-                # In a group of its own: Ctrl-C is for the tests, which then end.
+                # The forkserver has its own process group, so Ctrl-C reaches only the tests. It
+                # ends when they end.
                 self._process = subprocess.Popen(
                     command,
                     cwd=ROOT,
@@ -155,7 +158,7 @@ class ForkServer:
 
 
 def num_spawned(words: Sequence[str]) -> int:
-    """How many generations of processes a command starts with `multiprocessing`."""
+    """Return how many generations of child processes a command starts with `multiprocessing`."""
     if "vllm.entrypoints.openai.api_server" in words:
         return 2
     if "serve" not in words:
@@ -169,5 +172,5 @@ def num_spawned(words: Sequence[str]) -> int:
 
 
 def _split(command: Sequence[str]) -> tuple[str, list[str]]:
-    """The network namespace, if any, and what is to run there."""
+    """Split a command into its network namespace ("" if none) and the rest."""
     return (command[3], list(command[4:])) if tuple(command[:3]) == INSIDE else ("", list(command))

@@ -1,8 +1,9 @@
-"""A process that `multiprocessing` has "spawned", without its imports: it was forked earlier, when
-its parent had not begun to run.
+"""Replaces a process that `multiprocessing` would spawn by one that was forked before its parent
+started its work, so that it need not import anything.
 
-It is the spawning process's own child and gets the same files, variables and signal mask as one
-that is spawned, and from then on runs the same code (`multiprocessing.spawn.spawn_main`).
+The forked process is a child of the spawning process and gets the same files, environment variables
+and signal mask as a spawned one. From then on it runs the same code
+(`multiprocessing.spawn.spawn_main`).
 """
 
 import ast
@@ -25,16 +26,17 @@ Work = Callable[[], None]
 
 
 def prefork(depth: int) -> Work | None:
-    """Fork one, to be used by the next spawn of this process; `depth - 1` generations of its own
-    children are born likewise.
+    """Fork a process that the next spawn of this process will use. The forked process prepares its
+    own children in the same way, for `depth - 1` more generations.
 
-    None: this is the process that forked. In the new one it returns, when it is wanted, what it has
-    to do.
+    Returns None in the process that forked. In the forked process it waits for the spawn and
+    returns the work to do.
     """
     if depth <= 0:
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Ctrl-C is for those who run already; what is handed over says whether it concerns this one.
+    # Until the spawn, Ctrl-C must not reach the forked process; the spawn request then brings the
+    # signal mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if pid:

@@ -1,5 +1,5 @@
-"""`python -m tests.forkserver.sample WORD…`: what a process finds when it begins, and what one
-finds that it spawns. Ends with exit code 3.
+"""`python -m tests.forkserver.sample WORD…`: prints the environment that a process and its spawned
+child find at their start. Exits with code 3.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """`python -m tests.forkserver.server FILE MODULE…`: imports the modules once, then forks a process
-for each command that it is asked for.
+for each command that a client requests.
 
-One thread, so that forking is safe. It ends when whoever asks is gone; the processes it forked are
-theirs to end.
+The server has one thread, so that forking is safe. It ends when the client closes the connection;
+the client must end the forked processes.
 """
 
 import atexit
@@ -31,7 +31,9 @@ Work = Callable[[], None]
 
 
 def serve(link: socket.socket) -> Work | None:
-    """What a forked process has to do; None in this one, at the end."""
+    """Fork a process per request. Returns the work to do in a forked process, and None in the
+    server when the client is gone.
+    """
     reports: dict[int, tuple[int, int]] = {}
     poll = select.poll()
     poll.register(link, select.POLLIN)
@@ -59,7 +61,7 @@ def serve(link: socket.socket) -> Work | None:
 
 def _report(watched: int, pid: int, report: int) -> None:
     _, status = os.waitpid(pid, 0)
-    with suppress(BrokenPipeError):  # nobody wants to know
+    with suppress(BrokenPipeError):  # the client no longer reads the exit code
         os.write(report, struct.pack("i", os.waitstatus_to_exitcode(status)))
     os.close(report)
     os.close(watched)
@@ -86,7 +88,7 @@ def void(_: object) -> None:
 
 
 def _enter(namespace: str) -> None:
-    """As `ip netns exec` does, whose /sys shows the devices of the namespace."""
+    """Enter the network namespace as `ip netns exec` does, with a /sys that shows its devices."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as space:
         _check(libc.setns(space.fileno(), CLONE_NEWNET))
@@ -116,8 +118,8 @@ def main() -> None:
 
 
 def _run(work: Work) -> None:
-    """To its end, but that it does not take down, module by module, what was imported once for all:
-    that would cost more than all else.
+    """Run the work and exit without unloading the imported modules, which would take longer than
+    everything else.
     """
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""`python -m tests.forkserver.waiting`: says so and waits to be ended."""
+"""`python -m tests.forkserver.waiting`: prints a line and waits until it is killed."""
 
 import threading
 

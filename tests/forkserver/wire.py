@@ -1,5 +1,5 @@
-"""How files and words go to a process that was forked long before anybody knew what it would be.
-Standard library only: vLLM's interpreter runs this too.
+"""Messages that carry JSON and file descriptors to a process that was forked before its task was
+known. Standard library only: vLLM's interpreter runs this too.
 """
 
 import array
@@ -25,7 +25,7 @@ def send_message(link: socket.socket, words: Mapping[str, Any], files: Sequence[
 
 
 def receive_message(link: socket.socket) -> tuple[Any, list[int]] | None:
-    """None: the other side is gone."""
+    """Receive one message; None if the other side has closed the connection."""
     files = array.array("i")
     try:
         data, ancillary, _, _ = link.recvmsg(
@@ -39,7 +39,9 @@ def receive_message(link: socket.socket) -> tuple[Any, list[int]] | None:
 
 
 def install_fds(files: Mapping[int, int]) -> None:
-    """Give each file (a value) its number (the key), and close all others but 0, 1 and 2."""
+    """Move each file descriptor (value) to its number (key), and close all others except 0, 1 and
+    2.
+    """
     beyond = max(*map(int, os.listdir("/proc/self/fd")), *files, 2) + 1
     parked = {number: fcntl.fcntl(file, fcntl.F_DUPFD, beyond) for number, file in files.items()}
     os.closerange(3, beyond)

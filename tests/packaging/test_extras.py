@@ -1,4 +1,6 @@
-"""What each extra installs, what imports without extras, and the sentence for a missing package."""
+"""Tests what each extra installs, which modules import without extras, and the error for a missing
+package.
+"""
 
 import importlib.util
 import re
@@ -20,7 +22,7 @@ OPTIONAL = sorted({package for packages in EXTRAS.values() for package in packag
 
 
 def installed_by(extra: str) -> set[str]:
-    """The packages that pip installs for an extra, under the names they are imported by."""
+    """Return the packages that pip installs for an extra, by their import names."""
     requirements = [Requirement(line) for line in PROJECT["optional-dependencies"][extra]]
     return {
         package
@@ -35,7 +37,7 @@ def installed_by(extra: str) -> set[str]:
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The packages that the test adds to this set look as if they were not installed."""
+    """Packages that the test adds to this set appear not to be installed."""
     names: set[str] = set()
     find = importlib.util.find_spec
 
@@ -148,7 +150,9 @@ def import_without_extras(*modules: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_connector_and_all_commands_import_without_any_extra() -> None:
-    """Inside vLLM and before the check of a command's extra, no optional package may be needed."""
+    """The connector inside vLLM, and a command before it checks its extra, must not need any
+    optional package.
+    """
     connector = [
         "kvferry.vllm.plugin",
         "kvferry.connectors.nixl",

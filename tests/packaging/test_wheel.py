@@ -1,7 +1,7 @@
-"""The wheel in empty environments: the connector alone, then the router and the engine, each with
-its extra alone.
+"""Tests the wheel in empty environments: the connector alone, then the router and the engine, each
+with only its extra.
 
-The environments have no torch unless the engine's extra brings it. NIXL's own requirements name
+The environments have no torch unless the engine's extra installs it. NIXL's own requirements name
 torch, so NIXL is installed without them: the connector must not need torch itself.
 """
 
@@ -39,7 +39,8 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what `python -m build` makes: an sdist, and a wheel made from the sdist."""
+    """Return the folder that `python -m build` fills: an sdist, and a wheel built from the sdist.
+    """
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in BUILD_FILES:
         shutil.copy(ROOT / name, source)
@@ -59,12 +60,12 @@ def wheel(distributions: Path) -> Path:
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment that has the wheel and a few requirements, and nothing else."""
+    """An environment with the wheel and a few requirements only."""
 
     directory: Path
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment to its end."""
+        """Run a program of the environment and wait for its end."""
         return subprocess.run(
             [self.program(arguments[0]), *arguments[1:]],
             env=self.environment(),
@@ -79,12 +80,15 @@ class Installation:
         return str(self.directory / "bin" / name)
 
     def environment(self) -> dict[str, str]:
-        """Variables of this process that would show in the answers are left out."""
+        """Return an environment without the variables of this process that could change the output.
+        """
         home = str(self.directory)
         return {"PATH": os.environ["PATH"], "HOME": home, "XDG_RUNTIME_DIR": home}
 
     def complaint(self, *arguments: str) -> str:
-        """What `kvferry` says about a wrong setting: one sentence on stderr, and exit code 2."""
+        """Return the one sentence that `kvferry` prints on stderr about a wrong setting; checks
+        exit code 2.
+        """
         done = self.run("kvferry", *arguments)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
         return done.stderr.strip()
@@ -92,13 +96,13 @@ class Installation:
 
 @contextmanager
 def installed(wheel: Path, extra: str, *packages: str) -> Iterator[Installation]:
-    """Make an environment with the wheel, with `packages` without their own requirements, and with
-    what the wheel's metadata asks for with this extra, except NIXL. Remove it at the end: with NIXL
-    or torch it has hundreds of megabytes.
+    """Make an environment with the wheel, with `packages` (without their requirements), and with
+    the requirements of the wheel and this extra, except NIXL. Remove it at the end: NIXL or torch
+    takes hundreds of megabytes.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-wheel-") as name:
         directory = Path(name)
-        # Without pip inside: the pip of this environment installs into the empty one.
+        # The new environment has no pip; the pip of the test's environment installs into it.
         venv = [sys.executable, "-m", "venv", "--without-pip", name]
         subprocess.run(venv, check=True, timeout=COMMAND_S)
         _pip_install(directory, "--no-deps", str(wheel), *packages)
@@ -108,7 +112,7 @@ def installed(wheel: Path, extra: str, *packages: str) -> Iterator[Installation]
 
 
 def requirements(wheel: Path, extra: str) -> list[str]:
-    """What the wheel's metadata asks for: the base, and one extra ("": none)."""
+    """Return the requirements in the wheel's metadata: the base, and one extra ("": none)."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -121,7 +125,9 @@ def requirements(wheel: Path, extra: str) -> list[str]:
 
 
 def outer_environment() -> dict[str, str]:
-    """This process's environment without what would lead Python to other sources."""
+    """Return this process's environment without PYTHONPATH, which would lead Python to other
+    sources.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -133,8 +139,8 @@ def _pip_install(directory: Path, *what: str) -> None:
 
 @contextmanager
 def serving(installation: Installation, arguments: Sequence[str], listens: str) -> Iterator[str]:
-    """Run a server; yield the address that it prints after `listens`. SIGTERM ends the server with
-    exit code 0.
+    """Run a server and yield the address that it prints after `listens`. SIGTERM must end the
+    server with exit code 0.
     """
     with subprocess.Popen(
         [installation.program("kvferry"), *arguments],
@@ -160,7 +166,7 @@ def get(url: str) -> bytes:
     return body
 
 
-# -- what is built --
+# -- the built files --
 
 
 def test_one_wheel_serves_all_versions_of_python_and_has_the_compiled_module(wheel: Path) -> None:

@@ -1,5 +1,5 @@
-"""Clients of a router: single questions and conversations of several turns, streamed or whole; some
-leave early.
+"""Clients of the router in a chaos run: single requests and conversations of several turns,
+streamed or not; some disconnect early.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LONGEST_STAY_S = 1.5
 SHORT_SLEEP_S = 0.2
 
 Conversation = Sequence[Question]
-"""One turn after the other."""
+"""The turns of one conversation, in order."""
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Clients:
     _names: "count[int]" = field(default_factory=count)
 
     async def run(self, streams: int) -> None:
-        """Every second client talks. Until `is_stopping`, and every request has ended."""
+        """Run the clients until `is_stopping` is set and every request has ended. Every second
+        client holds conversations, the others send single requests.
+        """
         async with self._session() as session:
             await asyncio.gather(
                 *(
@@ -51,7 +53,7 @@ class Clients:
             )
 
     async def ask_all(self, questions: Sequence[Question]) -> list[Verdict]:
-        """At once, whole, and staying to the end."""
+        """Send all requests at once, not streamed, and read each response to the end."""
         async with self._session() as session:
             return list(
                 await asyncio.gather(*(self._once(session, question) for question in questions))
@@ -71,8 +73,8 @@ class Clients:
         while not self.is_stopping:
             name = f"talk {next(self._names)}"
             for question in rng.choice(self.conversations):
-                # Whatever came of the last turn, the next one says all that was said: the answer
-                # must be right.
+                # Each turn repeats the whole conversation, so its answer must be right even if the
+                # last turn failed.
                 await self._once(session, question, rng, name)
 
     async def _once(
@@ -120,7 +122,7 @@ class Clients:
             )
 
 
-# -- what is right --
+# -- right answers --
 
 
 def _says(rng: random.Random, longest: int) -> tuple[int, ...]:
@@ -161,7 +163,7 @@ async def make_conversations(
 async def make_right_answers(
     cluster: Cluster, seed: int, questions: int, conversations: int
 ) -> tuple[list[Question], list[Conversation]]:
-    """By an engine that knows nothing of transfers."""
+    """Compute the right answers with an engine that has no connector."""
     rng = random.Random(f"router prompts {seed}")
     reference = cluster.serve("reference", is_plain=True).ready()
     return await make_questions(reference, rng, questions), await make_conversations(

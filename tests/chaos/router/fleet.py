@@ -1,5 +1,5 @@
-"""A router, its fleet, and what is done to members. They are added by the admin API; the last of
-each role registers itself.
+"""A router, its instances, and the faults injected into them. Instances are added through the admin
+API; the last one of each role registers itself.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ STARTED_AT_ONCE = 2
 
 @dataclass
 class Member:
-    """One engine through all its lives."""
+    """One engine with all its incarnations."""
 
     name: str
     role: str
@@ -50,7 +50,7 @@ class Member:
 
     @property
     def named(self) -> dict[str, str]:
-        """For the admin API."""
+        """Return role and URL as the admin API expects them."""
         return {"role": self.role, "url": self.live.url}
 
 
@@ -60,7 +60,7 @@ class RouterChaosCluster:
         self.router = router
         self.members = {member.name: member for member in members}
         self.happened = Happened()
-        # Of each role one is always left alone.
+        # At least one instance of each role is always undisturbed.
         self._out = {
             role: asyncio.Semaphore(len(self.names(role)) - 1) for role in ("prefill", "decode")
         }
@@ -83,8 +83,8 @@ class RouterChaosCluster:
                 for index in range(size)
             ]
             chaos_cluster = cls(cluster, router, members)
-            # A few at a time: all of them together would take longer than one may on a small
-            # machine.
+            # Start a few at a time: on a small machine, starting all at once would take longer than
+            # the start timeout.
             for together in (
                 members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)
             ):
@@ -98,7 +98,7 @@ class RouterChaosCluster:
         return [name for name, member in self.members.items() if member.role == role]
 
     async def join(self) -> None:
-        """Everybody is in the fleet."""
+        """Add the instances and wait until the router lists all of them."""
         for member in self.members.values():
             if not member.is_leased:
                 await self.admin("POST", "/admin/instances", member.named)
@@ -110,16 +110,20 @@ class RouterChaosCluster:
 
         await until("everybody is in the fleet", is_full)
 
-    # -- deeds --
+    # -- faults --
 
     @asynccontextmanager
     async def taken(self, member: Member) -> AsyncIterator[None]:
-        """Nobody else hurts it, and enough of its role are left alone."""
+        """Hold the member's lock, so that no other fault hits it, and keep one instance of its role
+        undisturbed.
+        """
         async with member.lock, self._out[member.role]:
             yield
 
     def kill(self, member: Member) -> list[psutil.Process]:
-        """With -9, at once. Its family, which `restart` sees buried."""
+        """Kill the engine with SIGKILL without waiting. Returns its processes; `restart` waits for
+        their end.
+        """
         family = member.live.family()
         if member.role == "decode":
             self.happened.kills.append((time.monotonic(), member.live.url))
@@ -127,7 +131,7 @@ class RouterChaosCluster:
         return family
 
     def restart(self, member: Member, family: list[psutil.Process]) -> None:
-        """Another incarnation at the same address, with the same engine id. Blocking."""
+        """Start a new incarnation at the same address with the same engine id. Blocking."""
         _, left = psutil.wait_procs(family, timeout=BURIED_S)
         assert not any(map(is_alive, left)), f"left behind by {member.name}: {left}"
         self.cluster.dismiss(member.live.process)
@@ -141,7 +145,7 @@ class RouterChaosCluster:
             member.live.resume()
 
     async def drain(self, member: Member) -> None:
-        """It gets nothing new, and what is under way ends. Then it is out of the fleet."""
+        """Drain: the instance gets no new requests, its running ones end, then it is removed."""
         await self.admin("POST", "/admin/instances/drain", member.named)
 
         async def is_drained() -> bool:
@@ -155,11 +159,11 @@ class RouterChaosCluster:
         await self.admin("POST", "/admin/instances", member.named)
 
     def replace(self, member: Member) -> None:
-        """One that has been drained. Blocking."""
+        """Replace a drained instance by one at another address. Blocking."""
         self.cluster.dismiss(member.live.process)
         member.engine = self._serve(member).ready()
 
-    # -- the router's word --
+    # -- the router's API --
 
     async def admin(self, method: str, path: str, body: object = None) -> Any:
         async with (

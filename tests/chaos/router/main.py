@@ -1,5 +1,5 @@
-"""Members of a router's fleet are killed, restarted, stopped, drained and added under load. Exit
-code 1 when a promise was broken.
+"""Router chaos run: kills, restarts, stops, drains and adds instances behind a router under load.
+Exit code 1 if a guarantee was violated.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     path = given.pop("json")
     if given["seed"] is None:
         given["seed"] = secrets.randbelow(10**6)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup runs
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as directory:
         make_model(Path(directory) / "tiny")
         report = run(Settings(**given), Path(directory), Path(directory) / "tiny")

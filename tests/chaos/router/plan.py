@@ -1,4 +1,4 @@
-"""What is done to which member of a router's fleet and when, from a seed. Pure."""
+"""The faults of a router chaos run: kind, instance and time, drawn from a seed. Pure."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ __all__ = ["FaultKind", "PlannedFault", "make_plan"]
 MEAN_PAUSE_BETWEEN_S = 2.5
 QUIET_END_S = 5.0
 PAUSE_S = (0.3, 3.0)
-"""Well below every timeout of the router's: nobody's stream ends by it."""
+"""Well below every timeout of the router, so a pause ends no stream."""
 
 
 class FaultKind(StrEnum):
@@ -45,8 +45,8 @@ def make_plan(
     decode: Sequence[str],
     leased: Sequence[str],
 ) -> list[PlannedFault]:
-    """One of each deed first, then at random. `leased`: they registered themselves, and would
-    again, so that nobody removes them.
+    """Plan one fault of each kind first, then random ones. Instances in `leased` registered
+    themselves and would do so again, so the plan never drains or replaces them.
     """
     rng = random.Random(f"router plan {seed}")
     anybody = [*prefill, *decode]

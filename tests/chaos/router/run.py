@@ -1,4 +1,4 @@
-"""A chaos run of the router from beginning to end, and what must be true afterwards."""
+"""A router chaos run from start to end, and the checks after it."""
 
 import asyncio
 import statistics
@@ -23,8 +23,8 @@ from kvferry.errors import KVFerryError
 __all__ = ["Report", "Settings", "run"]
 
 PROBES = 6
-"""Asked at once after a kill: with three instances in a role, some would have gone to the dead
-one.
+"""Requests sent together right after a kill. With three instances per role, some would have gone to
+the dead one.
 """
 SHOWN = ("retries", "fallbacks", "client_aborts", "releases", "turns")
 
@@ -35,7 +35,7 @@ class Settings:
     duration_s: float = 120.0
     streams: int = 50
     size: int = 3
-    """Of either role."""
+    """Number of instances in each role."""
     questions: int = 120
     conversations: int = 60
     bound_s: float = 60.0
@@ -49,13 +49,13 @@ class Report:
     verdicts: Counter[str] = field(default_factory=Counter)
     router: dict[str, float] = field(default_factory=dict)
     undisturbed_s: float = 0.0
-    """How long as many requests take under the same load when nothing has happened."""
+    """How long `PROBES` requests take under the same load before the first fault."""
     until_answered_elsewhere_s: list[float] = field(default_factory=list)
-    """From each kill until all of `PROBES` requests that were sent right then have been
+    """Seconds from each kill until all `PROBES` requests that were sent right after it were
     answered.
     """
     until_serving_again_s: list[float] = field(default_factory=list)
-    """From the moment when a restarted instance listens until it has answered a leg."""
+    """Seconds from when a restarted instance listens until it has answered a leg."""
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -78,7 +78,7 @@ class Report:
         return {"settings": asdict(self.settings), **counts, **times, **plain}
 
     def line(self) -> str:
-        """For people."""
+        """Return the summary as one line of text."""
         counts = ", ".join(f"{number} {name}" for name, number in self.verdicts.items())
         away, back = spread(self.until_answered_elsewhere_s), spread(self.until_serving_again_s)
         return (
@@ -224,8 +224,9 @@ class _Run:
         self._report.until_serving_again_s.append(time.monotonic() - since)
 
     async def _check_end(self) -> None:
-        """All blocks come back, everybody is alive and in the fleet, the router has nothing under
-        way, and a good request is served.
+        """Check that all processes are alive and have no traceback in their logs, that all blocks
+        are free, that the router has no request running or queued, and that good requests are
+        served.
         """
         say("load and faults are over; waiting until every block is free")
         for name, engine in [

@@ -1,11 +1,12 @@
-"""Whether a request could have been saved. Pure.
+"""Decides whether a retry could have saved a failed request. Pure.
 
-A request may fail for two reasons alone:
+A request may fail for two reasons only:
 
-- its client had got tokens of a decode instance that was then killed: they cannot be taken back;
-- it was refused with 429 or 503 while a role had nobody who could be used.
+- its client had already received tokens from a decode instance that was then killed: those tokens
+  cannot be taken back;
+- it was refused with 429 or 503 while a role had no usable instance.
 
-Whatever else fails, a retry could have saved it.
+A retry could have saved every other failed request.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from tests.chaos.judge import Attempt, Outcome, judge
 __all__ = ["FAULTS", "Happened", "Verdict", "decide"]
 
 SLACK_S = 2.0
-"""Between a kill and the client's hearing of it, on a busy machine."""
+"""Time from a kill until the client sees the broken connection, on a busy machine."""
 
 
 class Verdict(StrEnum):
@@ -43,12 +44,12 @@ _PLAIN = {
 
 @dataclass
 class Happened:
-    """What was done to the fleet, by one clock."""
+    """The faults injected into the fleet, with times of one clock."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
-    """When, and the URL of whom; only decode instances."""
+    """Time of each kill and URL of the killed instance; decode instances only."""
     deserted: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when a role had nobody."""
+    """Start and end of each period in which a role had no usable instance."""
 
 
 def decide(
@@ -71,7 +72,7 @@ def decide(
 
 
 def _was_killed(error: str, began: float, ended: float, happened: Happened) -> bool:
-    """The error names whoever broke off."""
+    """True if the error names the URL of a decode instance that was killed during the request."""
     return any(
         began - SLACK_S <= at <= ended and f"{url} " in f"{error} " for at, url in happened.kills
     )
