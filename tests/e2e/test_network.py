@@ -305,7 +305,7 @@ def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(
                 "lease",
                 "heartbeats",
                 "was lost",
-                "read did not end",
+                "read did not finish",
             )
             # Neither is D's prefix cache poisoned.
             assert await ask(session, network.decoders[policy], prompts[policy]) == right[policy]
