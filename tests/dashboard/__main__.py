@@ -1,7 +1,7 @@
-"""Takes the pictures in docs/images from a real `kvferry up` under load: `make screenshots`.
+"""Takes the screenshots in docs/images from a real `kvferry up` under load: `make screenshots`.
 
 Two prefill and two decode engines with a tiny model run behind the router. Clients hold
-conversations and send single requests, short and long, until the pictures are taken. The page's
+conversations and send single requests, short and long, until the screenshots are taken. The page's
 plots are one minute wide while the router is younger than a minute, so the run is that long.
 """
 
@@ -22,7 +22,7 @@ from tests.dashboard.browser import open_page, start_browser
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MAX_BYTES = 400_000
 LOAD_S = 53.0
-"""Seconds of load before the first picture."""
+"""Seconds of load before the first screenshot."""
 START_S = 240.0
 NUM_TALKERS = 8
 NUM_SINGLES = 4
@@ -77,7 +77,7 @@ async def _router_url(process: asyncio.subprocess.Process) -> str:
 
 @dataclass
 class Load:
-    """Clients that ask the router until `run` is cancelled."""
+    """Clients that send requests to the router until `run` is cancelled."""
 
     session: aiohttp.ClientSession
     model: str

@@ -1,5 +1,5 @@
-"""A real browser without a screen, driven over its DevTools protocol: pages, clicks, pictures, and
-all that it logs and asks for.
+"""Drives a real headless browser over the DevTools protocol: opens pages, clicks, takes
+screenshots, and records what the page logs and requests.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MISSING = "there is no Chromium here; `make setup-browser` installs it (Debian, 
 DEADLINE_S = 40.0
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # as root, and in containers, there is none to be had; the pages are our own
+    "--no-sandbox",  # unavailable as root and in containers; the pages are our own
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-quic",
@@ -54,7 +54,7 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One tab. What it logs and asks for is collected from the start."""
+    """One tab. Records from the start what the page logs and requests."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -62,11 +62,11 @@ class Page:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reader = asyncio.create_task(self._read())
         self.asked: list[str] = []
-        """URLs."""
+        """URLs that the page requested."""
         self.problems: list[str] = []
-        """Exceptions, errors in the console, violations of its security policy."""
+        """Exceptions, console errors and violations of the page's security policy."""
         self.failed_loads: list[str] = []
-        """What the browser says of answers that were no success or never came."""
+        """The browser's messages about requests that failed or got no response."""
 
     async def call(self, method: str, **params: Any) -> Any:
         number = next(self._numbers)
@@ -85,7 +85,7 @@ class Page:
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluate an expression in the page and return its value."""
         result = await self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -94,7 +94,9 @@ class Page:
         return result["result"].get("value")
 
     async def until(self, script: str, is_right: Callable[[Any], object] = bool) -> Any:
-        """Its value, once it is right. Asked again until then, and no longer than the deadline."""
+        """Evaluate the expression until `is_right` accepts its value, and return the value; fails
+        at the deadline.
+        """
         value: Any = None
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -113,7 +115,7 @@ class Page:
         return found
 
     async def click(self, selector: str) -> None:
-        """With a real pointer, where a person would."""
+        """Click the middle of the element with mouse events, as a user does."""
         box = await self.run(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)}); "
             f"node.scrollIntoView({{block: 'center'}});"
@@ -200,7 +202,7 @@ class Page:
 
 @contextmanager
 def start_browser() -> Iterator[int]:
-    """The port that a browser of ours listens on. It is gone afterwards with all that it kept."""
+    """Start a browser and yield its DevTools port; end it and delete its profile afterwards."""
     browser = find_browser()
     assert browser is not None, MISSING
     with tempfile.TemporaryDirectory(prefix="kvferry-browser-", ignore_cleanup_errors=True) as home:
@@ -214,13 +216,13 @@ def start_browser() -> Iterator[int]:
         try:
             yield _port(Path(home), process)
         finally:
-            # Its helpers are of its process group and of no other.
+            # The browser's helper processes are in its process group, and no others are.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _port(home: Path, process: "subprocess.Popen[bytes]") -> int:
-    """The browser writes it down once it listens."""
+    """Return the port; the browser writes it to a file once it listens."""
     written, deadline = home / "DevToolsActivePort", time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
         lines = written.read_text().splitlines() if written.exists() else []
@@ -232,7 +234,7 @@ def _port(home: Path, process: "subprocess.Popen[bytes]") -> int:
 
 @asynccontextmanager
 async def open_page(port: int) -> AsyncIterator[Page]:
-    """A tab of its own."""
+    """Open a new tab, and close it afterwards."""
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
         async with session.put("/json/new?about:blank") as answer:
             tab = await answer.json()

@@ -6,7 +6,7 @@ from tests.dashboard.browser import MISSING, find_browser, start_browser
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[int]:
-    """The port of a real browser."""
+    """The DevTools port of a real browser."""
     if find_browser() is None:
         pytest.skip(MISSING)
     with start_browser() as port:

@@ -1,5 +1,5 @@
-"""Serves the page as the router does, with a scene behind it that a test can change, lock and take
-away.
+"""Serves the dashboard page as the router does. A test can change the state behind the page,
+protect it with a key, and stop the server.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Stage:
     api_key: str = ""
     port: int = 0
     status: int = 200
-    """Of the answers to questions for the state."""
+    """HTTP status of the responses to state requests."""
     num_asked: int = 0
     files: DashboardFiles = field(default_factory=DashboardFiles.load)
     _runner: web.AppRunner | None = None
@@ -50,7 +50,9 @@ class Stage:
             self._runner = None
 
     async def was_asked_again(self) -> None:
-        """Two more questions: the answer to the first is on the page."""
+        """Wait for two more state requests: after the second, the page shows the response to the
+        first.
+        """
         wanted = self.num_asked + 2
         async with asyncio.timeout(40):
             while self.num_asked < wanted:

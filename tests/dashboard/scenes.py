@@ -1,4 +1,4 @@
-"""States to show: made by the router's own builders from requests that never were."""
+"""Router states for the dashboard, made by the router's own builders from invented requests."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>"\'&
 
 @dataclass
 class Scene:
-    """All that a router knows. `now` stands still, unless a test moves it."""
+    """Everything that a router knows. `now` is fixed unless a test changes it."""
 
     router: RouterFacts = field(default_factory=lambda: RouterFacts("0.6.0", 7260.0))
     instances: list[InstanceFacts] = field(default_factory=list)
@@ -58,7 +58,7 @@ def engine_page(
 
 
 def busy_scene() -> Scene:
-    """A fleet at work: one instance ejected, one under suspicion, one draining."""
+    """A fleet under load: one instance ejected, one suspected, one draining."""
     scene = Scene(
         RouterFacts(
             "0.6.0",
@@ -188,7 +188,7 @@ def _requests(scene: Scene) -> None:
 
 
 def told(scene: Scene) -> None:
-    """A request whose D tells everything, and one whose D does not."""
+    """Add a request whose D reports its transfer, and one whose D does not."""
     for name in ("told", "untold"):
         one = scene.recent.begin(name, "/v1/completions", NOW - 20)
         for mark, after, about in (
@@ -220,7 +220,7 @@ def told(scene: Scene) -> None:
 
 
 def hostile_scene() -> Scene:
-    """Everything that somebody else chose is markup, or endless."""
+    """Every value that comes from a client or an engine is HTML markup, or very long."""
     scene = Scene(RouterFacts(HOSTILE, 1.0, policies={HOSTILE: HOSTILE}))
     odd = MetricsWatcher()
     odd.note(

@@ -1,4 +1,4 @@
-"""The dashboard's page in a real browser, before states that the router's own builders made."""
+"""Tests the dashboard page in a real browser, with states made by the router's own builders."""
 
 import asyncio
 import json
@@ -25,8 +25,8 @@ Play = Callable[[Stage, Page], Awaitable[None]]
 async def opened(
     browser: int, scene: Scene, hash_: str = "", api_key: str = ""
 ) -> AsyncIterator[tuple[Stage, Page]]:
-    """The page, once it has shown something. Whatever the test does, it asks nobody else and
-    nothing goes wrong in it.
+    """Open the page and wait until it is live. At the end, check that the page had no errors and
+    sent requests only to its own server.
     """
     async with raise_stage(scene, api_key) as stage, open_page(browser) as page:
         await page.resize(1280, 900)
@@ -103,7 +103,7 @@ def test_the_page_follows_the_fleet(browser: int) -> None:
         ]
         shown = await page.until(rows("instances"), lambda found: found[0][2].startswith("ejected"))
         assert [row[0] for row in shown] == [one.name for one in stage.scene.instances]
-        # A row is changed, not made anew: what a person has selected or focused in it stays.
+        # The page changes the row and does not replace it, so the user's selection and focus stay.
         assert await page.run("document.querySelector('#instances tbody tr').isSameNode") == "kept"
 
     perform(browser, busy_scene(), play)
@@ -130,8 +130,7 @@ def test_plots_have_a_point_for_every_second_that_has_a_value(browser: int) -> N
         drawn = await page.run(
             "document.querySelector('path[data-column=ttft_p50]').getAttribute('d')"
         )
-        # One second alone, then two that belong together, at the right edge: 10 s are 10 of 60
-        # units.
+        # One second alone, then two adjacent ones, at the right edge: 10 s are 10 of 60 units.
         assert [drawn.count(sign) for sign in "MLh"] == [2, 1, 1]
         xs = await page.run(
             "(() => { const box = document.querySelector('path[data-column=requests]').getBBox(); "
@@ -287,7 +286,7 @@ def plain(text: str) -> str:
 
 
 def test_a_script_that_got_into_the_page_would_not_run(browser: int) -> None:
-    """The control: markup in the page would do harm if the security policy let it."""
+    """The control: markup in the page would do harm if the security policy allowed it."""
 
     async def show() -> None:
         async with raise_stage(busy_scene()) as stage, open_page(browser) as page:
@@ -410,7 +409,7 @@ CONTRASTS = """(() => {
   }
   return found;
 })()"""  # noqa: E501
-"""Texts that are hard to read."""
+"""Finds visible texts whose contrast is below 4.5."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

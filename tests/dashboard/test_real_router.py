@@ -1,4 +1,5 @@
-"""The page before a real router: what it shows is what happened."""
+"""Tests that the dashboard page of a real router shows the requests and instances that it served.
+"""
 
 import asyncio
 from typing import Any
@@ -26,7 +27,7 @@ def rows(table: str) -> str:
 
 
 async def told(request: Any, body: dict[str, Any]) -> Any:
-    """A D that also tells of its transfers, as the embedded engine does."""
+    """A fake D that also reports its transfers, as the embedded engine does."""
     if request.path.startswith("/kvferry/transfers/"):
         record = {
             "request_id": "cmpl-a:1-0-00000000",

@@ -1,8 +1,8 @@
-"""Prompts that fill an engine's whole cache and go on and on: a byte that lands in a block that it
-was not meant for changes their tokens.
+"""Canaries: requests that fill an engine's whole KV cache and run continuously. A byte written into
+a block that belongs to a canary changes its tokens.
 
-For blocks that a transfer which went wrong has given back: whoever owns them next must not find
-anything of it in them, then or later.
+They check the blocks that a failed transfer has released: nothing of that transfer may be written
+into those blocks after they have a new owner.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ __all__ = ["SMALL", "Canaries", "disturb"]
 
 NUM_BLOCKS = 48
 SMALL = ("--num-gpu-blocks-override", str(NUM_BLOCKS))
-"""A cache that `AT_ONCE` of them fill: 15 blocks each when they end, 13 when they begin."""
+"""A cache that `AT_ONCE` canaries fill: each has 13 blocks at its start and 15 at its end."""
 AT_ONCE = 3
 PROMPT_TOKENS, NEW_TOKENS = 195, 44
 FULL_BLOCKS = AT_ONCE * (PROMPT_TOKENS // 16 + 1)
-"""39 of 48: then every block has soon had one of them for an owner, and a new one comes when one
-ends.
+"""39 of 48 blocks. When so many are in use, every block soon belongs to some canary, because a new
+canary starts when one ends.
 """
 
 
 @dataclass
 class Canaries:
-    """What is asked again and again, and what a single engine answers."""
+    """The canary prompts, and a single engine's answer to each."""
 
     prompts: Sequence[Prompt]
     right: Sequence[Answer]
@@ -41,14 +41,14 @@ class Canaries:
 
     @classmethod
     def hatch(cls, plain: Engine) -> "Canaries":
-        """More than fit into a cache, so that few are found in one."""
+        """Make more prompts than fit into a cache, so that a prefix cache holds few of them."""
         prompts = [fresh(PROMPT_TOKENS, NEW_TOKENS) for _ in range(4 * AT_ONCE)]
         return cls(prompts, asyncio.run(ask_all(plain, prompts)))
 
     @asynccontextmanager
     async def fill(self, session: aiohttp.ClientSession, *engines: Engine) -> AsyncIterator[None]:
-        """The body runs while they hold the blocks of all these engines; afterwards those under way
-        end, and another generation of them.
+        """Run the body while canaries fill the caches of these engines. Afterwards let the running
+        canaries end, then one more round of them.
         """
         stop = asyncio.Event()
         tasks = [
@@ -103,8 +103,8 @@ class Canaries:
 
 
 def disturb(engine: Engine, *blocks: int) -> None:
-    """Write into an engine's cache from outside, as a peer does that has it mapped. All layers of a
-    block must lie side by side in it.
+    """Write into an engine's cache from outside, as a peer does that has mapped it. All layers of a
+    block must be contiguous in the cache.
     """
     files = [
         each
@@ -120,7 +120,8 @@ def disturb(engine: Engine, *blocks: int) -> None:
         with mmap.mmap(fd, 0) as pages:
             cache = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, -1)
             for block in blocks:
-                # Not by whole tokens: attention does not see in which order they lie.
+                # The shift is not a whole number of tokens: attention does not depend on the order
+                # of tokens in the cache.
                 cache[block] = np.roll(cache[block], cache.shape[1] // 2 + 8)
             del cache
     finally:
@@ -130,5 +131,5 @@ def disturb(engine: Engine, *blocks: int) -> None:
 def _link(file: Path) -> str:
     try:
         return os.readlink(file)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return ""

@@ -1,4 +1,4 @@
-"""A certificate that signs itself, for servers on this machine."""
+"""Makes a self-signed certificate for servers on this machine."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["make_certificate"]
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Of this machine's own names, and its key."""
+    """Make a certificate for this machine's own names, and its key."""
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     command = [
         "openssl",

@@ -1,5 +1,5 @@
 """One generated model for all end-to-end tests, and engines that several tests share, because
-starting one takes seconds.
+starting an engine takes seconds.
 """
 
 import random
@@ -30,7 +30,7 @@ SHORT = {
     "receive_timeout": 10,
 }
 PATIENT = {"kv_lease_duration": 600}
-"""With such a lease, blocks that are free soon were released, not expired."""
+"""With this lease, blocks that become free soon were released and did not expire."""
 
 
 NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeout": 25}
@@ -38,8 +38,8 @@ NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeo
 
 @dataclass(frozen=True)
 class Fleet:
-    """A small P with short leases, a D that fails what it cannot fetch, and one that computes
-    it.
+    """A small P with short leases, and two D: `strict` has the failure policy `fail`, `lenient` has
+    `recompute`.
     """
 
     cluster: Cluster
@@ -59,15 +59,15 @@ class Pair:
 
 @dataclass
 class Network:
-    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a transport of
-    our own or NIXL.
+    """P and two D, one per failure policy, each on its own host; KV moves over TCP, with our `tcp`
+    transport or with NIXL.
     """
 
     hosts: Hosts
     cluster: Cluster
     transport: str
     decoders: dict[str, Engine]
-    """By policy."""
+    """The decode engines by failure policy."""
     p: Engine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Network:
 
     @contextmanager
     def cut(self, host: int = 0) -> Iterator[None]:
-        """P's cable to the others, or another's. Healed afterwards."""
+        """Cut the cable of a host (by default P's), and reconnect it afterwards."""
         self.hosts.cut(self.hosts[host])
         try:
             yield
@@ -84,7 +84,7 @@ class Network:
 
     @contextmanager
     def throttled(self, rate: str) -> Iterator[None]:
-        """What P sends."""
+        """Limit P's sending rate to `rate`."""
         self.hosts[0].throttle(rate)
         try:
             yield
@@ -92,13 +92,13 @@ class Network:
             self.hosts[0].hurry()
 
     def replace_p(self) -> None:
-        """Another incarnation of it, on the same host and with the same engine id."""
+        """Kill P and start a new incarnation on the same host with the same engine id."""
         self.p.kill()
         self.cluster.dismiss(self.p.process)
         self.p = self.start_p(self.p.address.port)
 
     def start_p(self, port: int = 0) -> Engine:
-        """So small that a few prompts are enough to give every block to somebody else."""
+        """Start P with so few blocks that a few prompts reuse every block."""
         small = ("--num-gpu-blocks-override", "120")
         return self.cluster.serve(
             "prefill",
@@ -146,7 +146,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cl
 
 @pytest.fixture(scope="session")
 def plain(shared: Cluster) -> Engine:
-    """A single engine that knows nothing of transfers: what it answers is right."""
+    """A single engine without a connector: its answers are the right ones."""
     return shared.serve("plain", is_plain=True).ready()
 
 
@@ -174,7 +174,9 @@ def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
 
 
 def random_prompts(count: int, seed: int, longest: int = 1500) -> list[Prompt]:
-    """Lengths from 1 to `longest`, many short; some share prefixes, some are repeated."""
+    """Make prompts with lengths from 1 to `longest`, many of them short; some share prefixes, some
+    are repeated.
+    """
     rng = random.Random(seed)
     prompts: list[Prompt] = []
     for _ in range(count):

@@ -1,5 +1,5 @@
-"""Conversations as a router carries them from turn to turn, taken by hand: what D has kept goes to
-the prefill side of the next turn.
+"""Conversations without a router: the test itself sends both legs of each turn, and passes D's
+parameters for the retained turn to P in the next turn.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _rng = random.Random("conversations")
 
 
 def says(length: int = 40) -> tuple[int, ...]:
-    """Something nobody has said yet."""
+    """Return random tokens that no conversation has contained before."""
     return tuple(_rng.randrange(10, 500) for _ in range(length))
 
 
@@ -50,22 +50,22 @@ def blocks(num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Told:
-    """How a turn went."""
+    """The result of one turn."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     kept: dict[str, Any] | None
-    """What D says of it, for the next one."""
+    """D's parameters for the retained turn, to be sent with the next turn."""
     word: str
     num_pulled: int
     """Tokens that P fetched from a D."""
     num_bytes: int
     num_computed: int
-    """By P."""
+    """Tokens that P computed."""
 
     @property
     def num_kept(self) -> int:
-        """D never computes the last token that it says."""
+        """Tokens that D retains: all but the last, whose KV D never computes."""
         return len(self.prompt) + len(self.answer) - 1
 
 
@@ -79,7 +79,7 @@ async def take_turn(
     is_streamed: bool = False,
     **changes: Any,
 ) -> Told:
-    """Both legs; the answer is not checked."""
+    """Send both legs of a turn; the answer is not checked."""
     asked, before, word = (
         Prompt(tuple(prompt), max_tokens=ANSWER_TOKENS),
         await metrics(session, p),
@@ -108,7 +108,7 @@ async def take_turn(
 async def stream(
     session: aiohttp.ClientSession, d: Engine, body: dict[str, Any]
 ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-    """The answer's tokens, and what the last event before [DONE] says."""
+    """Return the answer's tokens, and the transfer parameters in the last event before [DONE]."""
     events: list[dict[str, Any]] = []
     async with session.post(f"{d.url}/v1/completions", json={**body, "stream": True}) as response:
         assert response.status == 200
@@ -131,7 +131,7 @@ async def stream(
 
 @dataclass
 class Talk:
-    """One client's conversation, and the single engine that knows what is right."""
+    """One client's conversation, and a single engine that gives the right answers."""
 
     plain: Engine
     history: tuple[int, ...] = field(default_factory=lambda: says(100))
@@ -144,7 +144,7 @@ class Talk:
     async def turn(
         self, session: aiohttp.ClientSession, p: Engine, d: Engine, **changes: Any
     ) -> Told:
-        """The client goes on from what was said; the answer is right."""
+        """Continue the conversation with a new question, and check that the answer is right."""
         if self.last is not None:
             self.history = self.last.prompt + self.last.answer + says()
         self.last = told = await take_turn(session, p, d, self.history, self.kept, **changes)
@@ -155,7 +155,7 @@ class Talk:
 
 async def retained_turns(session: aiohttp.ClientSession, d: Engine, num_turns: int) -> None:
     async def are_kept() -> bool:
-        # An engine that has nothing to do but wait tells its numbers with its next step.
+        # An engine that only waits does not update its metrics until its next step.
         assert (await ask(session, d, Prompt((11, 12), max_tokens=1))).is_ok
         return (await metrics(session, d))["kvferry:num_retained_turns"] == num_turns
 
@@ -163,7 +163,7 @@ async def retained_turns(session: aiohttp.ClientSession, d: Engine, num_turns: i
 
 
 async def side_channel_of(session: aiohttp.ClientSession, engine: Engine) -> str:
-    """As a router finds it."""
+    """Read the side channel's address from the metrics, as a router does."""
     async with session.get(f"{engine.url}/metrics") as response:
         [line] = [
             line
@@ -177,8 +177,8 @@ async def side_channel_of(session: aiohttp.ClientSession, engine: Engine) -> str
 async def ask_side_channel(
     address: str, secret: bytes, word: str, timeout_s: float = 10.0
 ) -> str | None:
-    """What an engine says was kept of the turn with this word; None: nothing came back, as from who
-    does not know our secret.
+    """Ask an engine for the retained turn with this id. None means no reply: an engine with another
+    secret does not answer.
     """
     return await asyncio.to_thread(_ask, address, secret, word, timeout_s)
 

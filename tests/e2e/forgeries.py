@@ -1,4 +1,4 @@
-"""What clients, forgers and port scanners send: parameters that look right, values of every kind,
+"""Input as clients, forgers and port scanners send it: plausible parameters, values of every type,
 and noise. For any engine.
 """
 
@@ -50,7 +50,7 @@ malformed_params = st.one_of(json_values, st.dictionaries(param_keys, json_value
 
 
 def forged_params() -> list[dict[str, Any]]:
-    """Parameters that look right, with a ticket that is not."""
+    """Plausible parameters with an invalid ticket."""
     base: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -77,8 +77,8 @@ def forged_params() -> list[dict[str, Any]]:
 
 
 def knock(host: str, port: int, times: int) -> list[socket.socket]:
-    """What a port scanner does: connects, and sends noise, HTTP or nothing. Some connections are
-    left open, for the caller to close.
+    """Act like a port scanner: connect, and send noise, HTTP or nothing. Some connections stay
+    open; the caller closes them.
     """
     held = []
     for number in range(times):
@@ -95,8 +95,8 @@ def knock(host: str, port: int, times: int) -> list[socket.socket]:
 
 
 def send_as_member(secret: bytes, address: str) -> None:
-    """What a member of the cluster with a bug would send: it has the keys, so all of it arrives. A
-    good greeting is answered afterwards.
+    """Send malformed messages as a cluster member with a bug: it has the keys, so all messages
+    arrive. Checks that a valid handshake request is answered afterwards.
     """
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
@@ -128,11 +128,11 @@ def send_as_member(secret: bytes, address: str) -> None:
 
 
 def send_garbage(secret: bytes, address: str) -> int:
-    """To a side channel or a control channel, as a member. How many of the frames are malformed or
-    out of place there.
+    """Send malformed frames to a side channel or a control channel as a cluster member. Returns how
+    many frames are malformed or do not belong on that channel.
     """
     frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Release("forged"))]
-    # Each is for one kind of channel, which answers it, and out of place at the other.
+    # Each message belongs on one of the two channels, which answers it; the other channel drops it.
     frames += [
         codec.encode(Confirm("e", "l", "r")),
         codec.encode(HandshakeRequest(7, WIRE_VERSION, 99)),

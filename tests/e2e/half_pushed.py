@@ -1,8 +1,8 @@
-"""A push in the middle: some of a prompt's KV has come to both D, the rest has not, and P stands
-still.
+"""Stops P in the middle of a push: both D have received part of a prompt's KV, and the rest is
+missing.
 
-Over transports of one host P is let run for a moment at a time, so that its chunks are far apart;
-between hosts the cable is slow.
+With transports of a single host, P runs for a moment at a time, so that its chunks are far apart;
+between hosts, the cable is throttled.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tests.e2e.push_legs import Legs, Shape, count_now
 __all__ = ["EXTRA", "LONG", "PartialPush", "Stage"]
 
 LONG = 600
-"""Tokens, 4 KiB each: many chunks, and several seconds at the rate below."""
+"""Prompt length in tokens, 4 KiB each: many chunks, and several seconds at `RATE`."""
 CHUNKED = ("--num-gpu-blocks-override", "120", "--max-num-batched-tokens", "16")
 RATE = "6mbit"
 SOME_BYTES = 400_000
@@ -45,7 +45,7 @@ class PartialPush:
     prompt: Prompt
     prefilling: "asyncio.Task[Answer]"
     decoding: "dict[str, asyncio.Task[Answer]]"
-    """By policy."""
+    """The decode legs by failure policy."""
 
     @property
     def tasks(self) -> "list[asyncio.Task[Answer]]":
@@ -62,13 +62,13 @@ class Stage:
     legs: Legs
     transport: str
     hosts: Hosts | None
-    """None: all on one."""
+    """None if all engines run on one host."""
     is_p_stopped: bool = False
 
     @classmethod
     @contextmanager
     def opened(cls, transport: str, directory: Path, model: Path) -> Iterator["Stage"]:
-        """On one host."""
+        """Start all engines on one host."""
         with Legs.opened(
             directory, model, Shape({**EXTRA, "transports": [transport]}, CHUNKED, SMALL)
         ) as legs:
@@ -93,14 +93,14 @@ class Stage:
             self.is_p_stopped = False
 
     def kill_p(self) -> None:
-        """It is not stopped any more, it is dead."""
+        """Kill P, also if it is stopped."""
         self.legs.p.kill(is_stopped=self.is_p_stopped)
         self.is_p_stopped = False
 
     @asynccontextmanager
     async def partial_push(self, session: aiohttp.ClientSession) -> AsyncIterator[PartialPush]:
-        """Both legs have been begun, and the body runs in the middle. P is stopped, until the body
-        continues it or its end.
+        """Start both legs and run the body in the middle of the push. P is stopped until the body
+        continues it or ends.
         """
         with self._slow_cable():
             begun = await self._begin(session)
@@ -111,7 +111,7 @@ class Stage:
                 await begun.end()
 
     async def settle(self, session: aiohttp.ClientSession) -> None:
-        """Every block is free, and nothing is left at P's matcher."""
+        """Wait until every block is free and P has no registration."""
         await assert_quiescent(session, *self.legs.engines)
         await self.legs.until_registered(session, 0)
 
@@ -127,7 +127,9 @@ class Stage:
             self.hosts[0].hurry()
 
     async def _begin(self, session: aiohttp.ClientSession) -> PartialPush:
-        """On a busy machine a request may be over before it is seen in the middle: then another."""
+        """Start requests until one is stopped in the middle: on a busy machine, a request may end
+        before the test can stop P.
+        """
         for _ in range(ATTEMPTS):
             prompt, ticket = fresh(LONG), self.legs.ticket()
             moved = await self._moved(session)
@@ -177,7 +179,9 @@ class Stage:
         )
 
     async def _moved(self, session: aiohttp.ClientSession) -> list[float]:
-        """Bytes: what P's host has sent, beyond what it takes to talk; or what each D has got."""
+        """Bytes moved so far. Between hosts: how often P's host has sent `SOME_BYTES`, which is
+        more than control messages need. On one host: the bytes that each D has received.
+        """
         if self.hosts is not None:
             return [self.hosts[0].sent_bytes() // SOME_BYTES]
         return [

@@ -1,5 +1,5 @@
-"""What tests of faults do again and again: take both legs of a request by hand, and say what must
-be true of its end.
+"""Helpers for tests of faults: send both legs of a request without a router, and check how the
+request ended.
 """
 
 import random
@@ -26,9 +26,7 @@ _rng = random.Random("handovers")
 
 
 def fresh(length: int = 100, max_tokens: int = 16) -> Prompt:
-    """A prompt nobody has seen yet: engines are shared between tests, and so are their prefix
-    caches.
-    """
+    """Return a prompt that no engine has seen: tests share engines and therefore prefix caches."""
     return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
 
 
@@ -41,7 +39,7 @@ async def is_free(session: aiohttp.ClientSession, engine: Engine) -> bool:
 
 
 async def is_loading(session: aiohttp.ClientSession, engines: Iterable[Engine]) -> bool:
-    """Whether all of them wait for somebody's KV."""
+    """True if each of these engines has a request that waits for remote KV."""
     return all(
         [
             await count(session, engine, "kvferry:num_requests_waiting_for_remote_kvs") > 0
@@ -55,7 +53,9 @@ async def hand_over(session: aiohttp.ClientSession, p: Engine, d: Engine, prompt
 
 
 def assert_ended_well(answer: Answer, right: Answer, policy: str, *reasons: str) -> None:
-    """A pull that could not succeed: computed here, or an error that gives one of these reasons."""
+    """Check a request whose pull could not succeed: D computed the right tokens, or answered with
+    an error that gives one of these reasons.
+    """
     if policy == "recompute":
         assert answer == right, answer.body
         return
@@ -66,8 +66,8 @@ def assert_ended_well(answer: Answer, right: Answer, policy: str, *reasons: str)
 async def assert_recovers(
     session: aiohttp.ClientSession, p: Engine, d: Engine, plain: Engine
 ) -> None:
-    """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on
-    the way is right or an error.
+    """Check that KV is transferred again without any restart, and that every answer until then is
+    right or an error.
     """
 
     async def comes_over() -> bool:

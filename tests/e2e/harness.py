@@ -1,5 +1,5 @@
-"""Real engines and routers as child processes, and what tests ask of them. Every wait has a
-deadline.
+"""Starts real engines and routers as child processes, sends them requests and reads their metrics.
+Every wait has a deadline.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ START_S = 90.0
 REQUEST_S = 60.0
 SETTLE_S = 30.0
 LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
-"""Whoever waits for long, for a lease to run out, looks less often after a while: every look costs
-the engines something.
+"""Poll intervals. A long wait (for example for the end of a lease) polls less often after
+`LATER_S`, because every poll costs the engines time.
 """
 OURS = ForkServer(
     Path(sys.executable),
@@ -41,7 +41,7 @@ OURS = ForkServer(
     ),
 )
 GIVEN = frozenset(os.environ)
-"""Variables that were there before any test ran."""
+"""Environment variables that were set before any test ran."""
 QUIET = (
     "kvferry:num_used_blocks",
     "kvferry:num_delayed_frees",
@@ -53,7 +53,7 @@ QUIET = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One completion to ask for."""
+    """One completion request."""
 
     token_ids: tuple[int, ...]
     max_tokens: int = 16
@@ -90,7 +90,7 @@ class Answer:
 
 
 class Host:
-    """Where processes run. This one is our own machine, by its loopback; `hosts.py` has others."""
+    """A host that runs processes. The default is this machine's loopback; `hosts.py` has others."""
 
     def __init__(
         self,
@@ -98,7 +98,9 @@ class Host:
         address: str = "127.0.0.1",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`inside`: words that run a command there. `address`: where it serves HTTP to us."""
+        """`inside`: the command prefix that runs a command there. `address`: where it serves HTTP
+        to us.
+        """
         self.inside = tuple(inside)
         self.address = address
         self.variables = dict(variables or {"KVFERRY_SIDE_CHANNEL_HOST": "127.0.0.1"})
@@ -108,7 +110,7 @@ HERE = Host()
 
 
 class Engine:
-    """One `kvferry serve`."""
+    """One running `kvferry serve` or `kvferry proxy`, with its child processes."""
 
     def __init__(self, process: ChildProcess, address: Address) -> None:
         self.process = process
@@ -119,8 +121,9 @@ class Engine:
         return f"http://{self.address}"
 
     def kill(self, *, is_stopped: bool = False) -> None:
-        """As the kernel's out-of-memory killer would, and wait until the whole family is gone.
-        Members that are stopped cannot see that their parent has died, so then each is killed.
+        """Kill the engine as the kernel's out-of-memory killer would, and wait for the end of all
+        its processes. Stopped child processes cannot notice that their parent died, so with
+        `is_stopped` each one is killed.
         """
         family = self.family()
         for member in family if is_stopped else family[:1]:
@@ -142,7 +145,7 @@ class Engine:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie is dead: it waits for whoever adopted it."""
+    """A zombie counts as dead: it only waits for its parent to reap it."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -150,11 +153,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 class ProcessRegistry:
-    """Owns child processes; whatever happens, nothing of it outlives the `with` block."""
+    """Owns child processes; none of them outlives the `with` block."""
 
     def __init__(self, directory: Path, grace_s: float, *forkservers: ForkServer) -> None:
-        """`grace_s`: how long each may take to end. `forkservers`: where those may come from whose
-        interpreter is not our own.
+        """`grace_s`: how long each process may take to end. `forkservers`: forkservers for
+        processes that run with another Python interpreter.
         """
         self._forkservers = (OURS, *forkservers)
         self._group = ProcessGroup(directory, grace_s)
@@ -180,8 +183,8 @@ class ProcessRegistry:
         self._group.close()
 
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
-        # Transports that tests open in this process set variables of these libraries; what a child
-        # finds is the operator's.
+        # Transports that tests open in this process set variables of these libraries; a child
+        # process must get only the operator's variables.
         ours = {
             name: value
             for name, value in os.environ.items()
@@ -199,13 +202,13 @@ class ProcessRegistry:
         )
 
     def dismiss(self, child: ChildProcess) -> None:
-        """End one early, or let go of one that has died."""
+        """End a process early, or forget one that has died."""
         self._children.remove(child)
         child.close(self._grace_s)
 
 
 class Cluster(ProcessRegistry):
-    """Engines and routers of the embedded kind."""
+    """Starts embedded engines and routers."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         super().__init__(directory / "group", grace_s=5.0)
@@ -229,8 +232,8 @@ class Cluster(ProcessRegistry):
         at: Host = HERE,
         connector: str = "NixlConnector",
     ) -> "Starting":
-        """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows
-        nothing of transfers.
+        """Start an engine; call `ready` on the result to wait for it. `is_plain`: an engine without
+        a connector.
         """
         transfer = {
             "kv_connector": connector,
@@ -251,7 +254,8 @@ class Cluster(ProcessRegistry):
             "--port",
             str(port),
         ]
-        # Tests of draining say so; the others are through with an engine when they end it.
+        # Tests of draining set their own timeout; other tests need nothing from an engine that they
+        # stop.
         command += [
             "--served-model-name",
             "tiny",
@@ -285,7 +289,7 @@ class Cluster(ProcessRegistry):
             *flags,
         ]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
-            if not engines:  # they join later; `flags` name a configuration then
+            if not engines:  # engines join later; `flags` name a config file
                 continue
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
@@ -306,7 +310,7 @@ class Cluster(ProcessRegistry):
 
 
 class Starting:
-    """A process on its way; `ready` waits for it."""
+    """A process that is starting; `ready` waits for it."""
 
     def __init__(self, child: ChildProcess) -> None:
         self.child = child
@@ -374,7 +378,7 @@ PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> dict[str, Any]:
-    """The P leg as a router takes it: the parameters for D."""
+    """Send the prefill leg as a router does, and return the parameters for D."""
     answer = await ask(session, engine, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
     assert answer.is_ok, answer.body
     params = answer.body["kv_transfer_params"]
@@ -383,7 +387,7 @@ async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt
 
 
 async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, float]:
-    """Samples by name, summed over labels, and by name{transport}."""
+    """Return the samples by name, summed over labels, and also by `name/transport`."""
     async with session.get(f"{engine.url}/metrics") as response:
         text = await response.text()
     found: dict[str, float] = {}
@@ -410,8 +414,8 @@ async def until(
 
 
 async def assert_said(engine: Engine, what: str) -> None:
-    """In its log, which takes its own way here: an answer may come before the line that was written
-    earlier.
+    """Check that the engine logs `what`. The log has its own pipe, so a line may arrive after the
+    response that followed it.
     """
 
     async def is_said() -> bool:
@@ -424,7 +428,8 @@ async def assert_said(engine: Engine, what: str) -> None:
 
 
 async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> None:
-    """Sooner or later: no block in use, nothing running, waiting, held or on its way."""
+    """Wait until no block is in use and no request is running, waiting, held or being transferred.
+    """
 
     left: list[dict[str, float]] = []
 
@@ -451,8 +456,8 @@ async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> 
 async def assert_leaving_costs_nothing(
     router: Engine, *engines: Engine, num_tokens: int, count: int = 24, **options: Any
 ) -> None:
-    """Clients leave at any moment; nothing of them stays in these engines, and the next one is
-    served.
+    """Disconnect clients at random moments; check that these engines hold nothing for them
+    afterwards and serve the next client.
     """
     rng = random.Random(7)
     prompts = [

@@ -1,11 +1,12 @@
-"""Several hosts on one machine: network namespaces, each with two cables. One leads to us and stays
-whole, so that a test can always ask an engine over HTTP; the other leads to a switch that all
-share, where peers meet, and is what gets cut and throttled.
+"""Several hosts on one machine: network namespaces, each with two cables. The management cable
+leads to the test process and always works, so that a test can reach an engine over HTTP. The other
+cable leads to a switch that connects the peers; tests cut and throttle this one.
 
     us ── management switch ── 10.x.r.1, 10.x.r.2 …    HTTP
        └─ peers' switch ────── 10.y.r.1, 10.y.r.2 …    side channel, control channel, NIXL over TCP
 
-Needs root and iproute2. Names carry our pid, so what a killed run has left is removed by the next.
+Needs root and iproute2. Names contain our pid, so the next run removes what a killed run left
+behind.
 """
 
 import itertools
@@ -42,7 +43,7 @@ def run(*command: str) -> str:
 
 
 def why_impossible() -> str:
-    """Empty where namespaces can be made."""
+    """Return why network namespaces cannot be made here; "" if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -55,7 +56,7 @@ def skip_unless_possible() -> None:
 
 
 class Namespace(Host):
-    """One of the hosts, and its cable to the others."""
+    """One of the hosts, and its cable to the other hosts."""
 
     def __init__(self, name: str, port: str, address: str, dialled: str) -> None:
         variables = {
@@ -69,14 +70,14 @@ class Namespace(Host):
         self._port = port
 
     def cut(self) -> None:
-        """Nobody is told: packets go nowhere, in both directions."""
+        """Cut the cable without any notice: packets in both directions are lost."""
         ip("link", "set", self._port, "nomaster")
 
     def heal(self, switch: str) -> None:
         ip("link", "set", self._port, "master", switch)
 
     def throttle(self, rate: str) -> None:
-        """What it sends to others, for example `4mbit`."""
+        """Limit the rate of what this host sends to the other hosts, for example `4mbit`."""
         run(
             "tc",
             "-n",
@@ -96,11 +97,11 @@ class Namespace(Host):
         )
 
     def hurry(self) -> None:
-        """Undo `throttle`."""
+        """Remove the limit that `throttle` has set."""
         run("tc", "-n", self.name, "qdisc", "del", "dev", "peers", "root")
 
     def sent_bytes(self) -> int:
-        """To the others, so far."""
+        """Return how many bytes this host has sent to the other hosts."""
         found: list[dict[str, Any]] = json.loads(
             ip("-n", self.name, "-s", "-j", "link", "show", "peers")
         )
@@ -108,7 +109,9 @@ class Namespace(Host):
 
 
 class Hosts:
-    """Namespaces and their switches from `opened` to the end of its `with` block."""
+    """Network namespaces and their switches; they exist from `opened` to the end of its `with`
+    block.
+    """
 
     def __init__(self, members: list[Namespace], switch: str) -> None:
         self.members = members
@@ -156,7 +159,7 @@ def _add(undo: ExitStack, tag: str, index: int, net: int) -> Namespace:
 
 
 def free_nets() -> list[int]:
-    """Another test run may have hosts here too."""
+    """Return the subnets that no other test run on this machine uses."""
     shown = json.loads(ip("-j", "-4", "addr", "show"))
     taken = {
         address["local"].split(".")[2]
@@ -168,7 +171,7 @@ def free_nets() -> list[int]:
 
 
 def remove_leftovers() -> None:
-    """Of runs that were killed."""
+    """Remove the namespaces and switches of runs that were killed."""
     spaces = [line.split()[0] for line in ip("netns", "list").splitlines()]
     switches = [
         link["ifname"]

@@ -1,8 +1,8 @@
-"""An engine whose side channel and control channel are reached through proxies that misbehave on
-command; its KV and HTTP are not.
+"""An engine whose side channel and control channel go through fault proxies; its KV and HTTP do
+not.
 
-It tells others to dial 127.0.0.2 and listens on 127.0.0.1, where the proxies find it under the same
-port numbers. Works without root.
+The engine announces 127.0.0.2 to its peers and listens on 127.0.0.1. The proxies listen on
+127.0.0.2 and forward to the same ports on 127.0.0.1. Works without root.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ __all__ = ["BEHIND", "Channels"]
 
 INNER, OUTER = "127.0.0.1", "127.0.0.2"
 BEHIND = Host(variables={"KVFERRY_SIDE_CHANNEL_HOST": OUTER, "KVFERRY_SIDE_CHANNEL_BIND": INNER})
-"""Where an engine is started that shall be put behind `Channels`."""
+"""The host for an engine that will be put behind `Channels`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Channels:
 
 
 def listening_ports(engine: Engine) -> set[int]:
-    """Those of ZeroMQ, whose sockets speak IPv6 too: HTTP and UCX listen on the plain address."""
+    """Return the engine's ZeroMQ ports. ZeroMQ's sockets also speak IPv6; HTTP and UCX listen on
+    the plain IPv4 address.
+    """
     found: set[int] = set()
     for member in engine.family():
         connections = member.net_connections("tcp")

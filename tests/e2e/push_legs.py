@@ -1,5 +1,5 @@
-"""P and two D that push, one of either failure policy. Tests take both legs by hand, as a router
-does, but when they like.
+"""P and two D that push, one D per failure policy. Tests send both legs themselves, as a router
+does, at the moment that they choose.
 """
 
 import asyncio
@@ -37,20 +37,22 @@ POLICIES = ("fail", "recompute")
 
 
 async def count_now(session: aiohttp.ClientSession, engine: Engine, name: str) -> float:
-    """An engine that has nothing to do but wait tells its numbers with its next step."""
+    """Read a metric after a step: an engine that only waits does not update its metrics until its
+    next step.
+    """
     assert (await ask(session, engine, Prompt((11, 12), max_tokens=1))).is_ok
     return await count(session, engine, name)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What P and both D are started with."""
+    """The settings of P and both D."""
 
     extra: dict[str, Any]
     p_flags: tuple[str, ...] = ()
     d_flags: tuple[str, ...] = ()
     at: Sequence[Host] = (HERE, HERE, HERE)
-    """P, then the D in the order of their policies."""
+    """The hosts of P and of the two D, in the order of `POLICIES`."""
 
     def start_p(self, cluster: Cluster, port: int = 0) -> Starting:
         return cluster.serve(
@@ -76,7 +78,9 @@ class Shape:
 
 
 async def coordinates(p: Engine) -> dict[str, Any]:
-    """What a router learns from P's first answer. Its blocks are left to their lease."""
+    """Return what a router learns from P's first answer. The blocks of that request stay held until
+    its lease expires.
+    """
     async with new_session() as session:
         return await prefill(session, p, Prompt((7, 8, 9)))
 
@@ -87,7 +91,7 @@ class Legs:
     shape: Shape
     p: Engine
     decoders: dict[str, Engine]
-    """By policy."""
+    """The decode engines by failure policy."""
     coordinates: dict[str, Any]
 
     @classmethod
@@ -124,7 +128,7 @@ class Legs:
         return PushTicketKey(self.cluster.secret).sign(ticket)
 
     async def replace_p(self) -> None:
-        """Another incarnation of it, at the same address and with the same engine id."""
+        """Start a new incarnation of P at the same address with the same engine id."""
         self.cluster.dismiss(self.p.process)
         self.p = self.shape.start_p(self.cluster, self.p.address.port).ready()
         self.coordinates = await coordinates(self.p)
@@ -163,7 +167,9 @@ class Legs:
     def decode_legs(
         self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str
     ) -> "dict[str, asyncio.Task[Answer]]":
-        """Both D share one prefill: as when a router turns from one to the other."""
+        """Send decode legs to both D for one prefill, as when a router switches from one D to
+        another.
+        """
         return {
             policy: asyncio.create_task(self.decode_leg(session, d, prompt, ticket))
             for policy, d in self.decoders.items()
@@ -179,8 +185,8 @@ class Legs:
     async def assert_recovers(
         self, session: aiohttp.ClientSession, d: Engine, plain: Engine
     ) -> None:
-        """Nothing is restarted: sooner or later a request's KV comes over again, and every answer
-        on the way is right or an error.
+        """Check that KV is transferred again without any restart, and that every answer until then
+        is right or an error.
         """
 
         async def comes_over() -> bool:

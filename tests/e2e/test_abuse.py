@@ -1,4 +1,4 @@
-"""What clients, forgers and port scanners send changes nothing: nothing dies, and the next good
+"""Tests that input of clients, forgers and port scanners kills no engine, and that the next good
 request works.
 """
 
@@ -67,7 +67,7 @@ def test_a_ticket_whose_bits_were_changed_is_refused_and_the_true_one_works(flee
             assert (
                 await ask(session, strict, PROMPT, kv_transfer_params={**params, "ticket": other})
             ).status == 502
-            # What a client types beside the ticket is not used.
+            # D ignores the parameters beside the ticket.
             lies = {
                 **params,
                 "remote_host": "192.0.2.1",

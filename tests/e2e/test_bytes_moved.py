@@ -1,5 +1,5 @@
-"""Only what D lacks is moved, and P is freed as soon as nobody needs its blocks. Bytes are counted,
-not times.
+"""Tests that D fetches only what it lacks, and that P frees its blocks as soon as no reader needs
+them. The tests count bytes, not time.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:
-    """Such as no other test uses: the engines are shared, and so are their prefix caches."""
+    """Return tokens that no other test uses: tests share engines and therefore prefix caches."""
     rng = random.Random(f"bytes moved {seed}")
     return tuple(rng.randrange(10, 500) for _ in range(count))
 
@@ -37,8 +37,8 @@ def token_bytes(model: Path) -> int:
 async def moved_by(
     session: aiohttp.ClientSession, source: Engine, sink: Engine, prompt: Prompt
 ) -> int:
-    """Bytes that one request through both brings over, with the answer checked against `source`'s
-    own.
+    """Send one request through both engines and return the bytes that moved; checks the answer
+    against that of `source` alone.
     """
     before = (await metrics(session, sink)).get("kvferry:transfer_bytes_total", 0)
     params = await prefill(session, source, prompt)
@@ -59,13 +59,14 @@ def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(
         async with new_session() as session:
             start = tokens(1, 4 * BLOCK)
             assert await moved_by(session, p, d, Prompt(start)) == 4 * block_bytes
-            # D has the first 4 blocks now; the next prompt shares them and adds 2 and a bit.
+            # D has the first 4 blocks now; the next prompt shares them and adds 2 full blocks and 3
+            # tokens.
             longer = start + tokens(2, 2 * BLOCK + 3)
             assert await moved_by(session, p, d, Prompt(longer)) == 3 * block_bytes
-            # All full blocks are there; only the partly filled last one is not.
+            # D has all full blocks; only the partly filled last block is missing.
             assert await moved_by(session, p, d, Prompt(longer)) <= block_bytes
-            # A prompt that ends with a block D has in full: nothing to move. The lease is 600 s, so
-            # P is free only if it was told.
+            # D has every block of this prompt in full, so nothing moves. The lease is 600 s, so P's
+            # blocks are free only because D released them.
             assert await moved_by(session, p, d, Prompt(longer[: 5 * BLOCK])) == 0
             await assert_quiescent(session, p, d)
 
@@ -94,7 +95,7 @@ def test_params_of_another_prompt_bring_only_the_common_prefix(patient: Pair, mo
         (base, base + other, 4),
         (base, base[:-5], 3),
         (base, other, 0),
-        # P's last block is partly filled, and D's prompt goes on in the middle of it.
+        # P's last block is partly filled, and D's prompt continues in the middle of it.
         (base[:-5], base[:-5] + other, 4),
         (base[:-5], base, 4),
         (base[:3], base[:3] + other[:1], 1),

@@ -1,4 +1,4 @@
-"""What people use: the `openai` package and `curl`, before a real router and real engines."""
+"""Tests the `openai` package and `curl` against a real router with real engines."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def client(patient: Pair) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def alone(plain: Engine) -> Iterator[OpenAI]:
-    """A client of a single engine: what that answers is right."""
+    """A client of a single engine: its answers are the right ones."""
     with of(plain) as made:
         yield made
 
@@ -58,7 +58,7 @@ def complete(client: OpenAI, prompt: str) -> str:
 
 
 def counts(usage: Any) -> tuple[int, int, int]:
-    """Without how much of it was cached, which differs."""
+    """Return the token counts without the number of cached tokens, which differs."""
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_a_request_is_said_as_the_package_expects(
     assert {"message", "type"} <= set(caught.value.body)
 
 
-# -- a router that wants keys and speaks TLS --
+# -- a router with API keys and TLS --
 
 
 @pytest.fixture(scope="module")

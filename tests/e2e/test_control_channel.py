@@ -1,7 +1,7 @@
-"""A side channel and a control channel that are slow, silent, cut or half open, while the bytes
-themselves could still be read.
+"""Tests faults of the side channel and the control channel (slow, silent, cut, half open) while D
+could still read the KV.
 
-KV goes by shared memory here, so whatever D may not use is there all the same: only the
+KV moves through shared memory here, so D can read even bytes that it must not use: only the
 confirmation is missing.
 """
 
@@ -41,7 +41,7 @@ SILENCE = (
 class Place:
     p: Engine
     decoders: dict[str, Engine]
-    """By policy."""
+    """The decode engines by failure policy."""
     channels: Channels
 
 
@@ -62,8 +62,8 @@ def place(shared: Cluster) -> Iterator[Place]:
 def play(
     place: Place, plain: Engine, story: Callable[[aiohttp.ClientSession], Awaitable[None]]
 ) -> None:
-    """Everybody knows everybody; the story; then the channels flow, everybody works with everybody
-    again, and every block is free.
+    """Run a story after every D has fetched from P once. Then let the channels flow, and check that
+    every D can fetch from P again and that every block is free.
     """
 
     async def whole() -> None:
@@ -84,8 +84,8 @@ def play(
 async def assert_nothing_comes_over(
     session: aiohttp.ClientSession, place: Place, plain: Engine
 ) -> None:
-    """Requests end by the failure policy, one after the other, none with KV that was not
-    confirmed.
+    """Check that requests end by the failure policy, one after another, and that none uses KV that
+    P did not confirm.
     """
     finished = [await count(session, d, FINISHED) for d in place.decoders.values()]
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_channel_that_stalls_is_as_the_death_of_p(
     async def story(session: aiohttp.ClientSession) -> None:
         place.channels.all(lambda proxy: proxy.stall(*directions))
         await assert_nothing_comes_over(session, place, plain)
-        # P's leases end meanwhile, by the confirmation it got or by running out.
+        # Meanwhile P's leases end, because P received D's Confirm or because they expired.
         await assert_quiescent(session, place.p, *place.decoders.values())
 
     play(place, plain, story)
@@ -140,8 +140,8 @@ def test_a_channel_that_is_reset_under_a_request_fails_it_and_the_next_works(
 def test_a_half_open_channel_whose_server_is_gone_is_noticed_by_silence(
     place: Place, plain: Engine
 ) -> None:
-    """D's connection looks good; the Confirm it sends is heard by nobody. The next request dials
-    again and works.
+    """D's connection looks good, but no server receives the Confirm that D sends. The next request
+    connects again and works.
     """
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -165,7 +165,7 @@ def test_a_half_open_channel_whose_server_is_gone_is_noticed_by_silence(
 def test_a_channel_lost_between_requests_costs_nothing(
     place: Place, plain: Engine, bad: Callable[[FaultProxy], None]
 ) -> None:
-    """D learns of it and dials again, at the latest with the next request."""
+    """D notices the loss and connects again, at the latest with the next request."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         accepted = [proxy.num_accepted for proxy in place.channels.proxies]
@@ -183,8 +183,8 @@ def test_a_channel_lost_between_requests_costs_nothing(
 def test_a_channel_cut_in_the_middle_of_a_handshake_fails_by_its_deadline(
     place: Place, plain: Engine
 ) -> None:
-    """So few bytes pass that no greeting ever comes to its end: ZeroMQ dials again and again, in
-    vain.
+    """Too few bytes pass for a ZeroMQ handshake to complete: ZeroMQ connects again and again and
+    never succeeds.
     """
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -196,7 +196,7 @@ def test_a_channel_cut_in_the_middle_of_a_handshake_fails_by_its_deadline(
 
 
 def test_a_delayed_channel_changes_nothing_but_the_time(place: Place, plain: Engine) -> None:
-    """A fifth of what D waits for an answer, on every message in both directions."""
+    """Every message is delayed by 0.1 s in each direction; D waits 2 s for an answer."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         failed = [await count(session, d, FAILED) for d in place.decoders.values()]

@@ -1,8 +1,8 @@
-"""Conversations through the router, as a client has them: chat by chat, streamed, with the text of
-the answers in the next question.
+"""Tests conversations through the router as a client has them: streamed chats, each with the text
+of earlier answers in its messages.
 
-Whatever the client makes of the text that it got, answers are a single engine's, and P fetches from
-D only what both texts have in common.
+However the client changes that text, the answers are those of a single engine, and P fetches from D
+only the common prefix of both prompts.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ Messages = list[dict[str, str]]
 @dataclass(frozen=True)
 class Stage:
     p: Engine
-    """Remembers nothing by itself."""
+    """A P without a prefix cache."""
     d: Engine
     router: Engine
     staged_router: Engine
-    """Before a P and a D that move KV through host buffers."""
+    """The router in front of a P and a D that move KV through host buffers."""
     staged_p: Engine
 
 
@@ -65,7 +65,7 @@ class Turn:
     num_prompt_tokens: int
     num_answer_tokens: int
     num_cached: int
-    """Tokens of the prompt that P did not compute."""
+    """Prompt tokens that P did not compute."""
 
 
 async def chat(
@@ -144,8 +144,8 @@ def test_six_turns_pull_what_p_lacks_and_answers_are_a_single_engines(
                 if last is None:
                     assert (tokens, num_bytes) == (0, 0)
                 else:
-                    # All that D had of the last turn, which is all but its last token and what the
-                    # template puts after it.
+                    # All that D had of the last turn: everything except its last token and what the
+                    # chat template puts after it.
                     assert (
                         last.num_prompt_tokens
                         <= tokens
@@ -164,8 +164,8 @@ def test_six_turns_pull_what_p_lacks_and_answers_are_a_single_engines(
 
 
 def strip_thinking(messages: Messages) -> Messages:
-    """As clients of reasoning models do: the beginning of each answer is left out of the
-    history.
+    """Remove the first half of each answer from the history, as clients of reasoning models strip
+    the thinking.
     """
     return [
         {**m, "content": m["content"][len(m["content"]) // 2 :]} if m["role"] == "assistant" else m
@@ -174,7 +174,7 @@ def strip_thinking(messages: Messages) -> Messages:
 
 
 def edit(messages: Messages) -> Messages:
-    """Another word in the first question, each time."""
+    """Change the last word of the first question, each time to another one."""
     return [
         {**m, "content": m["content"][:-5] + says(1)} if number == 1 else m
         for number, m in enumerate(messages)
@@ -182,7 +182,7 @@ def edit(messages: Messages) -> Messages:
 
 
 def respace(messages: Messages) -> Messages:
-    """The same words, other tokens."""
+    """Double the spaces in the answers: the same words, other tokens."""
     return [
         {**m, "content": "  ".join(m["content"].split(" "))} if m["role"] == "assistant" else m
         for m in messages
@@ -212,7 +212,8 @@ def test_only_what_both_texts_have_in_common_is_pulled(
                 now = await count_tokens(session, plain, messages)
                 if known:
                     shared = common(known, now)
-                    # At block grain: what is shared of the last block is computed again.
+                    # P fetches whole blocks: the common part of the last block may be computed
+                    # again.
                     assert shared // BLOCK * BLOCK <= tokens <= shared
                     assert tokens < len(known)
                 known = [*now, *await count_tokens_of_answer(session, plain, messages, turn)]
@@ -229,8 +230,8 @@ def test_only_what_both_texts_have_in_common_is_pulled(
 async def count_tokens_of_answer(
     session: aiohttp.ClientSession, plain: Engine, messages: Messages, turn: Turn
 ) -> list[int]:
-    """What D computed of its answer: its tokens but the last, as far as the text of the next turn
-    can have them in common.
+    """Return the answer's tokens that D computed: all but the last. Only these can be common to
+    this turn and the next.
     """
     body = {
         "messages": messages,
@@ -245,7 +246,7 @@ async def count_tokens_of_answer(
 
 
 def test_without_a_name_nothing_is_pulled(stage: Stage, plain: Engine) -> None:
-    """The control: it is the conversation that does it."""
+    """The control: without a conversation id, P fetches nothing from D."""
 
     async def check() -> None:
         async with new_session() as session:

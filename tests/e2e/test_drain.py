@@ -1,5 +1,5 @@
-"""SIGTERM: what is under way goes on to its end or to the bound, newcomers are sent elsewhere, and
-the process exits with 0.
+"""Tests SIGTERM with real engines: running requests continue to their end or to the drain timeout,
+new requests are refused, and the process exits with 0.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 EXIT_S = 30.0
 LONG = 4000
-"""Tokens: as many as the model takes, nearly."""
+"""Tokens to generate: nearly as many as the model allows."""
 FAR_S = "600"
-"""A bound no test waits for."""
+"""A drain timeout that no test reaches."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def prompt_of(seed: str, max_tokens: int = 16) -> Prompt:
 
 
 def tell(engine: Engine, number: signal.Signals = signal.SIGTERM) -> list[psutil.Process]:
-    """Signal every process of an engine, as service managers do; those processes."""
+    """Send a signal to every process of an engine, as service managers do; returns the processes.
+    """
     family = engine.family()
     for member in family:
         member.send_signal(number)
@@ -58,7 +59,7 @@ def tell(engine: Engine, number: signal.Signals = signal.SIGTERM) -> list[psutil
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also one whose end nobody has asked for yet."""
+    """True also for a zombie, which has ended but has not been reaped yet."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -66,7 +67,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 async def ended(engine: Engine, family: list[psutil.Process]) -> None:
-    """It ends by itself, with exit code 0, and leaves nobody behind."""
+    """Check that the engine ends by itself with exit code 0 and leaves no process behind."""
     await asyncio.to_thread(engine.process.wait, EXIT_S)
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=EXIT_S)
     assert all(has_ended(process) for process in alive), f"left behind: {alive}"
@@ -92,7 +93,9 @@ async def assert_refused(session: aiohttp.ClientSession, engine: Engine) -> None
 
 
 async def occupied(session: aiohttp.ClientSession, engine: Engine) -> "list[asyncio.Task[Answer]]":
-    """Requests that keep a narrow engine from all later ones until they are cancelled."""
+    """Start requests that keep a narrow engine busy until they are cancelled, so that all later
+    ones queue.
+    """
     tasks = [
         asyncio.create_task(ask(session, engine, Prompt((11, 12, number), max_tokens=LONG)))
         for number in range(13, 21)
@@ -113,8 +116,8 @@ async def release(tasks: "list[asyncio.Task[Answer]]") -> None:
 def test_a_draining_prefill_side_serves_its_leases_to_their_end(
     shared: Cluster, narrow: Engine, plain: Engine
 ) -> None:
-    """One ticket is queued at D when P is told to go, another one comes later; both leases live on
-    by heartbeats.
+    """One request with a ticket is queued at D when P gets SIGTERM, another one comes later;
+    heartbeats keep both leases alive.
     """
     p = shared.serve(
         "drained prefill", "--drain-timeout", FAR_S, "--tensor-parallel-size", "2", extra=SHORT
@@ -157,8 +160,8 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(
 
 
 def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narrow: Engine) -> None:
-    """Without a word from P the lease would last 600 s. D, whose request is queued, hears that P
-    has gone.
+    """The lease lasts 600 s, but P exits at its drain timeout of 1 s. D, whose request is queued,
+    learns that P is gone.
     """
     p = shared.serve("bounded prefill", "--drain-timeout", "1", extra=PATIENT).ready()
 
@@ -211,7 +214,7 @@ def test_a_draining_decode_side_finishes_what_runs_and_what_waits(
             assert (await health(session, d))["requests"] == 2, (
                 "nothing was left to finish when D was told to end"
             )
-            # P has computed its prompt by then, and gets the blocks back at once: the lease is 600
+            # P has computed this prompt by then and gets its blocks back at once: the lease is 600
             # s.
             answer = await ask(session, router, prompt_of("newcomer"))
             assert (answer.status, "the server is stopping" in answer.message) == (503, True)

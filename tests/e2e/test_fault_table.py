@@ -1,8 +1,8 @@
-"""What happens when: the promises of docs/faults.md, row by row. Rows about the network are kept in
-`test_network.py` and `test_control_channel.py`, about malformed input in `test_abuse.py`, about
-other prompts in `test_bytes_moved.py`.
+"""Tests the rows of docs/faults.md with real engines. Other rows are tested elsewhere: network
+faults in `test_network.py` and `test_control_channel.py`, malformed input in `test_abuse.py`,
+tickets of other prompts in `test_bytes_moved.py`.
 
-Every request ends in right tokens or a clear error, and every block comes back.
+Every request ends with right tokens or a clear error, and every block becomes free.
 """
 
 import asyncio
@@ -45,9 +45,8 @@ async def used_blocks(session: aiohttp.ClientSession, engine: Engine) -> float:
     return (await metrics(session, engine))["kvferry:num_used_blocks"]
 
 
-# -- a client leaves: both sides are free within one heartbeat interval
-# ------------------------------------------------- Leases of 600 s and none that expired: what is
-# free was released.
+# -- a client leaves: both sides are free within one heartbeat interval --
+# Leases are 600 s and none has expired, so blocks that are free were released.
 
 
 def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: Pair) -> None:
@@ -70,7 +69,7 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
 def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_behind(
     shared: Cluster, patient: Pair
 ) -> None:
-    """The way to P is slow: P hears of it long after it has answered."""
+    """The connection to P is slow: P learns that the router has left long after it has answered."""
     p = patient.p
 
     async def check() -> None:
@@ -99,7 +98,7 @@ def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_b
 
 
 def test_a_client_that_leaves_before_d_answers_has_p_freed_by_the_router(patient: Pair) -> None:
-    """D stands still, so it is not D that frees P: the router hands the ticket back."""
+    """D is stopped, so D cannot release P's blocks: the router hands the ticket back to P."""
 
     async def check() -> None:
         async with new_session() as session:
@@ -145,7 +144,7 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(patient: Pair) -
 
 
 async def leave(asking: "asyncio.Task[Answer]", after: Callable[[], Awaitable[bool]]) -> None:
-    """As a client does whose request has come so far."""
+    """Disconnect the client once its request has reached this point."""
     await until("the request has come so far", after)
     assert not asking.done()
     asking.cancel()
@@ -174,12 +173,12 @@ async def _is_running(session: aiohttp.ClientSession, engine: Engine) -> bool:
     return (await metrics(session, engine))["vllm:num_requests_running"] > 0
 
 
-# -- D is killed: P's blocks are free when the lease ends; nobody else is affected --
+# -- D is killed: P's blocks are free when the lease ends; other requests are not affected --
 
 
 def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
-    """D is busy, so that requests queue there and keep their leases alive by heartbeat, far beyond
-    the first lease; then it dies.
+    """D is busy, so requests queue there, and heartbeats keep their leases alive far beyond the
+    first lease duration; then D is killed.
     """
     p = fleet.p
     d = fleet.cluster.serve("doomed decode", "--max-num-seqs", "1", extra=SHORT).ready()
@@ -216,16 +215,16 @@ def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
     asyncio.run(check())
 
 
-# -- P is killed or restarted: the failure policy within seconds; D keeps serving and uses the
-# new P --
+# -- P is killed or restarted: the failure policy applies within seconds; D keeps serving and uses
+# the new P --
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(
     cluster: Cluster, plain: Engine, policy: str
 ) -> None:
-    """Traffic goes on while P is killed with -9 and started again at the same address, with the
-    same engine id.
+    """Requests continue while P is killed with SIGKILL and started again at the same address with
+    the same engine id.
     """
     starting = [
         cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p"),
@@ -283,14 +282,14 @@ async def _at_least(items: list[tuple[Prompt, Answer, float]], count: int) -> bo
     return len(items) >= count
 
 
-# -- the lease ran out: refused, failure policy, never wrong tokens --
+# -- the lease has expired: refused, failure policy, never wrong tokens --
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(
     fleet: Fleet, policy: str
 ) -> None:
-    """D is paused until P has given the blocks to other prompts."""
+    """D is stopped until P has reused the blocks for other prompts."""
     p, d = fleet.p, fleet.strict if policy == "fail" else fleet.lenient
 
     async def check() -> None:
@@ -300,7 +299,7 @@ def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(
                 for n in range(4)
             ]
             before = (await metrics(session, d)).get("kvferry:failed_loads_total", 0)
-            # D knows P already, so that it could read at once when it wakes up.
+            # D already knows P, so it could read at once when it continues.
             warm = Prompt(tuple(range(20, 60)))
             assert (
                 await ask(session, d, warm, kv_transfer_params=await prefill(session, p, warm))
@@ -318,7 +317,7 @@ def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(
                 assert "lease" in answer.message or "lost" in answer.message
             else:
                 assert answer == await ask(session, p, prompts[0])
-            # Neither is D's prefix cache poisoned.
+            # D's prefix cache holds no wrong block either.
             assert await ask(session, d, prompts[0]) == await ask(session, p, prompts[0])
             assert (await metrics(session, d))["kvferry:failed_loads_total"] == before + 1
             await assert_quiescent(session, p, d)
@@ -356,11 +355,11 @@ def test_an_engine_given_its_own_ticket_computes_from_its_own_cache(patient: Pai
     asyncio.run(check())
 
 
-# -- the router is killed between the legs: P frees when the lease ends --
+# -- the router is killed between the legs: P frees its blocks when the lease ends --
 
 
 def test_a_router_killed_between_the_legs_leaves_p_to_its_lease(fleet: Fleet) -> None:
-    """D is behind a wire that carries nothing, so the second leg never reaches it."""
+    """D is behind a proxy that forwards nothing, so the decode leg never reaches it."""
     p, d = fleet.p, fleet.strict
 
     async def check() -> None:
@@ -389,7 +388,7 @@ def test_a_router_killed_between_the_legs_leaves_p_to_its_lease(fleet: Fleet) ->
 def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """From a member of the cluster with a bug: it has the keys, so all of it arrives."""
+    """The sender is a cluster member with a bug: it has the keys, so all messages arrive."""
     starting = [
         cluster.serve("prefill", extra=PATIENT, at=BEHIND),
         cluster.serve("decode", extra=PATIENT),
@@ -404,7 +403,7 @@ def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(
                     sent = send_garbage(cluster.secret, f"tcp://{proxy.address}")
 
                     async def is_counted(expected: float = before + sent) -> bool:
-                        # Numbers are told with a step.
+                        # An engine updates its metrics with a step.
                         assert (await ask(session, p, Prompt((11, 12)))).is_ok
                         return await count(session, p, "kvferry:dropped_messages_total") == expected
 
@@ -414,8 +413,7 @@ def test_malformed_frames_and_wrong_ranks_are_counted_on_both_channels(
     asyncio.run(check())
 
 
-# -- any wait has a deadline that is configured, logged and tested (for reads see
-# test_network.py) --
+# -- every wait has a deadline that is configured, logged and tested (reads: test_network.py) --
 
 
 def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_name(
@@ -445,7 +443,8 @@ def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_na
                 channels.all(lambda proxy: proxy.stall(ProxyDirection.TO_CLIENT))
                 await assert_overdue(session, hasty, "did not confirm the read within 1.5 s")
                 channels.flow()
-                # The leases are 600 s: what D gave up was given back as soon as it could be told.
+                # The leases are 600 s: D released the requests that it gave up as soon as it could
+                # reach P again.
                 await assert_quiescent(session, hasty, patient)
 
     asyncio.run(check())

@@ -1,5 +1,5 @@
-"""A router that signs nothing and does not wait for P's answer, as vLLM's own demo for push: legs
-meet by their X-Request-Id.
+"""Tests push behind a router that signs no tickets and does not wait for P's answer, like vLLM's
+own push demo: P and D match the legs by their X-Request-Id.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PROMPTS = [Prompt(tuple(range(10 + number, 31 + 17 * number))) for number in ran
 
 
 class Foreign:
-    """What such a router knows: P's name and side channel, from its command line."""
+    """Such a router knows P's engine id and side channel from its command line."""
 
     def __init__(self, p: Engine, d: Engine, port: int) -> None:
         self.p, self.d = p, d
@@ -90,8 +90,8 @@ def started(cluster: Cluster) -> Foreign:
 def test_tokens_equal_a_single_engines_in_either_order_and_two_of_one_id_are_never_mixed_up(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """Those of one id may be refused, and may even be given each other's KV to look at; none is
-    answered by it.
+    """Requests with the same id may be refused, and D may even receive the KV of another one; but
+    no answer uses it.
     """
     router = started(cluster)
 
@@ -118,7 +118,7 @@ def test_tokens_equal_a_single_engines_in_either_order_and_two_of_one_id_are_nev
             assert all(
                 got == right or not got.is_ok for got, right in zip(same, expected[:6], strict=True)
             )
-            # Prefills that nobody could be given are kept for a lease.
+            # P holds a prefill that no decode leg can match until its lease ends.
             await assert_quiescent(session, router.p, router.d)
             again = await router.ask(
                 session, Prompt(tuple(range(30, 230))), is_serial=False, name="same"

@@ -1,8 +1,8 @@
-"""Engines that stage their KV in host memory, on one side or both, over every transport: a single
-engine's tokens, and nothing left behind.
+"""Tests engines that copy their KV through host buffers, on one side or both, over every transport:
+a single engine's tokens, and all blocks free afterwards.
 
-The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages
-and waits as with a cache on a device.
+The embedded engine's cache is already in host memory, so `force_host_buffer` is set: the copies,
+messages and waits are those of a cache on a device.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SIDES = {
     "decode": ("direct", "staged"),
     "both": ("staged", "staged too"),
 }
-"""Which of three engines prefills and which decodes; each does both, in turn."""
+"""Which of the three engines prefills and which decodes, in each pair."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
     async def check() -> None:
         async with new_session() as session:
             before = await metrics(session, trio.d)
-            # Salted: nothing that these engines have computed or received before is used.
+            # The salt keeps D from using KV that these engines computed or received before.
             answers = await ask_all(trio.router, GREEDY, cache_salt=trio.sides)
             assert [answer.status for answer in answers] == [200] * len(GREEDY)
             assert answers == expected
@@ -140,7 +140,7 @@ def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
 def test_bytes_that_are_corrupted_on_their_way_to_a_host_buffer_change_the_tokens(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """The negative control of the comparisons above: what D's engine uses came through the host
+    """The negative control of the comparisons above: D's engine does use the KV from the host
     buffer.
     """
     faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
@@ -157,7 +157,9 @@ def test_bytes_that_are_corrupted_on_their_way_to_a_host_buffer_change_the_token
 
 
 def test_ranks_of_both_sides_wait_for_each_other(cluster: Cluster, expected: list[Answer]) -> None:
-    """Every rank of P copies its own heads; a rank of D reads when all that it visits are ready."""
+    """Every rank of P copies its own heads; a rank of D reads when all P ranks that it reads from
+    are ready.
+    """
     sizes = (("prefill", 2), ("decode", 1))
     starting = [
         cluster.serve(name, "--tensor-parallel-size", str(size), extra={**PATIENT, **STAGED})

@@ -1,5 +1,5 @@
-"""Engines that push and engines that pull behind one router: every request is served, and both legs
-start together where both push.
+"""Tests push engines and pull engines behind one router: every request is served, and both legs
+start together if both engines push.
 """
 
 import asyncio
@@ -40,8 +40,9 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
             return (await metrics(session, router))["kvferry:router_legs_at_once_total"]
 
     async def bring_into_step(session: aiohttp.ClientSession) -> None:
-        """P and D take turns each, in whatever order requests that came together have left them.
-        Asking for models takes a turn of D.
+        """Make the router's next P and next D use the same connector. The router selects P and D in
+        rotation, and concurrent requests leave both rotations at arbitrary positions. A request for
+        /v1/models advances D's rotation by one.
         """
         before = await at_once()
         for start in (10, 20):
@@ -58,7 +59,7 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
         async with new_session() as session:
             await bring_into_step(session)
             so_far = await at_once()
-            # One after the other: push meets push, pull meets pull.
+            # One request at a time: a push P meets a push D, a pull P meets a pull D.
             for number in range(8):
                 assert (
                     await ask(session, router, Prompt(tuple(range(number, 200 + number))))

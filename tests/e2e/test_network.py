@@ -1,8 +1,8 @@
-"""Cables that are cut, heal or are slow, between engines on hosts of their own: as if the other
-side had died, then as if nothing had been.
+"""Tests cables that are cut, reconnected or slow between engines on separate hosts: a cut acts like
+the death of the peer, and after the reconnection everything works again.
 
-Both failure policies at once: two D, one of each, read from one P, over plain TCP. What NIXL can
-promise over TCP: test_nixl_network.py.
+Two D, one per failure policy, read from one P over plain TCP. `test_nixl_network.py` tests what
+NIXL guarantees over TCP.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from tests.e2e.harness import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 LONG = 600
-"""Tokens, 4 KiB each: several seconds at the rates below."""
+"""Prompt length in tokens, 4 KiB each: several seconds at the rates below."""
 SOME_BYTES = 300_000
 ATTEMPTS = 5
 SILENCE = "no longer answers heartbeats", "was lost"
@@ -48,7 +48,7 @@ Story = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 
 def play(story: Story, network: Network, plain: Engine) -> None:
-    """A story, then: everybody works with everybody again, and every block is free."""
+    """Run a story; then check that every D can fetch from P again and that every block is free."""
 
     async def whole() -> None:
         async with new_session() as session:
@@ -68,7 +68,7 @@ def play(story: Story, network: Network, plain: Engine) -> None:
 
 
 async def warm(session: aiohttp.ClientSession, network: Network) -> None:
-    """Every D knows P."""
+    """Let every D fetch from P once, so that it knows P."""
     for d in network.decoders.values():
         assert (await hand_over(session, network.p, d, fresh())).is_ok
 
@@ -76,7 +76,7 @@ async def warm(session: aiohttp.ClientSession, network: Network) -> None:
 async def begin(
     session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]
 ) -> dict[str, asyncio.Task[Answer]]:
-    """P holds everybody's blocks, and D begins."""
+    """Send the prefill legs, so that P holds all blocks; then start the decode legs."""
     params = {
         policy: await prefill(session, network.p, prompt) for policy, prompt in prompts.items()
     }
@@ -91,8 +91,8 @@ async def begin(
 async def begin_reads(
     session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]
 ) -> dict[str, asyncio.Task[Answer]]:
-    """The same, until so much has come from P that reads are under way. On a busy machine a lease
-    may run out before: then once more.
+    """Start both legs and wait until P has sent enough bytes that the reads are in progress. On a
+    busy machine a lease may expire before that; then try again.
     """
     for _ in range(ATTEMPTS):
         sent = network.hosts[0].sent_bytes()
@@ -114,8 +114,8 @@ async def begin_reads(
 async def cut_during_reads(
     session: aiohttp.ClientSession, network: Network, plain: Engine, *freed: Engine
 ) -> None:
-    """P is cut off while both D read. Their requests end, and everything of `freed` is free, while
-    it is; then the cable heals.
+    """Cut P's cable while both D read. Check during the cut that their requests end and that the
+    engines in `freed` have all blocks free; then reconnect the cable.
     """
     await warm(session, network)
     prompts = {policy: fresh(LONG) for policy in network.decoders}
@@ -125,7 +125,7 @@ async def cut_during_reads(
         with network.cut():
             for policy, task in reading.items():
                 assert_ended_well(await task, right[policy], policy, *SILENCE)
-            # Bytes that were under way cannot land any more, or D's blocks would not be free.
+            # D's blocks are free only if the bytes of the interrupted reads can no longer arrive.
             await assert_quiescent(session, *freed)
 
 
@@ -136,8 +136,8 @@ async def right_answers(plain: Engine, prompts: dict[str, Prompt]) -> dict[str, 
 def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(
     network: Network, plain: Engine
 ) -> None:
-    """The first request finds a peer it knows silent, the second cannot shake hands; P's leases run
-    out while nobody reaches it.
+    """The first request finds that a known peer is silent, the second cannot complete a handshake;
+    P's leases expire while P is unreachable.
     """
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -204,7 +204,7 @@ def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: 
 def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(
     network: Network, plain: Engine
 ) -> None:
-    """At this rate two reads of 2.4 MB take half as long again as the lease, or more."""
+    """At this rate two reads of 2.4 MB take at least one and a half times as long as the lease."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
@@ -263,7 +263,7 @@ def test_p_killed_during_the_read_is_replaced_by_its_next_life(
 def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobody(
     network: Network, plain: Engine
 ) -> None:
-    """No reset can reach D: its connections look as good as before, and lead nowhere."""
+    """No TCP reset can reach D: its connections look intact but lead nowhere."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
@@ -276,8 +276,8 @@ def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobo
 def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(
     network: Network, plain: Engine
 ) -> None:
-    """Both D stand still in the middle of a read until P has given the blocks to other prompts;
-    then they read on, what is there now.
+    """Both D are stopped in the middle of a read until P has reused the blocks for other prompts;
+    then D continues and reads the new contents.
     """
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -307,14 +307,14 @@ def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(
                 "was lost",
                 "read did not finish",
             )
-            # Neither is D's prefix cache poisoned.
+            # D's prefix cache holds no wrong block either.
             assert await ask(session, network.decoders[policy], prompts[policy]) == right[policy]
 
     play(story, network, plain)
 
 
 def test_d_cut_off_costs_p_nothing_but_one_lease(network: Network, plain: Engine) -> None:
-    """The other D goes on as if nothing had happened."""
+    """The other D is not affected."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)

@@ -1,8 +1,8 @@
-"""NIXL over TCP between hosts, for those who name it: never a wrong token, whatever happens to the
-cable.
+"""Tests NIXL over TCP between hosts, which an operator must select by name: no fault of the cable
+leads to a wrong token.
 
-More cannot be promised: UCX may end the P that is read when a reader's connection breaks
-(docs/faults.md). It is then started again.
+Nothing more is guaranteed: when a reader's connection breaks, UCX may end the P that is being read
+(docs/faults.md). The test then starts P again.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def test_a_slow_cable_only_takes_its_time(network: Network, plain: Engine) -> No
 def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(
     network: Network, plain: Engine
 ) -> None:
-    """Blocks of the broken read are given to other prompts at once; what P still sends must not
+    """D gives the blocks of the broken read to other prompts at once; what P still sends must not
     reach them.
     """
 
@@ -67,8 +67,8 @@ def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(
 async def assert_right_tokens(
     session: aiohttp.ClientSession, network: Network, plain: Engine
 ) -> None:
-    """While P, back again, may be sending: prompts that D computes itself, in the blocks that were
-    free.
+    """Check prompts that D computes itself, in the blocks that were freed, while the reconnected P
+    may still be sending.
     """
     prompts = [fresh(LONG, max_tokens=40) for _ in range(3)]
     for prompt in prompts:

@@ -1,5 +1,5 @@
-"""Push: both legs start together, and the tokens are a single engine's, whatever carried the KV;
-and a control that must differ.
+"""Tests push with real engines over each transport: both legs start together, and the tokens are
+those of a single engine. A control must differ.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class Pushing:
     router: Engine
 
     async def moved(self, session: Any) -> tuple[float, float, float]:
-        """Bytes by the transport, transfers that ended well, and those that did not. Over tcp P
-        writes, elsewhere D reads.
+        """Return the bytes moved by the transport, the finished loads and the failed loads. Over
+        tcp P writes, with other transports D reads.
         """
         seen, mover = (
             await metrics(session, self.d),
@@ -54,19 +54,21 @@ class Pushing:
         return mover.get(f"kvferry:transfer_bytes_total/{self.transport}", 0), *ended
 
     async def at_once(self, session: Any) -> float:
-        """Requests whose legs the router started together."""
+        """Return how many requests the router has sent to P and D at the same time."""
         return (await metrics(session, self.router))["kvferry:router_legs_at_once_total"]
 
     @property
     def salt(self) -> str:
-        """Nothing that these engines have computed or received for another pair is used."""
+        """The cache salt of this pair: its engines use nothing that they computed or received for
+        another pair.
+        """
         return f"{self.sizes}"
 
 
 @dataclass(frozen=True)
 class Four:
     """Two prefill engines and two decode engines, one of each tensor-parallel size, and a router
-    for each pair that was asked for.
+    for each pair that a test uses.
     """
 
     cluster: Cluster

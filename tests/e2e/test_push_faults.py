@@ -1,9 +1,9 @@
-"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block
-comes back, no other's tokens are wrong.
+"""Tests push when a leg is late, a client leaves, or an engine stops or dies: each request ends
+with right tokens or a clear error, every block becomes free, and no other request gets wrong
+tokens.
 
-Right after whatever happens in the middle of a transfer, canaries take every block of both D, and
-hold them while P, where it still lives, comes back. Both failure policies at once: two D, one of
-each, share one prefill.
+Right after each fault in the middle of a transfer, canaries take every block of both D, and hold
+the blocks while P continues, if P is still alive. Two D, one per failure policy, share one prefill.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ def stage(
 
 
 def play(story: Story, stage: Stage, plain: Engine) -> None:
-    """A story, then: every block is free, P and both D work together, with nothing restarted, and
-    again every block is free.
+    """Run a story; then check that every block is free, that P and both D work together without a
+    restart, and that every block is free again.
     """
 
     async def whole() -> None:
@@ -195,7 +195,7 @@ def test_clients_that_leave_before_the_transfer_leave_nothing_behind(
 def test_clients_that_leave_during_the_transfer_leave_nothing_behind(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
-    """P stands still: D has its blocks back without P's help."""
+    """P is stopped: D gets its blocks back without P's help."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         async with stage.partial_push(session) as begun:
@@ -273,7 +273,7 @@ async def stop_for_long(
 def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_blocks(
     tmp_path: Path, model: Path, plain: Engine, canaries: Canaries
 ) -> None:
-    """UCX may end P when it goes on (docs/faults.md). It is then started again."""
+    """UCX may end P when P continues (docs/faults.md). The test then starts P again."""
     with Stage.between_hosts("nixl", tmp_path, model) as stage:
 
         async def story(session: aiohttp.ClientSession) -> None:
@@ -317,8 +317,8 @@ def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(
 def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
-    """Both D stand still until P has computed the rest, waited for them, and given the blocks to
-    others. Then they go on.
+    """Both D are stopped until P has computed the rest, waited for them, and given the blocks to
+    other requests. Then both D continue.
     """
 
     async def story(session: aiohttp.ClientSession) -> None:
@@ -337,7 +337,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
             finally:
                 for d in decoders.values():
                     d.resume()
-            # Where P takes longer than D's own 10 s, D's wait for the next offer ends first.
+            # If P takes longer than D's own 10 s, D's wait for the next offer ends first.
             reasons = "lease", "no longer has", "read did not finish", "made no progress"
             await assert_all_ended_well(begun.decoding, right, *reasons, *SILENCE)
             for d in decoders.values():
@@ -352,8 +352,8 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(
 def test_blocks_that_are_written_from_outside_kill_a_canary(
     cluster: Cluster, canaries: Canaries
 ) -> None:
-    """The negative control of everything above. Three blocks of 48: one may happen to be between
-    two owners.
+    """The negative control of everything above. It writes into three of the 48 blocks, because one
+    block may happen to have no owner at that moment.
     """
     d = cluster.serve(
         "decode", *SMALL, extra={"transports": ["shm"], "enable_cross_layers_blocks": True}
@@ -375,8 +375,8 @@ def test_blocks_that_are_written_from_outside_kill_a_canary(
 def test_clients_that_leave_before_during_and_after_leave_nothing_behind(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """With leases of ten minutes: what is free was released. Between them others go on, in the
-    blocks that were given back.
+    """Leases are ten minutes, so blocks that are free were released. Meanwhile other requests use
+    the released blocks.
     """
     small = ("--num-gpu-blocks-override", "80", "--max-num-batched-tokens", "64")
     legs = Legs.start(cluster, Shape({**PATIENT, "transports": ["shm"]}, small, small))
@@ -406,7 +406,7 @@ def test_clients_that_leave_before_during_and_after_leave_nothing_behind(
                 assert await asyncio.gather(*staying) == right[first : first + 4]
                 await leaving
             assert await count(session, legs.p, "kvferry:kv_expired_reqs_total") == 0
-            # But for the blocks of the first answer, that the test itself has left to their lease.
+            # One block is still used: the test left the first answer's block to its lease.
             await until("P has given back all else", lambda: _has_used(session, legs.p, 1))
             await until("D has given back all", lambda: is_free(session, legs.decoders["fail"]))
 
@@ -420,8 +420,8 @@ async def _has_used(session: aiohttp.ClientSession, engine: Engine, blocks: int)
 def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """P generates for others too, who came first and take the blocks they need from prefills that D
-    is reading.
+    """P also generates for two earlier requests, which take the blocks that they need from prefills
+    that D is reading.
     """
     small = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "64")
     p = cluster.serve(

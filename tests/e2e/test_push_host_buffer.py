@@ -1,8 +1,8 @@
-"""Push from a prefill side that stages its KV in host memory: chunk after chunk is copied and moved
-while the next is computed, and the tokens are a single engine's; and a control that must differ.
+"""Tests push from a P with a host buffer: P copies and moves each chunk while it computes the next,
+and the tokens are those of a single engine. A control must differ.
 
-The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages
-and waits as with a cache on a device.
+The embedded engine's cache is already in host memory, so `force_host_buffer` is set: the copies,
+messages and waits are those of a cache on a device.
 """
 
 import asyncio
@@ -84,8 +84,8 @@ def trio(
 
 
 async def tokens_left(session: aiohttp.ClientSession, trio: Trio, plain: Engine) -> list[float]:
-    """Of each of a few prompts, so many tokens were still to be moved when the last chunk was
-    computed.
+    """Return for each of a few prompts how many tokens were not yet moved when P had computed the
+    last chunk.
     """
     rng, left = random.Random(9), []
     await ask(session, trio.router, Prompt((1, 2, 3)))
@@ -147,7 +147,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> No
 def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_changes_the_tokens(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """The negative controls of all of the above."""
+    """The negative controls of all tests above."""
     made = start(cluster, "shm", STAGED, is_streamed=False, faults="corrupt:every=1")
     rng = random.Random(11)
     long = Prompt(tuple(rng.randrange(10, 500) for _ in range(CHUNK * NUM_CHUNKS)), max_tokens=1)

@@ -1,4 +1,5 @@
-"""The README's commands, run as they stand there; only port numbers are exchanged for free ones."""
+"""Tests the README's commands exactly as written, except that free ports replace the port numbers.
+"""
 
 import asyncio
 import os
@@ -31,7 +32,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def by_hand() -> list[list[str]]:
-    """The commands of the section "By hand", one list of words each."""
+    """Return the commands of the section "By hand", each as a list of words."""
     section = README.read_text(encoding="utf-8").split("## By hand")[1]
     block = section.split("```")[1].replace("\\\n", " ")
     return [shlex.split(line) for line in block.strip().splitlines()]
@@ -95,7 +96,9 @@ async def check(engines: list[Engine], model: Path) -> None:
     async with new_session() as session:
 
         async def has_noticed() -> bool:
-            """A router that was started before its engines looks for them again every second."""
+            """True once the router knows its engines: it looks every second for engines that were
+            not up when it started.
+            """
             async with session.get(f"{router.url}/readyz") as response:
                 state = await response.json()
             return bool(state["prefill_usable"] and state["decode_usable"])

@@ -1,5 +1,5 @@
-"""Turns of conversations: P fetches from D what it lacks, computes the rest, and answers are a
-single engine's, whatever goes wrong.
+"""Tests turns of conversations with real engines: P fetches from D the KV that it lacks and
+computes the rest, and the answers are those of a single engine even after faults.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 REUSE = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 UNCACHED = "--no-enable-prefix-caching"
-"""Such a P lacks everything, whatever it has computed before."""
+"""A P with this flag has no KV from earlier requests."""
 REFUSED = "kvferry:reuse_skipped_refused_total"
 
 
@@ -42,11 +42,11 @@ REFUSED = "kvferry:reuse_skipped_refused_total"
 class Stage:
     cluster: Cluster
     uncached: Engine
-    """A P that remembers nothing."""
+    """A P without a prefix cache."""
     p: Engine
     d: Engine
     other: Engine
-    """Another D."""
+    """A second D."""
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_of_six_turns_p_computes_only_what_is_new(
             before = await talk.turn(session, stage.uncached, stage.d, is_streamed=is_streamed)
             assert (before.num_pulled, before.num_computed) == (0, len(before.prompt))
             for number in range(5):
-                # A D that has not seen the conversation gets all of it from P, what P fetched
-                # included.
+                # A D that has not seen the conversation gets all of it from P, including what P
+                # fetched.
                 d = stage.other if not is_streamed and number % 2 == 0 else stage.d
                 told = await talk.turn(session, stage.uncached, d, is_streamed=is_streamed)
                 assert told.num_pulled == before.num_kept
@@ -106,8 +106,7 @@ def test_what_p_remembers_itself_is_not_fetched(stage: Stage, plain: Engine, mod
 
 
 def shortened(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a segment from the middle of its answer is
-    missing.
+    """Remove a segment from the middle of the answer, as a client that strips the model's thinking.
     """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
@@ -117,12 +116,14 @@ def edited(told: Told) -> tuple[int, ...]:
 
 
 def led(told: Told) -> tuple[int, ...]:
-    """Another system prompt."""
+    """Use another system prompt."""
     return says(7) + told.prompt[7:] + told.answer + says()
 
 
 def retokenised(told: Told) -> tuple[int, ...]:
-    """The same text in other tokens: all that comes behind the first of them stands elsewhere."""
+    """Replace the last two tokens of the answer by one, as when the same text becomes other tokens;
+    all later tokens are then at other positions.
+    """
     return told.prompt + told.answer[:-2] + says(1) + says()
 
 
@@ -143,7 +144,7 @@ def test_only_what_both_texts_have_in_common_is_fetched(
                 (i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b),
                 min(len(said), len(prompt)),
             )
-            # A D that knows nothing of it: what it answers from came through P.
+            # This D has nothing of the conversation: the KV that it answers from came through P.
             told = await take_turn(session, stage.uncached, stage.other, prompt, first.kept)
             assert told.num_pulled == min(common, first.num_kept) // BLOCK * BLOCK
             assert (
@@ -217,8 +218,7 @@ def test_engines_of_every_shape_go_on_from_each_other(
 
 
 def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, plain: Engine) -> None:
-    """P fetches from D while D waits for P, and hands over what it fetched with what it
-    computed.
+    """P fetches from D while D waits for P; then P pushes the fetched and the computed KV together.
     """
     legs = Legs.start(cluster, Shape({**PATIENT, **REUSE}, p_flags=(UNCACHED,)))
     decoders = [legs.decoders["fail"], legs.decoders["recompute"]]
@@ -252,7 +252,7 @@ def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, pla
     asyncio.run(check())
 
 
-# -- who keeps what, and who is told --
+# -- which turns D retains, and whom it informs --
 
 
 def test_nothing_is_kept_or_told_where_nobody_asked(stage: Stage) -> None:
@@ -269,8 +269,9 @@ def test_nothing_is_kept_or_told_where_nobody_asked(stage: Stage) -> None:
                 "kv_transfer_params"
             ) is None
             assert await count(session, stage.d, "kvferry:retained_turns_total") == before
-            # As vLLM does: one who says nothing about it has it kept. When streamed, nobody would
-            # understand the event.
+            # As in vLLM, D retains the turn of a request that has no `conversation` parameter. When
+            # streamed, D sends no event about it, because the client would not understand that
+            # event.
             silent = await prefill(session, stage.p, prompt)
             _, told = await stream(
                 session, stage.d, {**prompt.body(), "kv_transfer_params": silent}
@@ -301,7 +302,7 @@ def test_a_router_that_cannot_see_it_asks_the_side_channel(stage: Stage, plain: 
 def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(
     stage: Stage, plain: Engine
 ) -> None:
-    """As every prefill side that was started without the setting."""
+    """This applies to every P that was started without `bidirectional_kv_xfer`."""
     p = stage.cluster.serve("plain prefill", extra=PATIENT).ready()
 
     async def check() -> None:
@@ -316,7 +317,7 @@ def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(
     stage.cluster.dismiss(p.process)
 
 
-# -- what goes wrong --
+# -- faults --
 
 
 def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(
@@ -345,8 +346,8 @@ def test_tickets_that_are_bad_used_up_or_our_own_cost_nothing_but_computing(
 def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
     stage: Stage, plain: Engine
 ) -> None:
-    """40 blocks, of which a turn keeps 9 or more: the oldest go, the others are fetched, and every
-    answer is right.
+    """D has 40 blocks and a turn retains 9 or more: D evicts the oldest turns, P fetches the
+    others, and every answer is right.
     """
     d = stage.cluster.serve(
         "small decode", "--num-gpu-blocks-override", "40", extra={**PATIENT, **REUSE}
@@ -362,15 +363,15 @@ def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
         return num_pulled
 
     async def check() -> None:
-        # Two turns, of at most 18 blocks each, have room beside each other: whoever were preempted
-        # would be for what is kept.
+        # Two turns of at most 18 blocks each fit into the cache together, so any preemption would
+        # be caused by retained turns.
         room = asyncio.Semaphore(2)
         async with new_session() as session:
             pulled = await asyncio.gather(*(converse(session, room) for _ in range(6)))
             assert sum(pulled) > 0
             assert await count(session, d, "kvferry:retained_turns_evicted_total") > 0
             assert await count(session, d, "vllm:num_preemptions_total") == 0
-            # One that needs the whole cache is served, too.
+            # A request that needs the whole cache is served, too.
             large = Prompt(says(610), max_tokens=8)
             assert await ask(session, d, large) == await ask(session, plain, large)
             await retained_turns(session, d, 0)
@@ -405,7 +406,7 @@ def test_a_turn_nobody_came_for_in_time_is_computed(stage: Stage, plain: Engine)
 def test_a_d_that_is_killed_costs_nothing_but_computing(
     stage: Stage, plain: Engine, moment: str
 ) -> None:
-    """Whatever the failure policy says: what D had would only have saved time."""
+    """This is independent of the failure policy: the KV that D had would only have saved time."""
     late = {"KVFERRY_FAULTS": "delay:polls=200000"} if moment == "during" else {}
     starting = [
         stage.cluster.serve("late prefill", UNCACHED, extra={**SHORT, **REUSE}, environment=late),
@@ -415,7 +416,8 @@ def test_a_d_that_is_killed_costs_nothing_but_computing(
 
     async def check() -> None:
         async with new_session() as session:
-            # What P computes is not fetched from anybody, so nothing is late in the first turn.
+            # The first turn uses a P whose transport is not delayed; this P computes everything
+            # itself.
             first = await Talk(plain).turn(session, stage.p, d)
             prompt = first.prompt + first.answer + says()
 

@@ -1,5 +1,5 @@
-"""Prefill here, decode there: the tokens are those of a single engine, whatever carried the KV; and
-a control that must differ.
+"""Tests P and D in separate processes over each transport: the tokens are those of a single engine.
+A control must differ.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ CHATS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> dict[str, list[Answer]]:
-    """What one engine that knows nothing of transfers answers."""
+    """The answers of a single engine without a connector."""
     return {
         "greedy": asyncio.run(ask_all(plain, GREEDY)),
         "sampled": asyncio.run(ask_all(plain, SAMPLED)),
@@ -148,7 +148,9 @@ def test_chats_with_stop_strings_and_logprobs_equal_a_single_engines(
 
 
 def without_noise(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice with its logprobs rounded: they are float64 results of differently batched sums."""
+    """Return a choice with its logprobs rounded: they are float64 results of differently batched
+    sums.
+    """
     content = (choice.get("logprobs") or {}).get("content") or []
     rounded = [
         (part["token"], round(part["logprob"], 6), [top["token"] for top in part["top_logprobs"]])

@@ -1,5 +1,5 @@
-"""What a real D tells of a request: in order, by the id that the client gave the router, and the
-bytes that its metrics count.
+"""Tests the transfer record of a real D: its times are in order, it is found by the id that the
+client gave the router, and its bytes equal those in D's metrics.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ def test_a_request_through_the_router_is_told_by_its_id_with_its_times_in_order(
             assert (record.bytes, record.transport, record.failure) == (moved, "shm", "")
             assert record.segments > 0
             assert (await look(session, patient.d, "seen-2"))[0] == 404
-            # P fetched nothing, so it has nothing to tell.
+            # P fetched nothing, so it has no record.
             assert (await look(session, patient.p, "seen-1"))[0] == 404
             await assert_quiescent(session, patient.p, patient.d)
 

@@ -1,5 +1,5 @@
-"""Prefill and decode of different tensor-parallel sizes: a single engine's tokens, blocks free at
-once, and nothing left after a death.
+"""Tests P and D of different tensor-parallel sizes: a single engine's tokens, blocks free at once,
+and all blocks free after the death of either side.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 GREEDY = random_prompts(40, seed=31, longest=500)
 PAIRS = [((2, 1), "shm"), ((1, 2), "nixl")]
-"""All others, between engines in one process: tests/compatibility."""
+"""tests/compatibility tests all other pairs, with engines in one process."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def test_a_death_on_either_side_leaves_the_other_whole(
             again = cluster.serve(
                 "decode again", "--tensor-parallel-size", str(sizes[1]), extra=SHORT
             ).ready()
-            # Leases that ran out meanwhile are refused; new ones are read.
+            # Leases that have expired meanwhile are refused; new ones are read.
             late = await ask(
                 session, again, Prompt((*prompts[0].token_ids, 11)), kv_transfer_params=held[0]
             )
