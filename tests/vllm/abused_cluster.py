@@ -1,5 +1,5 @@
-"""Two pairs of real vLLM servers with kvferry inside, to be abused, and what must be true of them
-afterwards.
+"""Two pairs of real vLLM servers with kvferry inside for the abuse tests, and the checks that
+follow each abuse.
 """
 
 import random
@@ -19,14 +19,14 @@ from kvferry.bench.vllm.servers import free_ports
 from kvferry.cli.cluster.http_client import is_healthy
 
 DEADLINE_S = 45.0
-"""Above every deadline of the connector's own that a request can meet here."""
+"""Above every deadline of the connector that can apply to a request here."""
 SOON_S = 20.0
-"""Below the trio's lease of 30 s: what is free so soon was released."""
+"""Below the trio's lease of 30 s: blocks that are free this soon were released."""
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 BRIEF = {"kv_lease_duration": 4}
 FORGETFUL = {"engine_ttl": 1, "handshake_timeout": 10}
-"""Every peer is soon a stranger again, and a dead one is waited for long enough to see what others
-do meanwhile.
+"""D soon forgets every peer, and waits for a dead peer long enough for the test to see what other
+requests do meanwhile.
 """
 
 _rng = random.Random(20)
@@ -34,8 +34,8 @@ _rng = random.Random(20)
 
 @dataclass
 class VllmCluster:
-    """The trio, a second D that computes what it cannot fetch, and a second P with short leases and
-    a small cache, which gets killed.
+    """The trio, a second D that recomputes what it cannot fetch, and a second P with short leases
+    and a small cache, which a test kills.
     """
 
     trio: Trio
@@ -63,7 +63,7 @@ class VllmCluster:
             self.trio.fleet.stop(engine)
 
     def replace_brief(self) -> None:
-        """Another incarnation of it, at the same address and with the same engine id."""
+        """Start a new incarnation of `brief` at the same address with the same engine id."""
         self.trio.fleet.stop(self.brief)
         self.brief = self.start_brief()
         ready(self.brief)
@@ -92,7 +92,7 @@ class Decoder:
 
 
 def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
-    """A prompt nobody has seen yet."""
+    """Return a prompt that no engine has seen."""
     return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
 
 
@@ -100,7 +100,9 @@ def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
 async def unharmed(
     vllm_cluster: VllmCluster, *decoders: Engine, timeout_s: float = 60
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """Around each case. `timeout_s`: how long blocks may take to come back."""
+    """Check after the body that all engines have the same processes, are healthy and free, and
+    still transfer KV. `timeout_s`: how long blocks may take to become free.
+    """
     before = [pids(engine) for engine in vllm_cluster.everybody]
     try:
         async with new_session(DEADLINE_S) as session:
@@ -146,8 +148,8 @@ async def ask_wrongly(
     params: Any,
     **changes: Any,
 ) -> Answer:
-    """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing
-    wrong afterwards.
+    """Send a request with these parameters. If D answers, the tokens must be right; D's prefix
+    cache must hold no wrong block afterwards.
     """
     answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params, **changes)
     right = await ask(session, vllm_cluster.trio.p, prompt)
@@ -161,7 +163,7 @@ async def ask_wrongly(
 
 
 def kill(engine: Engine) -> None:
-    """All its processes at once, as when a machine dies."""
+    """Kill all processes of an engine at once, as when a machine dies."""
     family = engine.family()
     for member in family:
         member.kill()

@@ -1,5 +1,5 @@
 """One generated model for all tests with real vLLM, and servers that several tests share, because
-starting one takes most of a minute.
+starting a server takes most of a minute.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,13 @@ from tests.vllm.right import Right, ask_plain
 
 from kvferry.engine.make_model.writer import make_model
 
-# Needs vLLM's interpreter: see test_inside.py.
+# These tests need vLLM's Python interpreter: see test_inside.py.
 collect_ignore = ["inside"]
 
 
 @dataclass(frozen=True)
 class Trio:
-    """P, D (which fails what it cannot fetch), and kvferry's router in front of them, configured as
-    documented.
+    """P, D (failure policy `fail`) and kvferry's router in front of them, configured as documented.
     """
 
     fleet: Fleet

@@ -1,4 +1,4 @@
-"""The commands of docs/vllm.md, taken apart: what operators copy is what the tests run."""
+"""Parses the commands in docs/vllm.md, so that the tests run what operators copy."""
 
 import json
 import shlex
@@ -11,8 +11,7 @@ from tests.vllm.fleet import ROOT
 
 @dataclass(frozen=True)
 class Documented:
-    """One command: variables set before it, its words, and its `--kv-transfer-config`, if it has
-    one.
+    """One command: the variables set before it, its words, and its `--kv-transfer-config`, if any.
     """
 
     environment: Mapping[str, str]
@@ -25,7 +24,7 @@ class Documented:
 
 
 def documented(section: str) -> list[Documented]:
-    """The commands of one section, in the order they stand there."""
+    """Return the commands of one section, in the order of the page."""
     text = (
         (ROOT / "docs" / "vllm.md")
         .read_text(encoding="utf-8")

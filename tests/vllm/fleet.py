@@ -1,5 +1,5 @@
-"""Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of
-them outlives the `with` block.
+"""Starts real vLLM servers, embedded engines and routers as child processes; none of them outlives
+the `with` block.
 """
 
 import json
@@ -46,8 +46,8 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 class Fleet(ProcessRegistry):
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
-        """`secret`: another fleet's, to hand over to its members; empty: members find one by
-        themselves.
+        """`secret`: the secret of another fleet, so that members of both can transfer KV; empty:
+        members find a secret by themselves.
         """
         super().__init__(directory, 20.0, VLLM)
         self._model = model
@@ -71,10 +71,10 @@ class Fleet(ProcessRegistry):
         host: str = LOOPBACK,
         inside: Sequence[str] = (),
     ) -> Engine:
-        """A vLLM server on its way; `ready` waits for it. `transfer=None`: it knows nothing of
-        transfers. `ports`: HTTP, side channel.
+        """Start a vLLM server; `ready` waits for it. `transfer=None`: a server without a connector.
+        `ports`: HTTP, side channel.
 
-        `inside`: words that run a command elsewhere, where `host` is its address.
+        `inside`: the command prefix that runs a command on another host, whose address is `host`.
         """
         if transfer is not None:
             transfer = {**transfer, "kv_load_failure_policy": policy}
@@ -148,7 +148,7 @@ class Fleet(ProcessRegistry):
         port: int,
         environment: Mapping[str, str] | None = None,
     ) -> Engine:
-        """Somebody else's router, listening on `port`."""
+        """Start a router of another project, which listens on `port`."""
         return self._start(name, list(command), dict(environment or {}), Address(LOOPBACK, port))
 
     def _start(
@@ -157,13 +157,13 @@ class Fleet(ProcessRegistry):
         return Engine(self.add(name, command, {**self._secret, **environment}), address)
 
     def stop(self, engine: Engine) -> None:
-        """End one member early, to give the machine back what it took."""
+        """End one member early, so that the machine gets its memory back."""
         self.dismiss(engine.process)
 
 
 def ready(*engines: Engine) -> None:
-    """Wait until all answer /health, and our router has noticed those that it was started
-    before.
+    """Wait until all answer /health, and until our router has found the engines that started after
+    it.
     """
     deadline = time.monotonic() + START_S
     waiting = list(engines)
@@ -191,8 +191,8 @@ def ready(*engines: Engine) -> None:
 
 
 def _has_noticed_all(engine: Engine) -> bool:
-    """A router looks every second for instances that were not there, and lets D compute alone until
-    P is.
+    """True for an engine, and for our router once it has found a usable P and D. The router looks
+    for missing instances every second, and lets D compute alone until P is found.
     """
     if engine.process.name != OUR_ROUTER:
         return True

@@ -1,5 +1,5 @@
-"""Prompts, and what a vLLM answers to them that knows nothing of transfers: asked once, for all
-tests that compare with it.
+"""Prompts, and the answers of a vLLM without a connector: computed once for all tests that compare
+with them.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from tests.vllm.vllm_asking import random_prompts
 PROMPTS = random_prompts(100, seed=1)
 CHATS = ["Where does the transfer worker go?", "What is a lease, in two words, please? " * 20]
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
-"""Of the generated model: layers, KV heads, K and V, head size, float32."""
+"""For the generated model: layers, KV heads, K and V, head size, float32."""
 
 
 @dataclass(frozen=True)
 class Right:
-    """What one vLLM answers that knows nothing of transfers, and what the embedded engine does."""
+    """The answers of a vLLM without a connector, and those of the embedded engine."""
 
     vllm: list[Answer]
     chats: list[str]

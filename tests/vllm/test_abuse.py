@@ -1,9 +1,8 @@
-"""What clients, forgers, port scanners and dying peers do to real vLLM with kvferry inside: nothing
-dies, nothing leaks, no wrong token.
+"""Tests what clients, forgers, port scanners and dying peers can do to real vLLM with kvferry
+inside: no engine dies, no block leaks, no token is wrong.
 
-Around each case stands `unharmed`: the engines live on in the same processes, their blocks are free
-again, and the next good request is right. A request that takes longer than its deadline fails its
-test.
+Each test runs inside `unharmed`: the engines keep their processes, their blocks become free, and
+the next good request is right. A request that takes longer than its deadline fails the test.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ def d(request: pytest.FixtureRequest, vllm_cluster: VllmCluster) -> Decoder:
 def nobodys_params(
     genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey
 ) -> Iterator[dict[str, Any]]:
-    """Parameters under which nothing can be fetched."""
+    """Parameters that cannot lead to a fetch."""
     yield from forged_params()
     without_ticket = {name: value for name, value in genuine.items() if name != "ticket"}
     yield without_ticket
@@ -90,7 +89,7 @@ def nobodys_params(
 def test_parameters_without_a_genuine_ticket_get_the_failure_policy(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:
-    """T1 and T3 of the list that a pull connector is measured by are among them."""
+    """They include T1 and T3 of the conformance list for pull connectors."""
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine) as session:
@@ -149,8 +148,8 @@ def test_what_stands_beside_a_genuine_ticket_is_not_used(
 def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) -> None:
     prompt = fresh(40, max_tokens=1)
     targets = [vllm_cluster.trio.d, vllm_cluster.lenient, vllm_cluster.trio.p]
-    # Deep ones pass JSON and msgpack, and would end the engine when it pickles them for its
-    # workers.
+    # Deeply nested values pass JSON and msgpack, and would end the engine when it pickles them for
+    # its workers.
     deep = [
         nested(200),
         nested(300),
@@ -202,8 +201,8 @@ def nested(depth: int) -> dict[str, Any]:
 def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:
-    """T6: D's prompt is longer than P's, or shorter, or another; also by whole blocks and at their
-    edges.
+    """T6: D's prompt is longer than P's, shorter, or another one; also by whole blocks and at block
+    boundaries.
     """
 
     def variants(tokens: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
@@ -235,7 +234,9 @@ def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(
 def test_a_ticket_used_again_never_gives_wrong_tokens(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:
-    """By the same prompt and by another, one after the other and at the same time."""
+    """The same prompt and other prompts use the ticket again, one after another and at the same
+    time.
+    """
 
     async def check() -> None:
         async with unharmed(vllm_cluster, d.engine) as session:
@@ -280,8 +281,8 @@ def test_one_ticket_may_be_read_by_two_engines_at_the_same_time(vllm_cluster: Vl
 def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(
     vllm_cluster: VllmCluster, do_remote_prefill: bool
 ) -> None:
-    """T7: P's own ticket at P, and parameters as a D of a multi-turn router would send them,
-    twice.
+    """T7: P gets its own ticket, and parameters that a multi-turn router would pass on from a D,
+    each twice.
     """
 
     async def check() -> None:
@@ -314,8 +315,8 @@ def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(
 
 
 def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """T11: P has computed the prompt four times and answers with the parameters of one; then nobody
-    comes at all.
+    """T11: P computes the prompt four times and answers with the parameters of one. Then a request
+    with four choices is never fetched at all.
     """
 
     async def check() -> None:
@@ -355,8 +356,8 @@ def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decode
 
 
 def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decoder) -> None:
-    """Streamed, of one token, of many tokens, longer than the context; the parameters of a stream
-    reach nobody.
+    """Requests that are streamed, have one token or many tokens, or are longer than the context.
+    The parameters of a streamed prefill reach no D.
     """
 
     async def check() -> None:
@@ -398,7 +399,7 @@ def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decod
             assert (
                 await ask(session, vllm_cluster.trio.p, too_long, kv_transfer_params=PREFILL_PARAMS)
             ).status == 400
-            # D tells P that it will not come: without that, P would hold the blocks for its whole
+            # D reports to P that it will not read: otherwise P would hold the blocks for its whole
             # lease.
             params = await prefill(session, vllm_cluster.trio.p, fresh())
             assert (await ask(session, d.engine, too_long, kv_transfer_params=params)).status == 400
@@ -415,7 +416,7 @@ def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decod
 def test_ids_that_clients_choose_change_nothing(
     vllm_cluster: VllmCluster, d: Decoder, name: str
 ) -> None:
-    """T10, and two requests of one name at the same time."""
+    """T10, and several requests with one id at the same time."""
 
     async def check() -> None:
         async with (
@@ -441,8 +442,8 @@ def test_ids_that_clients_choose_change_nothing(
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:
-    """T2 among it: some wait in D's queue, load or decode when they leave, some with parameters
-    that name nobody.
+    """Includes T2: clients leave while their requests wait in D's queue, load or decode; some
+    requests have parameters that name no P.
     """
 
     async def check() -> None:
@@ -502,8 +503,8 @@ def test_clients_that_leave_the_prefill_side_leave_nothing_behind(
 
 
 def test_noise_at_every_port_changes_nothing(vllm_cluster: VllmCluster) -> None:
-    """T4: side channels and the ports of the workers, of P and of D; by strangers, and by a member
-    of the cluster with a bug.
+    """T4: the side channels and worker ports of P and D get noise from strangers and from a cluster
+    member with a bug.
     """
     secret = vllm_cluster.trio.fleet.secret
 
@@ -523,8 +524,8 @@ def test_noise_at_every_port_changes_nothing(vllm_cluster: VllmCluster) -> None:
 
 
 def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmCluster) -> None:
-    """T5: our transports use none; what vLLM's connector would read as news of a request must not
-    even be looked at.
+    """T5: our transports use no NIXL notifications; one that vLLM's connector would read as a
+    message about a request must be ignored.
     """
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -559,8 +560,9 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmClu
 def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:
-    """T9: by then P has given the blocks to other prompts. Once D learns of it on attaching, once
-    it was asked before and stalled.
+    """T9: P has reused the blocks for other prompts. In the first round, D gets the request after
+    that and learns it when it attaches; in the second, D gets the request before that and is
+    stopped meanwhile.
     """
 
     async def check() -> None:
@@ -570,8 +572,8 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(
                 failed = (await metrics(session, d.engine))[FAILED]
                 prompt = fresh(300)
                 params = await prefill(session, vllm_cluster.brief, prompt)
-                # In a session of its own: the API server closes connections that were idle before
-                # it stalled.
+                # This needs a separate session: the API server closes connections that were idle
+                # before it was stopped.
                 async with new_session(DEADLINE_S) as own:
                     if is_paused:
                         d.engine.pause()
@@ -601,8 +603,8 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(
 
 
 def test_a_silent_prefill_side_delays_nobody_elses_first_contact(vllm_cluster: VllmCluster) -> None:
-    """T13: D knows nobody any more; four requests wait for a P that does not answer while another
-    P's blocks are fetched.
+    """T13: D has forgotten all peers; four requests wait for a P that does not answer, while D
+    fetches blocks from another P.
     """
     d = vllm_cluster.lenient
 
@@ -634,7 +636,7 @@ def test_a_silent_prefill_side_delays_nobody_elses_first_contact(vllm_cluster: V
 
 
 async def _knows_nobody(session: aiohttp.ClientSession, engine: Engine) -> bool:
-    # Any step makes the engine look at its deadlines and report.
+    # Any step makes the engine check its deadlines and update its metrics.
     await ask(session, engine, Prompt((11,), 1))
     return (await metrics(session, engine))["kvferry:num_peers"] == 0
 
@@ -646,9 +648,9 @@ async def _is_pulling(session: aiohttp.ClientSession, engine: Engine, count: int
 def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(
     vllm_cluster: VllmCluster,
 ) -> None:
-    """T12: killed with -9 while both read; stalled before that, so that some have bytes and no
-    confirmation. Then another incarnation of it answers at the same address, and does not honour
-    the tickets of the old one.
+    """T12: P is killed with SIGKILL while both D read; it is stopped before that, so that some
+    reads have their bytes but no confirmation. Then a new incarnation of P answers at the same
+    address and refuses the tickets of the old one.
     """
     both = [Decoder(vllm_cluster.trio.d, "fail"), Decoder(vllm_cluster.lenient, "recompute")]
     prompts = {decoder.policy: [fresh(64) for _ in range(30)] for decoder in both}

@@ -1,5 +1,6 @@
-"""The same with everything set differently: plugin name, block size, chunked prefill, preemption,
-no async scheduling, no prefix cache, policy recompute; and as a child of MultiConnector.
+"""Tests right tokens in real vLLM with other settings: plugin name, block size, chunked prefill,
+preemption, no async scheduling, no prefix cache, policy `recompute`; and as a child of
+MultiConnector.
 """
 
 import asyncio
@@ -111,8 +112,8 @@ def test_what_was_moved_is_counted_under_vllms_names_and_ours(other: Trio) -> No
 
 
 def test_tokens_beside_another_connector(trio: Trio, tmp_path: Path) -> None:
-    """With room for everything: vLLM's own example ends its engine when a request is preempted,
-    whoever is beside it.
+    """The cache has room for all requests: vLLM's own ExampleConnector ends its engine when a
+    request is preempted, with any other connector beside it.
     """
     stored = {
         "kv_connector": "ExampleConnector",

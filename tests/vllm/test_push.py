@@ -1,8 +1,8 @@
-"""Push in real vLLM: both legs of a request at once behind kvferry's router, right tokens, and
-nothing left whoever leaves when.
+"""Tests push in real vLLM: both legs of a request start together behind kvferry's router, tokens
+are right, and no block stays held, whichever client leaves at whatever moment.
 
 One P, one D and one router, started as documented. Leases are so long that blocks which are free
-soon were released, and prefills are cut into chunks.
+soon were released, and prefills run in chunks.
 """
 
 import asyncio
@@ -58,9 +58,11 @@ class Pushing:
     _handovers: Iterator[int] = field(default_factory=count)
 
     async def ticket(self, session: aiohttp.ClientSession) -> str:
-        """What the router gives both legs of one request, as it learns it from P's own answers."""
+        """Return a push ticket for both legs of a request, made from P's own answer as a router
+        does.
+        """
         params = await prefill(session, self.p, fresh(1))
-        # P's blocks for it are taken at once.
+        # P gets its own parameters back and frees the blocks at once.
         assert (await ask(session, self.p, fresh(1), kv_transfer_params=params)).is_ok
         ticket = PushTicket(
             match_id=f"handover {next(self._handovers)} of a test",
@@ -92,7 +94,7 @@ class Pushing:
         )
 
     async def waits(self, session: aiohttp.ClientSession) -> None:
-        """D has blocks for a request and has told P of it."""
+        """Wait until D has blocks for a request and has registered at P."""
 
         async def is_waiting() -> bool:
             seen = await metrics(session, self.d)
@@ -112,7 +114,7 @@ class Pushing:
 
 
 def fresh(length: int, max_tokens: int = 16) -> Prompt:
-    """A prompt nobody has seen yet."""
+    """Return a prompt that no engine has seen."""
     return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
 
 
@@ -131,7 +133,7 @@ def pushing(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
 def test_tokens_with_both_legs_at_once_equal_a_plain_vllms(right: Right, pushing: Pushing) -> None:
     async def check() -> None:
         async with new_session(60) as session:
-            # From its answer the router learns that P pushes.
+            # From this answer the router learns that P pushes.
             assert (await ask(session, pushing.router, fresh(20))).is_ok
             before, legs = (
                 await metrics(session, pushing.d),
@@ -142,15 +144,15 @@ def test_tokens_with_both_legs_at_once_equal_a_plain_vllms(right: Right, pushing
             )
             after = await metrics(session, pushing.d)
             assert (await metrics(session, pushing.router))[AT_ONCE] - legs == len(PROMPTS)
-            # Not because nothing moved.
+            # The KV did move: D has not computed these prompts.
             assert (
                 after[MOVED] - before[MOVED]
                 >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
             )
             assert after[FINISHED] - before[FINISHED] == len(PROMPTS)
             assert after[FAILED] == before[FAILED]
-            # P computes 256 tokens at a time, of several prompts; of long ones most had moved when
-            # the last was computed.
+            # P computes 256 tokens per step, for several prompts; most tokens of long prompts had
+            # moved when P computed the last chunk.
             pushed, left = (after[name] - before.get(name, 0) for name in PUSHED)
             assert 0 < left < pushed
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
@@ -202,7 +204,7 @@ def test_chats_streams_and_choices_equal_a_plain_vllms(right: Right, pushing: Pu
         ][:4]
         async with new_session(120) as session:
             for prompt, answer in chosen:
-                # Other salts: what D has in its own cache is not used again.
+                # The other salts keep D from using its prefix cache.
                 assert (
                     await stream(session, pushing.router, prompt, cache_salt="streamed"),
                 ) == answer.token_ids
@@ -268,7 +270,7 @@ def test_a_client_that_leaves_frees_both_sides_long_before_the_lease_ends(
 async def leave(
     session: aiohttp.ClientSession, pushing: Pushing, prompt: Prompt, ticket: str
 ) -> None:
-    """Ask D, and hang up once it has the request."""
+    """Send the decode leg, and disconnect once D has blocks for the request."""
 
     async def has_come() -> bool:
         seen = await metrics(session, pushing.d)
@@ -288,8 +290,8 @@ async def assert_hands_over(session: aiohttp.ClientSession, pushing: Pushing) ->
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(pushing: Pushing) -> None:
-    """Thirty of them, after anything between no time and a second, while as many others stay and
-    get the right tokens.
+    """Thirty clients leave after up to one second, while as many others stay and get the right
+    tokens.
     """
     staying, leaving = (
         [fresh(_rng.randrange(40, 900), 8) for _ in range(30)],
@@ -312,7 +314,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(pushing: Pushing)
             )
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
             assert answers == await ask_all(pushing.p, staying, concurrency=4, timeout_s=240)
-            # What a client left behind in D's cache is right as well.
+            # The blocks that these requests left in D's prefix cache are right as well.
             assert await ask_all(pushing.d, leaving[::5], timeout_s=240) == await ask_all(
                 pushing.p, leaving[::5], timeout_s=240
             )
@@ -354,7 +356,7 @@ def test_a_prefill_leg_that_ends_without_blocks_fails_the_decode_leg_at_once(
 def test_a_prefill_engine_that_dies_fails_the_decode_leg_that_waits_for_it(
     pushing: Pushing,
 ) -> None:
-    """The last one here: P is gone afterwards."""
+    """This must be the last test in the file: P is dead afterwards."""
 
     async def check() -> None:
         async with new_session() as session:

@@ -1,8 +1,8 @@
-"""Conversations between real vLLM servers behind kvferry's router: P fetches from D what it lacks,
-and every answer is a single vLLM's.
+"""Tests conversations between real vLLM servers behind kvferry's router: P fetches from D the KV
+that it lacks, and every answer is that of a single vLLM.
 
-P remembers nothing (no prefix cache), so it lacks all that was said before; asked without a
-transfer it is the single vLLM to compare with.
+P has no prefix cache, so it lacks the KV of all earlier turns. Without transfer parameters, P is
+also the single vLLM for the comparison.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _names = count()
 
 
 def says(length: int = 40) -> tuple[int, ...]:
-    """Something nobody has said yet."""
+    """Return random tokens that no conversation has contained before."""
     return tuple(_rng.randrange(10, 500) for _ in range(length))
 
 
@@ -58,7 +58,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Told:
-    """How a turn went."""
+    """The result of one turn."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -70,12 +70,12 @@ class Told:
 
     @property
     def num_kept(self) -> int:
-        """D never computes the last token that it says."""
+        """Tokens that D retains: all but the last, whose KV D never computes."""
         return len(self.prompt) + len(self.answer) - 1
 
 
 async def counted(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int, int]:
-    """Tokens fetched, bytes fetched, tokens computed."""
+    """Return P's counters: tokens fetched, bytes fetched, tokens computed."""
     async with session.get(f"{p.url}/metrics") as response:
         lines = (await response.text()).splitlines()
     [computed] = [
@@ -90,7 +90,9 @@ async def counted(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int, 
 async def take_turn(
     session: aiohttp.ClientSession, scene: Scene, name: str, prompt: tuple[int, ...]
 ) -> Told:
-    """Streamed. The answer is not looked at. Nobody else may talk to P meanwhile."""
+    """Send one streamed turn; the answer is not checked. P must get no other request meanwhile,
+    because its counters would include that request.
+    """
     before = await counted(session, scene.p)
     answer = await stream(
         session, scene.router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name
@@ -105,14 +107,14 @@ async def take_turn(
 async def alone(
     session: aiohttp.ClientSession, p: Engine, prompt: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What one vLLM says that computes everything itself."""
+    """Return the answer of one vLLM that computes everything itself."""
     return (await ask(session, p, Prompt(prompt, ANSWER_TOKENS))).token_ids[0]
 
 
 @asynccontextmanager
 async def talking(scene: Scene) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    """A new conversation of the fleet that has been asked so often already that everybody knows
-    everybody.
+    """Yield a session and the name of a new conversation, once P fetches turns from D, so that all
+    members know each other.
     """
     async with new_session(120) as session:
 
@@ -170,8 +172,7 @@ def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
 
 
 def without_thoughts(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a segment from the middle of its answer is
-    missing.
+    """Remove a segment from the middle of the answer, as a client that strips the model's thinking.
     """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
@@ -181,12 +182,12 @@ def edited(told: Told) -> tuple[int, ...]:
 
 
 def led_otherwise(told: Told) -> tuple[int, ...]:
-    """Another system prompt."""
+    """Use another system prompt."""
     return says(7) + told.prompt[7:] + told.answer + says()
 
 
 def retokenised(told: Told) -> tuple[int, ...]:
-    """The same text in other tokens: all that comes behind the first of them stands elsewhere."""
+    """Replace one token of the answer, as when the same text becomes other tokens."""
     another = 10 + (told.answer[-12] + 1) % 490
     return told.prompt + told.answer[:-12] + (another,) + told.answer[-11:] + says()
 
@@ -213,7 +214,7 @@ def test_only_what_both_texts_have_in_common_is_fetched(
             told = await take_turn(session, scene, name, prompt)
             assert told.num_pulled == common // BLOCK * BLOCK
             assert told.answer == await alone(session, scene.p, prompt)
-            # It goes on from there.
+            # The conversation continues from the changed text.
             third = await take_turn(session, scene, name, told.prompt + told.answer + says())
             assert third.num_pulled == told.num_kept
             assert third.answer == await alone(session, scene.p, third.prompt)
@@ -222,8 +223,8 @@ def test_only_what_both_texts_have_in_common_is_fetched(
 
 
 def test_chats_go_on_whatever_becomes_of_the_text(scene: Scene) -> None:
-    """Not streamed, as text: what the model said comes back in whatever tokens the tokenizer makes
-    of it, the second time with a changed space, the third without its first words.
+    """Chats that are not streamed: the answer returns as text, in the tokens that the tokenizer
+    makes of it; the second answer has a space appended, the third lacks its first half.
     """
 
     def body(messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -296,8 +297,8 @@ def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(scene: Scene
 
 
 def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> None:
-    """A D with so few blocks that it can keep less than half of what is said, and keeps nothing for
-    long.
+    """D has so few blocks that it can retain less than half of what is said; its next incarnation
+    retains turns for 1 s only.
     """
     transfer = {**documented("Conversations")[1].transfer, "engine_id": "small"}
     ports = free_ports(2)
@@ -338,12 +339,14 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
             assert seen[KEPT] >= 72
             assert seen[EVICTED] > 0
             assert seen["vllm:num_preemptions_total"] == 0
-            # One that needs nearly the whole cache is served, too.
+            # A request that needs nearly the whole cache is served, too.
             large = Prompt(says(2000), 8)
             assert await ask(session, small, large) == await ask(session, scene.p, large)
 
     async def outlive(d: Engine) -> None:
-        """The next turn of a conversation whose D was killed and is another one now."""
+        """Take the next turn of a conversation whose D was killed and replaced by a new
+        incarnation.
+        """
         async with new_session(120) as session:
             first = Prompt(says(100), ANSWER_TOKENS)
             made = await ask(
@@ -358,7 +361,8 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
             scene.fleet.stop(d)
             refused = (await metrics(session, scene.p))[REFUSED]
             prompt = first.token_ids + before + says()
-            # By hand, so that the ticket is surely used: nobody is there to answer for it.
+            # Sent without the router, so that P certainly uses the ticket; D is not there to
+            # answer.
             by_hand = await ask(session, scene.p, Prompt(prompt, 1), kv_transfer_params=kept)
             assert by_hand.token_ids[0] == (await alone(session, scene.p, prompt))[:1]
             assert (await metrics(session, scene.p))[REFUSED] == refused + 1

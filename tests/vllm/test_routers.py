@@ -1,5 +1,5 @@
-"""The same P and D behind three routers: ours, one like upstream's toy proxy, and vllm-router.
-Right tokens, and free blocks after.
+"""Tests the same P and D behind three routers: ours, one like upstream's toy proxy, and
+vllm-router. Tokens are right, and all blocks are free afterwards.
 """
 
 import asyncio
@@ -36,7 +36,9 @@ class Routed:
     router: Engine
 
     def prompt(self, length: int, about: str, **changes: int) -> Prompt:
-        """Different for every router and purpose, so that D has nothing of it yet."""
+        """Return a prompt that differs for every router and purpose, so that D has nothing of it
+        yet.
+        """
         rng = random.Random(f"{self.name} {about}")
         return Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), **changes)
 
@@ -128,7 +130,7 @@ def test_prompts_of_every_length_give_the_tokens_of_one_engine(routed: Routed, l
             assert answer.is_ok, answer.body
             assert answer == await ask(session, routed.p, prompt)
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
-            # Not because D computed it all by itself.
+            # The KV did move: D has not computed the prompt.
             assert (
                 await moved_bytes(session, routed.d) - before
                 == -(-length // BLOCK_TOKENS) * BLOCK_BYTES
@@ -138,8 +140,8 @@ def test_prompts_of_every_length_give_the_tokens_of_one_engine(routed: Routed, l
 
 
 def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -> None:
-    """A full hit, and prompts that go on where one it has ends: within the block, at its edge,
-    blocks later.
+    """A full hit, and prompts that extend a known one: within the block, at its end, and by several
+    blocks.
     """
 
     async def check() -> None:
@@ -156,8 +158,8 @@ def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -
                 ), length
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             fetched = (await moved_bytes(session, routed.d) - before) / BLOCK_BYTES
-            # Only what D lacks: a block for 64 (no engine takes a whole prompt from its cache), for
-            # 65, for 70 and for 96, four for 200.
+            # D fetches only what it lacks: one block each for 64 (no engine takes a whole prompt
+            # from its cache), 65, 70 and 96 tokens, and four for 200.
             assert fetched == 8
 
     asyncio.run(check())

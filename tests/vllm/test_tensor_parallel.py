@@ -1,5 +1,4 @@
-"""Prefill and decode with one and two tensor-parallel workers, in every combination, in real
-vLLM.
+"""Tests P and D with one and two tensor-parallel workers each, in every combination, in real vLLM.
 """
 
 import asyncio
@@ -44,8 +43,8 @@ def right(one: Engine) -> list[Answer]:
 
 
 def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
-    """Tokens of all prompts through both; afterwards nothing is kept on either side. `salt`:
-    nothing is taken from a cache.
+    """Return the tokens of all prompts through P and D, and check that neither holds a block
+    afterwards. `salt` keeps both from using their prefix caches.
     """
     router = fleet.kvferry_router([p], [d])
     ready(router)
@@ -55,7 +54,7 @@ def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
             before = (await metrics(session, d))["kvferry:finished_loads_total"]
             answers = await ask_all(router, PROMPTS, concurrency=4, timeout_s=240, cache_salt=salt)
             assert (await metrics(session, d))["kvferry:finished_loads_total"] > before
-            # Before any lease can have run out: every rank was told.
+            # No lease can have expired yet, so every rank got D's release.
             await assert_free(session, p, d, timeout_s=SOON_S)
         return answers
 

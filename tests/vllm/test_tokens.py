@@ -1,5 +1,5 @@
-"""Right tokens through prefill and decode in real vLLM: against a plain vLLM, and against the
-embedded engine.
+"""Tests right tokens through P and D in real vLLM, compared with a vLLM without a connector and
+with the embedded engine.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def test_tokens_through_prefill_and_decode_equal_a_plain_vllms(right: Right, tri
             before = await metrics(session, trio.d)
             assert await ask_all(trio.router, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
             after = await metrics(session, trio.d)
-            # Not because nothing moved.
+            # The KV did move: D has not computed these prompts.
             moved = (
                 after["vllm:nixl_bytes_transferred_sum"] - before["vllm:nixl_bytes_transferred_sum"]
             )
@@ -45,7 +45,7 @@ def test_chat_and_streaming_equal_a_plain_vllms(right: Right, trio: Trio) -> Non
         assert [await chat(trio.router, text) for text in CHATS] == right.chats
         async with new_session(120) as session:
             for prompt, answer in list(zip(PROMPTS, right.vllm, strict=True))[:8]:
-                # Another salt: what D has in its own cache is not used again.
+                # The other salt keeps D from using its prefix cache.
                 assert (
                     await stream(session, trio.router, prompt, cache_salt="streamed"),
                 ) == answer.token_ids
@@ -55,8 +55,7 @@ def test_chat_and_streaming_equal_a_plain_vllms(right: Right, trio: Trio) -> Non
 
 
 def test_four_choices_read_one_ticket_once(right: Right, trio: Trio) -> None:
-    # vLLM refuses several choices at temperature 0; with the best token alone to choose from, it is
-    # the same.
+    # vLLM refuses several choices at temperature 0; `top_k=1` gives the same tokens.
     chosen = [
         (prompt, answer)
         for prompt, answer in zip(PROMPTS, right.vllm, strict=True)

@@ -1,5 +1,5 @@
-"""The documented commands for two hosts. The second host is a network namespace, and NIXL goes by
-TCP: no memory is shared.
+"""Tests the documented commands for two hosts. The second host is a network namespace, and NIXL
+uses TCP: the hosts share no memory.
 """
 
 import asyncio
@@ -19,14 +19,16 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PREFIX = f"10.231.{secrets.randbelow(256)}"
-"""A run that was killed leaves its cable behind, with these addresses: another one has others."""
+"""The prefix is random: a killed run leaves its cable with its addresses behind."""
 NAMES = {"10.0.0.1": f"{PREFIX}.1", "10.0.0.2": f"{PREFIX}.2"}
-"""Documented addresses, and where they are here: the first in the namespace, the second outside."""
+"""The documented addresses and those used here: the first inside the namespace, the second outside.
+"""
 
 
 @pytest.fixture
 def other_host() -> Iterator[list[str]]:
-    """Words that run a command in a namespace which is connected to us by one cable."""
+    """Return the command prefix that runs a command in a namespace, which one cable connects to us.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip (Debian: iproute2)")
     name, cable = f"kvferry-{secrets.token_hex(4)}", f"kvf{secrets.token_hex(3)}"

@@ -1,5 +1,5 @@
-"""Two sets of weights that give different KV have different fingerprints; one set has one, wherever
-it lies.
+"""Tests that weights which give different KV have different fingerprints, and that the same weights
+have the same fingerprint in any folder.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""A model whose layers look back a window and for ever in turn: vLLM keeps two block tables and
-lets go of what is behind the window.
+"""Tests a model in real vLLM whose layers alternate between sliding-window and full attention: vLLM
+keeps two block tables and frees the blocks behind the window.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WINDOW, BLOCK = 64, 32
 LAYER_BYTES = 2 * 2 * 64 * 4
-"""Per token: K and V of two heads, 64 floats each."""
+"""Bytes per token: K and V of two heads, 64 floats each."""
 
 
 def blocks_to_move(num_tokens: int) -> int:
-    """Of both kinds of layers together. D computes the last token itself, and needs what that one
-    looks at.
+    """Return the number of blocks for both kinds of layers together. D computes the last token
+    itself, and needs the KV that this token attends to.
     """
     whole = -(-(num_tokens - 1) // BLOCK)
     return whole + whole - max(0, num_tokens - WINDOW) // BLOCK
@@ -48,8 +48,8 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
 
 def test_tokens_equal_a_single_engines_and_only_what_is_seen_is_moved(windowed: Trio) -> None:
     prompts = random_prompts(40, seed=51, longest=1200)
-    # Where the last token's window begins in the block that P lets go of when it has finished, D
-    # computes the prompt.
+    # If the last token's window begins in the block that P frees when it finishes, D computes the
+    # prompt itself.
     handed_over = [
         len(p.token_ids)
         for p in prompts
@@ -74,7 +74,7 @@ def test_tokens_equal_a_single_engines_and_only_what_is_seen_is_moved(windowed: 
 
 
 def test_a_prefix_of_what_was_handed_over_is_right_too(windowed: Trio) -> None:
-    """P has let go of what the shorter prompt's window needs."""
+    """P has freed blocks that the shorter prompt's window needs."""
     long = random_prompts(1, seed=52, shortest=700, longest=710)[0]
 
     async def check() -> None:

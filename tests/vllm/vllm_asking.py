@@ -1,4 +1,4 @@
-"""What tests ask of vLLM servers beside what any engine is asked."""
+"""Requests and checks that only vLLM servers need, in addition to those for any engine."""
 
 import json
 import random
@@ -8,14 +8,14 @@ import aiohttp
 from tests.e2e.harness import Engine, Prompt, metrics, until
 
 ONLY_THE_BEST = {"temperature": 1.0, "top_k": 1}
-"""Greedy tokens where vLLM refuses temperature 0: with several choices."""
+"""Greedy tokens for several choices, for which vLLM refuses temperature 0."""
 
 
 def random_prompts(
     count: int, seed: int, shortest: int = 20, longest: int = 1500, max_tokens: int = 16
 ) -> list[Prompt]:
-    """Lengths over the whole range, many of them short; edges of blocks among them. All
-    different.
+    """Make different prompts with lengths over the whole range, many of them short, some at block
+    boundaries.
     """
     rng = random.Random(seed)
     edges = [n for n in (31, 32, 33, 63, 64, 65, 96, 127, 128, 129) if shortest <= n <= longest]
@@ -34,7 +34,7 @@ def random_prompts(
 async def assert_free(
     session: aiohttp.ClientSession, *engines: Engine, timeout_s: float = 60
 ) -> None:
-    """Sooner or later no block of theirs is in use, and nothing runs or waits."""
+    """Wait until no block of these engines is in use and no request runs or waits."""
     names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
 
     async def is_free() -> bool:
@@ -47,7 +47,7 @@ async def assert_free(
 async def stream(
     session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any
 ) -> tuple[int, ...]:
-    """The token ids of a streamed completion, joined."""
+    """Stream a completion and return all its token ids."""
     tokens: list[int] = []
     async with session.post(
         f"{engine.url}/v1/completions", json={**prompt.body(), "stream": True, **changes}

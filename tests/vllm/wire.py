@@ -1,4 +1,4 @@
-"""What somebody who can reach an engine's ports may find out and send."""
+"""What a program that can reach an engine's ports can learn and send."""
 
 import os
 
@@ -12,7 +12,7 @@ from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 
 def greet(secret: bytes, address: str) -> RankLayout:
-    """What a member of the cluster learns of an engine from its side channel."""
+    """Return what a cluster member learns about an engine from its side channel."""
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         transport.send(address, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
@@ -27,7 +27,7 @@ def greet(secret: bytes, address: str) -> RankLayout:
 
 
 async def side_channel(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> str:
-    """An engine's own parameters say where it listens, whatever its role is."""
+    """Return the address of an engine's side channel, from the engine's own transfer parameters."""
     params = await prefill(session, engine, prompt)
     assert (await ask(session, engine, prompt, kv_transfer_params=params)).is_ok
     return f"tcp://{params['remote_host']}:{params['remote_port']}"
@@ -43,7 +43,9 @@ def listening(engine: Engine) -> set[int]:
 
 
 def send_noise(secret: bytes, address: str) -> None:
-    """Noise for a worker's control transport, which answers nothing it does not know."""
+    """Send noise to a transfer worker's control channel, which does not answer messages that it
+    does not know.
+    """
     transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         for frame in (

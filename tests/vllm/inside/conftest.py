@@ -1,4 +1,4 @@
-"""These tests run where vLLM can be imported; elsewhere nothing here is collected. See
+"""Fixtures for tests that import vLLM; without vLLM, no test here is collected. See
 tests/vllm/test_inside.py.
 """
 
@@ -28,7 +28,7 @@ StartEngine = Callable[..., "Engine"]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint's folder, in a process that vLLM takes for a worker."""
+    """The folder of a tiny checkpoint; also sets up this process as a vLLM worker process."""
     from tests.vllm.inside.engines import start_parallel_state
 
     from kvferry.engine.make_model.writer import make_model
@@ -41,9 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_engine(model: Path) -> Iterator[StartEngine]:
-    """Starts engines; at the end nothing may be left in any of them, and no slot may ever have been
-    wrong.
-    """
+    """Starts engines with vLLM's scheduler and our connector; closes them at the end."""
     from tests.vllm.inside.engines import Engine
 
     engines: list[Engine] = []

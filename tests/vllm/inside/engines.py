@@ -1,11 +1,10 @@
-"""An engine made of vLLM's real scheduler, block pool and cache tensors and our connector in both
-roles; only the forward is made up.
+"""An engine made of vLLM's real scheduler, block pool and cache tensors, and our connector in both
+roles; only the forward pass is made up.
 
-The made-up forward writes, for every token, a number that depends on all tokens up to it into that
-token's slot of every layer, as a model's KV would. Before that it reads all earlier slots of the
-request: whatever is not the number that belongs there is counted in `wrong_slots`, so a block that
-was not loaded, was loaded from elsewhere or was overwritten is seen the moment attention would use
-it.
+For every token, the made-up forward writes a number that depends on all tokens up to it into that
+token's slot of every layer, as a model would write KV. Before that it reads all earlier slots of
+the request and records every wrong one in `wrong_slots`. So a block that was not loaded, was
+loaded from the wrong place or was overwritten is noticed the moment attention would use it.
 """
 
 import json
@@ -69,11 +68,13 @@ __all__ = [
 BLOCK = 32
 DEADLINE_S = 30.0
 _MODULUS = 16_777_213
-"""The largest prime that a float32 holds exactly, so that a slot can be compared for equality."""
+"""The largest prime that a float32 holds exactly, so that slots can be compared for equality."""
 
 
 def slot_values(tokens: Sequence[int], seed: int) -> list[int]:
-    """The number of every token's slot: it depends on `seed` and all tokens up to its own."""
+    """Return the number of every token's slot: it depends on `seed` and all tokens up to that
+    token.
+    """
     return list(
         accumulate(
             tokens,
@@ -84,12 +85,12 @@ def slot_values(tokens: Sequence[int], seed: int) -> list[int]:
 
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
-    """What the made-up model says after these tokens."""
+    """Return the token that the made-up model generates after these tokens."""
     return 10 + slot_values(tokens, seed)[-1] % 400
 
 
 def start_parallel_state(directory: Path) -> None:
-    """What a worker process does first: vLLM's process groups, of this process alone."""
+    """Create vLLM's process groups for this process alone, as a worker process does first."""
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
@@ -97,8 +98,8 @@ def start_parallel_state(directory: Path) -> None:
 
 @cache
 def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
-    """As `vllm serve` makes it. `settings` is JSON of the engine's arguments; `kv` in it is the
-    transfer configuration.
+    """Return the config that `vllm serve` would make. `settings` is JSON of the engine's arguments;
+    its key `kv` is the transfer configuration.
     """
     arguments = json.loads(settings)
     transfer = {
@@ -119,7 +120,8 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     config = EngineArgs(
         model=model, kv_transfer_config=KVTransferConfig(**transfer), **(defaults | arguments)
     ).create_engine_config()
-    # The CPU platform switches it off; the scheduler does not care where it runs.
+    # vLLM's CPU platform disables async scheduling, but the scheduler works with it on any
+    # platform.
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.kv_cache_layout = layout
     return config
@@ -127,7 +129,7 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
 
 @dataclass
 class Answer:
-    """What the engine told the client of one request so far."""
+    """What the engine has sent to the client of one request so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -136,15 +138,15 @@ class Answer:
 
 @dataclass
 class _Work:
-    """One request's share of a step, as the scheduler saw it: `num_tokens` from `start` on, in
-    these blocks.
+    """One request's share of a step, as the scheduler planned it: `num_tokens` tokens from `start`
+    on, in these blocks.
     """
 
     request_id: str
     start: int
     num_tokens: int
     blocks: tuple[list[int], ...]
-    """Each group's."""
+    """The blocks of each KV cache group."""
     is_anew: bool
     tokens: list[int]
 
@@ -152,8 +154,9 @@ class _Work:
 class Engine:
     """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
 
-    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere, `moved_bytes`
-    what was read for them so far; `computed` how far the worker is with each request.
+    `answers`: what clients received; `loaded_tokens`: tokens that requests loaded from a peer;
+    `moved_bytes`: bytes read for them so far; `computed`: how many tokens the worker has computed
+    for each request.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Engine:
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_size, hash_function)
 
-    # -- what a client does --
+    # -- calls of a client --
 
     def add(
         self,
@@ -215,8 +218,8 @@ class Engine:
         seed: int = 0,
         **more: Any,
     ) -> Request:
-        """`seed` stands for all that makes another KV of the same tokens (salt, LoRA, embeddings);
-        `more` is the request's own.
+        """Add a request. `seed` stands for everything that gives the same tokens another KV (salt,
+        LoRA, embeddings); `more` are further arguments of the request.
         """
         stop = more.pop("stop_token_ids", None)
         skips_cache = more.pop("skip_reading_prefix_cache", None)
@@ -248,7 +251,9 @@ class Engine:
             self.answers[request_id].finish = self.answers[request_id].finish or "abort"
 
     def prefill(self, request_id: str, tokens: Sequence[int], **more: Any) -> dict[str, Any]:
-        """Compute a prompt for a peer: the parameters, as they come out of a router's JSON."""
+        """Compute a prompt for a peer and return the transfer parameters as a router's JSON has
+        them.
+        """
         self.add(request_id, tokens, {"do_remote_decode": True}, **{"max_tokens": 1, **more})
         run_until(lambda: self.answers[request_id].finish is not None, self)
         params = self.answers[request_id].params
@@ -268,10 +273,12 @@ class Engine:
             self._take(self.scheduler.update_from_output(output, self._execute(output, work)))
 
     def preempt(self, request_id: str) -> None:
-        """What the scheduler does to the last running request when it has no blocks left."""
+        """Preempt a request as the scheduler does with the last running one when it has no free
+        block.
+        """
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
-        # There is no other way to ask.
+        # vLLM has no public method for this.
         self.scheduler._preempt_request(  # noqa: SLF001
             request, time.monotonic(), drop_stale_output=True
         )
@@ -303,7 +310,7 @@ class Engine:
         return work
 
     def _execute(self, output: Any, work: list[_Work]) -> ModelRunnerOutput:
-        """A worker's step, in the order of vLLM's model runner."""
+        """Run a worker's step, in the order of vLLM's model runner."""
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(
             pickle.loads(pickle.dumps(output.kv_connector_metadata))
@@ -398,18 +405,20 @@ class Engine:
             if output.kv_transfer_params is not None:
                 answer.params = json.loads(json.dumps(output.kv_transfer_params))
 
-    # -- what is left --
+    # -- what the engine still holds --
 
     @property
     def transfer_worker(self) -> TransferWorkerSnapshot:
-        # Tests alone may look inside.
+        # Only tests read this private state.
         snapshot: TransferWorkerSnapshot = (
             self.worker._inner._worker_half.snapshot()  # noqa: SLF001
         )
         return snapshot
 
     def remains(self) -> dict[str, Any]:
-        """Everything that should be gone once all requests are over, by name; empty when it is."""
+        """Return by name everything that must be gone after all requests have ended; empty if all
+        of it is.
+        """
         scheduler, half = (
             self.scheduler,
             self.scheduler.connector._inner._scheduler_half,  # noqa: SLF001
@@ -469,7 +478,7 @@ def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
 
 
 def first_visible_token(spec: KVCacheSpec, position: int) -> int:
-    """The first token that the one at `position` looks at."""
+    """Return the first token that the token at `position` attends to."""
     if isinstance(spec, SlidingWindowSpec):
         return max(0, position - int(spec.sliding_window) + 1)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -478,7 +487,7 @@ def first_visible_token(spec: KVCacheSpec, position: int) -> int:
 
 
 def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
-    """What the attention layers of such a model ask for."""
+    """Return the KV cache specs of the attention layers of such a model."""
     model, names = (
         config.model_config,
         [
@@ -527,7 +536,7 @@ def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
 
 
 def cache_config(config: VllmConfig, kind: str) -> KVCacheConfig:
-    """As vLLM's engine core arranges those layers."""
+    """Return the cache config that vLLM's engine core makes for those layers."""
     (kv_cache_config,) = get_kv_cache_configs(config, [layer_specs(config, kind)], [1 << 30])
     kv_cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks

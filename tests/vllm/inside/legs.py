@@ -1,5 +1,5 @@
-"""What a router does for push, towards engines of this process: one push ticket for both legs,
-which start in whatever order.
+"""Acts as a router for push between two engines of this process: one push ticket for both legs,
+which may start in any order.
 """
 
 import os
@@ -20,7 +20,7 @@ PUSH: dict[str, Any] = {"kv_connector": "NixlPushConnector"}
 
 @dataclass
 class Legs:
-    """P and D, and what a router has learnt of P from its first answer."""
+    """P and D, and what a router has learned about P from its first answer."""
 
     p: Engine
     d: Engine
@@ -30,7 +30,7 @@ class Legs:
     def __post_init__(self) -> None:
         self.source = self.p.prefill("asked first", [1, 2, 3])
         assert self.source["transfer_mode"] == "push"
-        # As a router does whose client has left. vLLM has no such call.
+        # Release the blocks, as a router does when its client has left. vLLM has no such call.
         self.p.scheduler.connector._inner.request_abandoned("asked first")  # noqa: SLF001
         run_until(lambda: not self.p.remains(), self.p)
 
@@ -49,11 +49,11 @@ class Legs:
         self.d.add(name, tokens, {"do_remote_prefill": True, "push_ticket": ticket}, **more)
 
     def registered(self, num: int = 1) -> None:
-        """D waits, and P knows."""
+        """Wait until D's registration has reached P."""
         run_until(lambda: self.p.transfer_worker.registrations == num, self.d)
 
     def computed(self, name: str) -> None:
-        """P is through, and keeps the blocks for whoever comes."""
+        """Wait until P has computed the request and holds its blocks for D."""
         run_until(
             lambda: self.p.answers[name].finish is not None and self.p.transfer_worker.leases > 0,
             self.p,
@@ -61,7 +61,7 @@ class Legs:
 
 
 def push_ticket(source: Mapping[str, Any], match_id: str) -> str:
-    """`source`: what P's answer to an earlier request said."""
+    """Sign a push ticket. `source`: the parameters in P's answer to an earlier request."""
     ticket = PushTicket(
         match_id=match_id,
         engine=source["remote_engine_id"],

@@ -1,5 +1,5 @@
-"""How many blocks are lacking for the request at which vLLM stopped; at least one where blocks may
-be why it did.
+"""Tests `BlockDemand`: how many blocks are missing for the request at which vLLM's scheduler
+stopped; at least one if missing blocks may be the reason.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvferry.vllm.block_demand import BlockDemand
 
 @dataclass(eq=False)
 class Waiting:
-    """What is looked at of a vLLM request."""
+    """The attributes of a vLLM request that `BlockDemand` reads."""
 
     request_id: str
     num_tokens: int
@@ -35,10 +35,10 @@ def test_what_is_lacking_is_what_is_neither_cached_nor_free() -> None:
     needs = BlockDemand(block_size=32, num_groups=2, watermark=1)
     for free, lacking in ((0, 7), (4, 3), (6, 1), (10, 1), (11, 0)):
         needs.note_candidate(Waiting("a", 100), 32, will_load=False)
-        # 8 blocks of which it has 2, and the watermark. Those it has may be among the free ones:
-        # then so many are not enough.
+        # The request needs 8 blocks, 2 of which are cached, and the watermark. The cached blocks
+        # may be among the free ones; then this number of free blocks is not enough.
         assert needs.missing_to_start(free) == lacking
-        # It was told once.
+        # The demand is reported only once.
         assert needs.missing_to_start(free) == 0
 
 

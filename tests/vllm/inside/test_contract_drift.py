@@ -1,5 +1,5 @@
-"""vLLM's connector interface against ours: a method that appears, goes or changes upstream fails
-here with a sentence that names it.
+"""Tests vLLM's connector interface against ours: a method that is added, removed or changed
+upstream fails here with a sentence that names it.
 """
 
 import inspect
@@ -70,7 +70,7 @@ def is_overridden(ours: type, base: type, name: str) -> bool:
 
 
 def signature_drift(name: str, ours: Any, base: Any) -> list[str]:
-    """Why a call written for `base` may not suit `ours`; empty when every one does."""
+    """Return why a call written for `base` may not work with `ours`; empty if every call does."""
     theirs, mine = (list(inspect.signature(each).parameters.values()) for each in (base, ours))
     problems = []
     named = [
@@ -142,8 +142,9 @@ def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
 
 
 def test_tokens_we_load_are_counted_as_a_peers() -> None:
-    """By vllm:prompt_tokens_by_source, as those of vLLM's own connectors between engines."""
-    # The name is vLLM's, for what a subclass sets.
+    """vllm:prompt_tokens_by_source counts them like those of vLLM's own connectors between engines.
+    """
+    # The attribute's name is vLLM's; subclasses set it.
     assert KVFerryConnector._cache_hit_source is CacheHitSource.P2P  # noqa: SLF001
 
 
@@ -152,7 +153,7 @@ def test_the_table_of_defaults_names_nothing_that_is_gone() -> None:
 
 
 class Doctored(KVConnectorBase_V1):  # type: ignore[misc]
-    """An upstream that has moved on."""
+    """A connector interface as a later vLLM might have it."""
 
     def on_brand_new_thing(self) -> None:
         return None
@@ -177,7 +178,7 @@ class Doctored(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def test_an_upstream_that_has_moved_on_is_noticed() -> None:
-    """The control: every kind of change gives a sentence."""
+    """The control: every kind of change is reported with a sentence."""
     found = [problem for problem in drift(KVFerryConnector, Doctored) if "abstract" not in problem]
     assert found == [
         "on_brand_new_thing is new in vLLM: override it, or say in DEFAULT_IS_RIGHT why its "
@@ -264,7 +265,7 @@ def test_vllms_factory_finds_us_by_module_path(name: str) -> None:
 
 @pytest.mark.parametrize("ours", [KVFerryConnector, KVFerryPushConnector])
 def test_vllms_factory_finds_us_by_name_once_the_plugin_has_run(ours: type) -> None:
-    """By the class's own: vLLM's MultiConnector looks its children up by it."""
+    """By the class's own name: vLLM's MultiConnector looks up its children by that name."""
     from kvferry.vllm.plugin import register
 
     register()

@@ -1,5 +1,5 @@
-"""Each life of an engine has an epoch of its own, whatever its environment says: tickets of a dead
-one are good for nothing.
+"""Tests that each incarnation of an engine has its own epoch, whatever the environment says:
+tickets of a dead incarnation are invalid.
 """
 
 import pytest
@@ -19,7 +19,7 @@ def test_an_epoch_that_an_operator_has_fixed_is_another_one_after_a_restart(
     monkeypatch.setenv(EPOCH_VARIABLE, word)
     epochs = []
     for _ in range(2):
-        # As the next start of vLLM makes it.
+        # The next start of vLLM makes a new config.
         vllm_config.cache_clear()
         engine = start_engine(
             "p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 0.5}}

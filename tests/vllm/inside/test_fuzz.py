@@ -1,7 +1,7 @@
-"""Random lives over a prefill and a decode engine: adds, aborts, steps, small pools, failing reads,
-peers that die. Nothing may be left.
+"""Tests random actions on a prefill and a decode engine: adds, aborts, steps, small block pools,
+failing reads, dying peers. The engines must hold nothing at the end.
 
-Every seed is a test of its own; a failure shows it in the test's name.
+Every seed is a separate test; the name of a failed test contains its seed.
 """
 
 import random
@@ -21,7 +21,7 @@ FAULTS = ["", "fail:every=3", "delay:polls=3", "fail:every=2;delay:polls=2"]
 
 
 class World:
-    """Two engines and what a router would remember of their requests."""
+    """Two engines, and what a router would remember of their requests."""
 
     connector = "NixlConnector"
 
@@ -51,8 +51,8 @@ class World:
             "kv_lease_duration": LEASE_S,
         }
         extra["push_registration_timeout"] = LEASE_S
-        # As in a process of its own: a ticket of an earlier incarnation is never good in a later
-        # one.
+        # Each incarnation has its own epoch, as in a separate process: a ticket of an earlier
+        # incarnation is never valid in a later one.
         self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
         kv = {
             "kv_connector": self.connector,
@@ -69,7 +69,7 @@ class World:
         )
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """What may happen, and how often."""
+        """Return the possible actions and their weights."""
         return {
             self.step: 12,
             self.add_to_p: 3,
@@ -95,7 +95,8 @@ class World:
         time.sleep(0.002)
 
     def new_prompt(self) -> list[int]:
-        """Often the beginning of an earlier one, so that local hits are met."""
+        """Return a prompt that often begins like an earlier one, so that D finds local cache hits.
+        """
         known = list(self.prompts.values())
         head = (
             self.rng.choice(known)[: self.rng.randrange(200)]
@@ -152,8 +153,8 @@ class World:
             engine.abort(self.rng.choice(list(engine.answers)))
 
     def kill_p(self) -> None:
-        """Not during a read: both NIXL agents live in this process, and one that closes under the
-        other's read was seen to abort it.
+        """Kill P, but not during a read: both NIXL agents live in this process, and an agent that
+        closed during the other's read was seen to abort the process.
         """
         run_until(
             lambda: not self.d.scheduler.kv_holding_waiting and self.d.transfer_worker.reads == 0,
@@ -171,8 +172,8 @@ class World:
                 answer.params = None
 
     def end(self) -> None:
-        """Every request ends, and every ticket is presented. What leases are left then (of failed
-        reads) runs out.
+        """Finish every request and present every ticket. Leases that remain after that (of failed
+        reads) expire.
         """
 
         def is_over() -> bool:
@@ -185,7 +186,9 @@ class World:
         run_until(is_over, self.p, self.d)
 
     def check_answers(self) -> int:
-        """Right tokens, a clear error or the client's own abort; how many had tokens."""
+        """Check that every request ended with right tokens, a clear error or the client's own
+        abort; return how many of D's requests ended with all tokens.
+        """
         for engine in (self.p, self.d):
             assert engine.wrong_slots == []
             for name, answer in engine.answers.items():

@@ -1,5 +1,6 @@
-"""vLLM's own cache tensors staged in host memory. Here they are host memory themselves, so it is
-forced; the host buffer, the copies and the waits are those of a cache on a device.
+"""Tests vLLM's own cache tensors with a host buffer. The tensors are already in host memory here,
+so `force_host_buffer` is set; the host buffer, the copies and the waits are those of a cache on a
+device.
 """
 
 from typing import Any

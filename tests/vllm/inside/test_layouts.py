@@ -1,5 +1,5 @@
-"""Caches as vLLM allocates them: what geometry we read off them, and whether their blocks
-arrive.
+"""Tests caches as vLLM allocates them: the geometry that we derive from them, and the transfer of
+their blocks.
 """
 
 import json
@@ -147,7 +147,7 @@ def test_other_layouts_are_refused_by_name(model: Path, layout: str) -> None:
 def test_blocks_whose_bytes_are_not_adjacent_are_never_taken_for_such(
     model: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were the name not refused, the tensor's own strides would be."""
+    """If the layout's name were not refused, the tensor's strides still would be."""
     monkeypatch.setitem(translate.LAYOUTS, layout, "HND")
     with pytest.raises(ConfigError, match="cannot be cut into 64 blocks of adjacent bytes"):
         measured(model, "full attention", layout)
@@ -172,7 +172,8 @@ def test_where_attention_forgets_what_is_seen_is_handed_over(
     tokens = [10 + (index * 7) % 300 for index in range(length)]
     d.add("b", tokens, p.prefill("a", tokens))
     run_until(lambda: d.answers["b"].finish is not None, p, d)
-    # P lets go of a block that the last token looks at when that is the last token to look there.
+    # P has freed the first block that the prompt's last token attends to if the token after it
+    # would no longer attend to that block.
     last, following = (
         (length - 48, length - 47)
         if "windows" in kind
@@ -209,7 +210,9 @@ def test_where_kernels_keep_tokens_apart_caches_of_unequal_form_are_handed_over(
     at_p: dict[str, Any],
     at_d: dict[str, Any],
 ) -> None:
-    """As the GPU backends do, none of which runs here; the made-up forward does too."""
+    """GPU attention backends store tokens this way, but none of them runs here; the made-up forward
+    stores them this way too.
+    """
     monkeypatch.setattr(translate, "has_token_rows", lambda backends: True)
     p, d = start_engine("p", **at_p), start_engine("d", **at_d)
     tokens = [10 + (index * 7) % 300 for index in range(100)]
@@ -223,7 +226,7 @@ def test_where_kernels_keep_tokens_apart_caches_of_unequal_form_are_handed_over(
 def test_a_consumer_with_windows_refuses_blocks_that_would_fill_its_own_in_part(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM would offer such a block to others as a whole one."""
+    """vLLM would offer such a partly filled block to other requests as a full one."""
     monkeypatch.setattr(translate, "has_token_rows", lambda backends: True)
     lease = {"kv_connector_extra_config": {"kv_lease_duration": 1.0}}
     p = start_engine("p", kind="windows beside full attention", block_size=32, kv=lease)
@@ -273,7 +276,7 @@ def test_engines_whose_caches_differ_fail_the_request_and_leave_nothing(
 def test_layers_that_share_anothers_cache(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 3n: vLLM hands such a layer's tensor over too, but its connector has never heard of the
+    """Gemma 3n: vLLM also passes such a layer's tensor to the connector, which does not know that
     layer.
     """
     import tests.vllm.inside.engines as engines

@@ -1,8 +1,8 @@
-"""The life of requests in vLLM's own scheduler, with real tickets, reads and leases. After each
-story nothing may be left on either side.
+"""Tests the life cycle of requests in vLLM's own scheduler, with real tickets, reads and leases.
+After each test neither engine may hold anything.
 
-`pair` and `start_engine` compare every slot that a forward would read with what belongs there;
-`settle` is where a story ends.
+The engines compare every slot that a forward would read with the right number; `settle` is the
+check at the end of a test.
 """
 
 from typing import Any
@@ -22,7 +22,8 @@ def prompt(length: int, start: int = 10) -> list[int]:
 
 
 def greedy(tokens: list[int], count: int, seed: int = 0) -> list[int]:
-    """What an engine that computes everything itself says after `tokens`."""
+    """Return the tokens that an engine generates after `tokens` if it computes everything itself.
+    """
     said = list(tokens)
     for _ in range(count):
         said.append(next_token(said, seed))
@@ -47,8 +48,8 @@ def wait_for_load(d: Engine, request_id: str) -> None:
 
 
 def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> None:
-    """The control of `settle`: an engine that waits for a peer is not empty, and nothing else makes
-    it so.
+    """The control of `settle`: an engine that holds blocks for a peer is not empty, and that is the
+    only reason.
     """
     p = start_engine("p")
     assert p.remains() == {}
@@ -58,7 +59,7 @@ def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> Non
     assert p.remains().keys() == {"requests", "used blocks", "block tables", "leases"}
 
 
-# -- handing over --
+# -- transfer --
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -91,7 +92,7 @@ def test_the_bytes_in_ds_blocks_are_ps(pair: tuple[Engine, Engine]) -> None:
 def test_a_corrupted_read_is_seen_by_the_made_up_forward(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of all equalities here."""
+    """The control of all equality checks here."""
     p = start_engine("p")
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1")
     d = start_engine("d")
@@ -129,8 +130,8 @@ def test_a_full_local_hit_moves_nothing_and_frees_p(pair: tuple[Engine, Engine])
 def test_a_prompt_that_differs_from_ps_uses_the_common_prefix_only(
     pair: tuple[Engine, Engine], length: int
 ) -> None:
-    """A shorter or longer one, and one that differs from block 1 on (T6 of the conformance list is
-    the longer one).
+    """D's prompt is shorter or longer, or differs from block 1 on (the longer one is T6 of the
+    conformance list).
     """
     p, d = pair
     d.add("b", prompt(length), p.prefill("a", prompt(100)))
@@ -160,7 +161,7 @@ def test_without_prefix_caching_on_d(start_engine: StartEngine) -> None:
 def test_a_request_that_must_not_read_caches_computes_and_frees_p(
     pair: tuple[Engine, Engine],
 ) -> None:
-    """vLLM sets this for prompt logprobs, and overrules the connector's offer."""
+    """vLLM sets this flag for prompt logprobs, and then ignores the connector's offer."""
     p, d = pair
     d.add("b", prompt(100), p.prefill("a", prompt(100)), skip_reading_prefix_cache=True)
     assert finish(d, "b", p) == greedy(prompt(100), 4)
@@ -189,8 +190,8 @@ def test_chunked_prefill_is_handed_over_whole(start_engine: StartEngine) -> None
 def test_a_ticket_covers_no_token_that_is_not_computed(
     start_engine: StartEngine, is_async: bool
 ) -> None:
-    """P ends at a stop token; ahead of its worker, vLLM counts the token of the step under way as
-    computed already.
+    """P ends at a stop token. With async scheduling, vLLM is ahead of its worker and already counts
+    the token of the current step as computed.
     """
     p, d = start_engine("p", is_async=is_async), start_engine("d", is_async=is_async)
     stop = next_token(prompt(63))
@@ -241,7 +242,7 @@ def test_kv_of_another_tenant_adapter_or_embedding_is_not_used(
         "d": None if "prompt_embeds" in at_d else prompt(100),
     }
     if tokens["p"] is None and tokens["d"] is not None:
-        tokens["d"] = [0] * 100  # as vLLM writes embeddings where ids are asked for
+        tokens["d"] = [0] * 100  # vLLM uses zeros where a prompt of embeddings needs token ids
     p.add("a", tokens["p"], {"do_remote_decode": True}, max_tokens=1, **at_p)
     finish(p, "a")
     d.add("b", tokens["d"], p.answers["a"].params, **at_d)
@@ -267,7 +268,7 @@ def test_kv_of_the_same_tenant_or_adapter_is_used(
     settle(p, d)
 
 
-# -- leaving early --
+# -- requests that end early --
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -322,8 +323,8 @@ def test_an_abort_after_ps_end_changes_nothing(pair: tuple[Engine, Engine]) -> N
 def test_a_request_rejected_on_arrival_leaves_nothing(
     pair: tuple[Engine, Engine], params: dict[str, Any] | None
 ) -> None:
-    """vLLM's front-end sends requests it could not make sense of this way, so that connectors let
-    go of what they hold.
+    """vLLM's front-end passes on invalid requests this way, so that connectors release what they
+    hold.
     """
     p, d = pair
     d.add("b", prompt(100), params or p.prefill("a", prompt(100)), abort_immediately=True)
@@ -358,20 +359,20 @@ def test_p_preempts_before_its_end(start_engine: StartEngine, is_async: bool) ->
     finish(p, "a")
     d.add("b", prompt(100), p.answers["a"].params)
     assert finish(d, "b", p) == greedy(prompt(100), 4)
-    # The ticket covers P's own tokens too, and a fingerprint has points at whole blocks and at its
-    # end only.
+    # The ticket also covers tokens that P generated, and a fingerprint can be compared only at
+    # block boundaries and at its end.
     assert d.loaded_tokens == 96
     settle(p, d)
 
 
-# -- what goes wrong --
+# -- faults --
 
 
 def check_outcome(
     d: Engine, policy: str, request_id: str, tokens: list[int], *others: Engine
 ) -> None:
-    """An error under `fail`, the right tokens under `recompute`; and the same prompt afterwards
-    finds no wrong block in D's cache.
+    """Check for an error under `fail` and the right tokens under `recompute`; then check that the
+    same prompt finds no wrong block in D's cache.
     """
     said = finish(d, request_id, *others)
     assert (d.answers[request_id].finish, said) == (
@@ -388,8 +389,8 @@ def check_outcome(
 def test_a_read_that_fails(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, known: int
 ) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be
-    believed, what was there before may.
+    """The transport reports failure after it has written: D must not use the blocks' new contents,
+    but may use blocks that it had before.
     """
     p = start_engine("p")
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
@@ -426,8 +427,8 @@ def test_p_dies(start_engine: StartEngine, policy: str, moment: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, policy: str) -> None:
-    """P's blocks hold something else by then: right tokens or a clear error, whichever, and nothing
-    is loaded.
+    """P's blocks have other contents by then: D must answer with right tokens or a clear error, and
+    load nothing.
     """
     p, d = (
         start_engine("p"),
@@ -559,7 +560,7 @@ def test_ids_are_used_again(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_more_requests_than_blocks(start_engine: StartEngine) -> None:
-    """D preempts on its own; P cannot prefill before D has taken what it holds."""
+    """D preempts by itself; P cannot prefill more until D has read the blocks that P holds."""
     p, d = (
         start_engine("p", num_gpu_blocks_override=24),
         start_engine("d", num_gpu_blocks_override=18),

@@ -1,4 +1,4 @@
-"""What vLLM's `/metrics` show of our connectors from the start on."""
+"""Tests what vLLM's `/metrics` show of our connectors from the start."""
 
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_routers_read_the_mode_from_the_page(
 def test_routers_find_the_side_channel_on_the_page_once_an_engine_has_told_of_it(
     model: Path,
 ) -> None:
-    """The front-end cannot know it: the port may be any."""
+    """vLLM's front-end cannot know the address: the engine may have any port."""
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     shown = KVFerryConnector.build_prom_metrics(
@@ -48,7 +48,7 @@ def test_routers_find_the_side_channel_on_the_page_once_an_engine_has_told_of_it
         told = engine.scheduler.update_from_output(output, ModelRunnerOutput([], {}))
         shown.observe(told[0].scheduler_stats.kv_connector_stats)
         assert read_metrics(generate_latest(registry)).side_channel.startswith("127.0.0.1:")
-        # And it does not go on for ever.
+        # After this report the scheduler has no more work.
         assert not engine.scheduler.has_requests()
     finally:
         engine.close()

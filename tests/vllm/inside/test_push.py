@@ -1,8 +1,8 @@
-"""Push in vLLM's own scheduler: both legs of a request at once, whichever is first. After each
-story nothing may be left on either side.
+"""Tests push in vLLM's own scheduler: both legs of a request at once, in either order. After each
+test neither engine may hold anything.
 
-Engines, prompts and `settle` are those of the stories of pull, and every slot that a forward would
-read is compared as there.
+Engines, prompts and `settle` are those of the pull tests, and every slot that a forward would read
+is checked in the same way.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ POLICY = pytest.mark.parametrize("policy", ["fail", "recompute"])
 
 @pytest.fixture
 def start_legs(start_engine: StartEngine) -> StartLegs:
-    """`p` and `d`: settings of one side; others are both sides'."""
+    """Start both engines. `p` and `d` are settings of one side, all others apply to both sides."""
 
     def start(
         *,
@@ -54,8 +54,8 @@ def legs(start_legs: StartLegs) -> Legs:
 
 
 def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: Any) -> None:
-    """Requests `a` at P and `b` at D. The second comes when the first waits for it, or does not
-    need it.
+    """Send request `a` to P and `b` to D. The second is sent when the first waits for it, or has
+    ended without it.
     """
     ticket = legs.ticket()
     if first == "p":
@@ -74,7 +74,7 @@ def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: An
         legs.ask_p(f"a{of}", tokens, ticket)
 
 
-# -- handing over --
+# -- transfer --
 
 
 @FIRST
@@ -93,7 +93,7 @@ def test_a_prompt_is_handed_over_whole(
 def test_a_corrupted_read_is_seen_by_the_made_up_forward(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of all equalities here."""
+    """The control of all equality checks here."""
     p = start_engine("p", kv=PUSH)
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1")
     legs = Legs(p, start_engine("d", kv=PUSH))
@@ -103,7 +103,7 @@ def test_a_corrupted_read_is_seen_by_the_made_up_forward(
 
 
 def test_a_decode_side_that_waits_shows_as_left(legs: Legs) -> None:
-    """The control of `settle`: a registration is seen at P, and what waits for it at D."""
+    """The control of `settle`: P shows the registration, and D shows the request that waits."""
     legs.ask_d("b", prompt(100), legs.ticket())
     legs.registered()
     assert legs.p.remains() == {"registrations": 1}
@@ -129,7 +129,7 @@ def test_only_what_d_lacks_is_loaded(
 
 @FIRST
 def test_a_request_that_must_not_read_caches_computes_and_frees_p(legs: Legs, first: str) -> None:
-    """vLLM sets this for prompt logprobs, and overrules the connector's offer."""
+    """vLLM sets this flag for prompt logprobs, and then ignores the connector's offer."""
     ticket = legs.ticket()
     if first == "p":
         legs.ask_p("a", prompt(100), ticket)
@@ -160,8 +160,9 @@ def test_chunked_prefill_is_handed_over_whole(
     "kind", ["MLA", "windows beside full attention", "chunks beside full attention"]
 )
 def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> None:
-    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or
-    of a chunk's; those D computes. The lease outlasts every wait here: P has been told.
+    """With windows, P frees a block that D needs for one prompt length in every block length; with
+    chunks, for one in every chunk length. D computes those prompts. The lease lasts longer than
+    every wait here, so P's blocks are free because D released them.
     """
     patient = {"kv_connector_extra_config": {"kv_lease_duration": 600}}
     legs = start_legs(kind=kind, kv=patient, p={"max_num_batched_tokens": 48, "max_num_seqs": 4})
@@ -181,14 +182,14 @@ def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> 
     settle(legs.p, legs.d)
 
 
-# -- while it is computed --
+# -- transfer during prefill --
 
 
 CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
-"""Of the generated model: layers, KV heads, K and V, head size, float32."""
+"""For the generated model: layers, KV heads, K and V, head size, float32."""
 
 
 STAGED = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
@@ -199,8 +200,8 @@ STAGED = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
 def test_each_chunk_moves_while_the_next_is_computed(
     start_legs: StartLegs, is_async: bool, uses_host_buffer: bool
 ) -> None:
-    """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one
-    step later.
+    """With async scheduling, vLLM plans a step before it has the output of the last one, so a chunk
+    is known to be computed one step later.
     """
     legs = start_legs(p={**CHUNKS, **(STAGED if uses_host_buffer else {})}, is_async=is_async)
     p, d, ticket = legs.p, legs.d, legs.ticket()
@@ -235,7 +236,7 @@ def test_host_buffers(start_legs: StartLegs, sides: str, first: str) -> None:
 
 
 def test_four_children_share_a_push_ticket(legs: Legs) -> None:
-    """n=4: vLLM gives every child the parent's parameters; one of them loads, the others find its
+    """n=4: vLLM gives every child the parent's parameters; one child loads, the others find its
     blocks in D's cache.
     """
     ticket = legs.ticket()
@@ -280,7 +281,7 @@ def test_a_producer_and_a_consumer_will_do(start_legs: StartLegs) -> None:
     settle(legs.p, legs.d)
 
 
-# -- leaving early --
+# -- requests that end early --
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -317,7 +318,9 @@ def test_d_aborts(start_legs: StartLegs, moment: str, is_async: bool) -> None:
 @FIRST
 @pytest.mark.parametrize("is_async", [False, True])
 def test_p_aborts(start_legs: StartLegs, policy: str, first: str, is_async: bool) -> None:
-    """A client that left, seen from D: its policy decides, and says why."""
+    """The client of the prefill leg leaves: D's failure policy applies, and the error gives the
+    reason.
+    """
     legs = start_legs(d={"kv": {"kv_load_failure_policy": policy}}, is_async=is_async)
     ticket = legs.ticket()
     if first == "d":
@@ -358,7 +361,7 @@ def test_p_preempts_while_it_computes_a_long_prompt(
     for _ in range(steps):
         legs.p.step()
     legs.p.preempt("a")
-    # Somebody else's tokens in the blocks it had.
+    # Another request writes its tokens into the freed blocks.
     legs.p.add("other", prompt(60, start=5), max_tokens=1)
     assert finish(legs.d, "b", legs.p) == greedy(prompt(200), 4)
     finish(legs.p, "other", legs.d)
@@ -366,7 +369,7 @@ def test_p_preempts_while_it_computes_a_long_prompt(
     settle(legs.p, legs.d)
 
 
-# -- what goes wrong --
+# -- faults --
 
 
 @POLICY
@@ -374,9 +377,7 @@ def test_p_preempts_while_it_computes_a_long_prompt(
 def test_a_read_that_fails(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, first: str
 ) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be
-    believed.
-    """
+    """The transport reports failure after it has written: D must not use the blocks' contents."""
     p = start_engine("p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 2.0}})
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     legs = Legs(p, start_engine("d", kv={**PUSH, "kv_load_failure_policy": policy}))
@@ -425,7 +426,7 @@ def test_p_never_comes(start_legs: StartLegs, policy: str) -> None:
 def test_kv_of_another_prompt_is_not_used(
     start_legs: StartLegs, policy: str, first: str, other: dict[str, Any]
 ) -> None:
-    """Legs that do not belong together, by a router's mistake."""
+    """A router's mistake: the two legs do not belong together."""
     legs = start_legs(d={"kv": {"kv_load_failure_policy": policy}})
     ticket, theirs = legs.ticket(), {"tokens": prompt(100), **other}
     if first == "p":
@@ -482,8 +483,8 @@ def test_one_that_pushes_and_one_that_pulls_meet_by_the_prefill_sides_ticket(
 
 
 def test_more_requests_than_blocks(start_legs: StartLegs) -> None:
-    """D preempts on its own and cannot take all at once; P cannot prefill before D has taken what
-    it holds.
+    """D preempts by itself and cannot load all requests at once; P cannot prefill more until D has
+    read the blocks that P holds.
     """
     legs = start_legs(p={"num_gpu_blocks_override": 24}, d={"num_gpu_blocks_override": 18})
     prompts = {f"r{number}": prompt(100 + number, start=10 + number) for number in range(12)}

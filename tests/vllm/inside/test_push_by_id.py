@@ -1,5 +1,5 @@
-"""Push in vLLM's own scheduler behind a router that signs nothing: it names P to D, and the legs
-meet by their request ids.
+"""Tests push in vLLM's own scheduler behind a router that signs no tickets: the router names P to
+D, and P and D match the legs by their request ids.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Random lives as in pull's, with both legs of a request at once: in any order, at any distance,
-one of them perhaps never.
+"""Tests random actions as in the pull fuzz test, with both legs of a request: in any order, with
+any delay between them, and sometimes with one leg missing.
 
-Every seed is a test of its own; a failure shows it in the test's name.
+Every seed is a separate test; the name of a failed test contains its seed.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tests.vllm.inside.test_fuzz import ACTIONS, World
 
 
 class PushWorld(World):
-    """Two engines that push, and legs that a router is about to send. Between them, params of P are
-    passed on to D as in pull.
+    """Two engines that push, and the legs that a router is about to send. Some requests are pulled:
+    D gets P's parameters.
     """
 
     connector = "NixlPushConnector"
@@ -33,7 +33,7 @@ class PushWorld(World):
         self.num_pairs = 0
 
     def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
-        """P computes in chunks, so that they are handed over while the next is computed."""
+        """P prefills in chunks, so that each chunk moves while P computes the next."""
         chunks = {"max_num_batched_tokens": 48, "max_num_seqs": 4} if name == "p" else {}
         return super()._start(name, num_blocks, **chunks, **more)
 
@@ -53,7 +53,9 @@ class PushWorld(World):
             engine.preempt(self.rng.choice(engine.scheduler.running).request_id)
 
     def add_pair(self) -> None:
-        """One leg now, the other some time, and a few of them never."""
+        """Create both legs: half of the time one is sent now; the rest is sent later, or in a few
+        cases never.
+        """
         self.num_pairs += 1
         tokens, ticket = self.new_prompt(), push_ticket(self.source, f"handover {self.num_pairs}")
         for_d = (
@@ -90,7 +92,7 @@ class PushWorld(World):
         for name, answer in self.p.answers.items():
             if answer.params is not None:
                 self.source = answer.params
-                # A router that has sent both legs makes no third one.
+                # A router that has sent both legs sends no third one.
                 answer.params = None if name in self.pushed else answer.params
         super().collect()
 

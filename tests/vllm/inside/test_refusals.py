@@ -1,5 +1,5 @@
-"""Every model and setting that cannot be served is refused by name when the connector is made, in
-both roles, and nothing else is.
+"""Tests that the connector refuses every unsupported model and setting by name when it is created,
+in both roles, and refuses nothing else.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Turns of conversations in vLLM's own scheduler: what D keeps, what P fetches, and what happens
-when D needs the blocks or P cannot have them. Every slot that a forward would read is compared with
-what belongs there.
+"""Tests turns of conversations in vLLM's own scheduler: what D retains, what P fetches, and what
+happens if D needs the blocks or P cannot fetch them. Every slot that a forward would read is
+checked.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def settings(policy: str = "fail", **extra: Any) -> dict[str, Any]:
 def start_pair(
     start_engine: StartEngine, d: dict[str, Any] | None = None, **more: Any
 ) -> tuple[Engine, Engine]:
-    """A P that remembers nothing, and D."""
+    """Start a P without a prefix cache, and a D."""
     return start_engine("p", enable_prefix_caching=False, **settings(), **more), start_engine(
         "d", **(d or settings()), **more
     )
@@ -62,7 +62,9 @@ def take_turn(
     kept: dict[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Both legs, as a router asks for them; right, and what D says of it."""
+    """Send both legs as a router does, check the answer, and return D's parameters for the next
+    turn.
+    """
     p.add(
         name,
         tokens,
@@ -77,26 +79,24 @@ def take_turn(
 
 
 def goes_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
-    """The next turn's prompt."""
+    """Return the prompt of the next turn."""
     return [*tokens, *greedy(tokens, ANSWER, seed), *prompt(15, start=40 + len(tokens))]
 
 
 def retained_turns(engine: Engine) -> int:
-    # Tests alone may look inside.
+    # Only tests read this private state.
     return len(engine.scheduler.connector._inner._scheduler_half._retained)  # noqa: SLF001
 
 
 def let_all_go(*engines: Engine) -> None:
-    """Nothing is left but what is kept for nobody in particular, and that goes when it is asked
-    for.
-    """
+    """Evict all retained turns, and check that the engines then hold nothing."""
     for engine in engines:
         engine.scheduler.connector._inner.reclaim_blocks(1000)  # noqa: SLF001
     run_until(lambda: not any(engine.remains() for engine in engines), *engines)
     assert [engine.wrong_slots for engine in engines] == [[]] * len(engines)
 
 
-# -- what is kept and fetched --
+# -- what D retains and P fetches --
 
 
 @pytest.mark.parametrize("kind", ["full attention", "windows beside full attention", "MLA"])
@@ -113,13 +113,13 @@ def test_p_fetches_what_was_said_and_computes_what_is_new(
         num_kept = len(tokens) + ANSWER - 1
         assert kept["remote_num_tokens"] == num_kept
         tokens = goes_on(tokens)
-        # P has fetched the turn before, so D keeps the last one only.
+        # P has fetched the turn before, so D retains only the last one.
         run_until(lambda: retained_turns(d) == 1, p, d)
     let_all_go(p, d)
 
 
 def test_p_fetches_while_d_is_registered_for_what_it_computes(start_engine: StartEngine) -> None:
-    """Push: both legs of the second turn at once, and P's begins with a fetch."""
+    """Push: both legs of the second turn start together, and P's leg begins with a fetch from D."""
     p, d = (
         start_engine(name, enable_prefix_caching=name == "d", kv={**PUSH, **settings()["kv"]})
         for name in ("p", "d")
@@ -200,10 +200,10 @@ def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(
     let_all_go(p, d)
 
 
-# -- when D needs its blocks --
+# -- D needs its blocks --
 
 FEW = {"num_gpu_blocks_override": 17, "max_model_len": 512}
-"""16 of them are for use; a turn of these takes 3."""
+"""16 of the 17 blocks are usable; one of these turns takes 3."""
 
 
 def keep_turns(p: Engine, d: Engine, num: int) -> None:
@@ -228,7 +228,7 @@ def test_a_new_request_has_as_many_of_the_oldest_let_go_as_it_needs(
     )
     d.add("new", tokens, params, max_tokens=4)
     assert finish(d, "new", p) == greedy(tokens, 4)
-    # 1 block was free of 7 that it takes.
+    # The request takes 7 blocks, and 1 was free.
     run_until(lambda: retained_turns(d) == 3 + (source != "computed"), p, d)
     let_all_go(p, d)
 
@@ -246,7 +246,7 @@ def test_one_that_needs_the_whole_cache_is_served(start_engine: StartEngine) -> 
 def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(
     start_engine: StartEngine, is_async: bool
 ) -> None:
-    """Three that grow by a block after the other, beside turns that are kept."""
+    """Three requests grow block by block while D also retains turns."""
     p = start_engine("p", is_async=is_async, **settings())
     d = start_engine("d", is_async=is_async, **settings(), **FEW)
     keep_turns(p, d, 4)
@@ -263,7 +263,7 @@ def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(
 
 
 def test_without_kept_turns_they_are_preempted(start_engine: StartEngine) -> None:
-    """The control: vLLM does preempt where nothing comes back."""
+    """The control: vLLM does preempt if there is no retained turn to evict."""
     d = start_engine("d", **settings(), **FEW)
     requests = [
         d.add(f"runs {number}", prompt(100, start=7 + number), max_tokens=150)
@@ -281,7 +281,7 @@ def test_a_kept_turn_runs_out(start_engine: StartEngine) -> None:
     assert kept["ttl_s"] == 1
     run_until(lambda: not d.remains(), p, d)
     assert retained_turns(d) == 0
-    # The ticket is good for nothing any more.
+    # The ticket is no longer valid.
     take_turn(p, d, "second", goes_on(prompt(70)), kept)
     let_all_go(p, d)
 
@@ -299,11 +299,13 @@ def test_caches_that_are_reset_keep_no_turns(start_engine: StartEngine) -> None:
     let_all_go(p, d)
 
 
-# -- when P cannot have it --
+# -- P cannot fetch the turn --
 
 
 def test_a_request_that_cannot_be_told_yet_holds_up_no_other(start_engine: StartEngine) -> None:
-    """D is silent: P asks it, serves others meanwhile, and computes in the end."""
+    """D does not answer: P asks D, serves other requests meanwhile, and finally computes the prompt
+    itself.
+    """
     p = start_engine(
         "p", enable_prefix_caching=False, **settings(confirm_timeout=1.0, handshake_timeout=1.0)
     )
@@ -341,9 +343,7 @@ def test_one_that_leaves_while_d_is_asked_or_read_gives_the_turn_back(
 def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """The transport reports failure after it has written: what is in the blocks must not be
-    believed.
-    """
+    """The transport reports failure after it has written: P must not use the blocks' contents."""
     d = start_engine("d", **settings())
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     p = start_engine("p", enable_prefix_caching=False, **settings(policy))
@@ -352,11 +352,11 @@ def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     p.add("second", tokens, kept, max_tokens=1)
     assert finish(p, "second", d) == greedy(tokens, 1)
     assert p.answers["second"].finish == "length"
-    # What P is sent for as a decode side still fails by the policy.
+    # For a request that P decodes, a failed load still follows the failure policy.
     p.add("pulled", prompt(90), d.prefill("pulled", prompt(90)))
     finish(p, "pulled", d)
     assert p.answers["pulled"].finish == ("error" if policy == "fail" else "length")
     for engine, name in ((p, "second"), (d, "pulled")):
-        # vLLM has no such call.
+        # vLLM has no call that reports an abandoned request.
         engine.scheduler.connector._inner.request_abandoned(name)  # noqa: SLF001
     let_all_go(p, d)

@@ -1,4 +1,4 @@
-"""Where engines of one server listen."""
+"""Tests on which ports the engines of one server listen."""
 
 import socket
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.vllm.inside.engines import Engine, vllm_config
 
 
 def free_port_pair() -> int:
-    """A port that is free, as the one above it is."""
+    """Return a free port whose successor is free too."""
     for _ in range(100):
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -24,7 +24,9 @@ def free_port_pair() -> int:
 def test_data_parallel_engines_of_one_server_have_ports_of_their_own(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They inherit one environment; vLLM's own connector adds the engine's number to the port."""
+    """The engines inherit one environment. Like vLLM's own connector, ours adds the engine's index
+    to the port.
+    """
     port = free_port_pair()
     monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", str(port))
     first = Engine(model, "p_dp0")

@@ -1,4 +1,4 @@
-"""Which vLLM we were tested with is said, never enforced."""
+"""Tests that an untested vLLM version is reported and never refused."""
 
 import logging
 
@@ -39,11 +39,11 @@ def test_the_installed_version_is_the_tested_one() -> None:
 def test_another_version_is_warned_of_and_serves(
     start_engine: StartEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warning says what was tested; one for each connector made, and vLLM makes one per
-    process.
+    """The warning names the tested versions. Each connector logs it once when it is created; vLLM
+    creates one connector per process.
     """
     monkeypatch.setattr(vllm, "__version__", "0.99.1+cpu")
-    # Inside vLLM our lines go to its handlers alone.
+    # Inside vLLM our log lines go only to vLLM's handlers.
     monkeypatch.setattr(logging.getLogger("kvferry"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", False)
     with caplog.at_level(logging.WARNING, logger="kvferry"):
