@@ -48,7 +48,8 @@ def refusal(mapping: dict[str, Any]) -> str:
 
 
 def outcome(load: Callable[[dict[str, Any]], object], settings: dict[str, Any]) -> str:
-    """Return the refusal, or "" if the settings are accepted. Any other exception fails the test.
+    """Return the refusal, or "" if the settings are accepted. Any other exception fails the
+    test.
     """
     try:
         load(settings)

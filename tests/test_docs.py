@@ -66,7 +66,8 @@ def test_tests_that_are_named_exist(path: Path) -> None:
 
 
 def test_links_of_the_readme_to_tests_have_the_names_of_tests() -> None:
-    """Each row of the abuse table links to the file of its test; the link text is the test's name.
+    """Each row of the abuse table links to the file of its test; the link text is the test's
+    name.
     """
     named = re.findall(r"\[([^\]]+)\]\((tests/[\w/]+\.py)\)", _text(ROOT / "README.md"))
     assert len(named) >= 8

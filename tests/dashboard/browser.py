@@ -25,7 +25,7 @@ MISSING = "there is no Chromium here; `make setup-browser` installs it (Debian, 
 DEADLINE_S = 40.0
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # unavailable as root and in containers; the pages are our own
+    "--no-sandbox",  # no sandbox is available as root and in containers; the pages are our own
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-quic",

@@ -1,4 +1,5 @@
-"""Tests that the dashboard page of a real router shows the requests and instances that it served.
+"""Tests that the dashboard page of a real router shows the requests and instances that it
+served.
 """
 
 import asyncio

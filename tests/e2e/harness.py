@@ -428,7 +428,8 @@ async def assert_said(engine: Engine, what: str) -> None:
 
 
 async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> None:
-    """Wait until no block is in use and no request is running, waiting, held or being transferred.
+    """Wait until no block is in use and no request is running, waiting, held or being
+    transferred.
     """
 
     left: list[dict[str, float]] = []

@@ -50,7 +50,8 @@ def prompt_of(seed: str, max_tokens: int = 16) -> Prompt:
 
 
 def tell(engine: Engine, number: signal.Signals = signal.SIGTERM) -> list[psutil.Process]:
-    """Send a signal to every process of an engine, as service managers do; returns the processes.
+    """Send a signal to every process of an engine, as service managers do; returns the
+    processes.
     """
     family = engine.family()
     for member in family:
@@ -214,8 +215,8 @@ def test_a_draining_decode_side_finishes_what_runs_and_what_waits(
             assert (await health(session, d))["requests"] == 2, (
                 "nothing was left to finish when D was told to end"
             )
-            # P has computed this prompt by then and gets its blocks back at once: the lease is 600
-            # s.
+            # P has computed this prompt by then and gets its blocks back long before the lease of
+            # 600 s ends.
             answer = await ask(session, router, prompt_of("newcomer"))
             assert (answer.status, "the server is stopping" in answer.message) == (503, True)
             assert await asyncio.gather(*asked) == right

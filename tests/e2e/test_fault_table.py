@@ -69,7 +69,9 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
 def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_behind(
     shared: Cluster, patient: Pair
 ) -> None:
-    """The connection to P is slow: P learns that the router has left long after it has answered."""
+    """The connection to P is slow: only long after its answer does P learn that the router has
+    left.
+    """
     p = patient.p
 
     async def check() -> None:

@@ -118,7 +118,7 @@ def test_tokens_equal_a_single_engines_in_either_order_and_two_of_one_id_are_nev
             assert all(
                 got == right or not got.is_ok for got, right in zip(same, expected[:6], strict=True)
             )
-            # P holds a prefill that no decode leg can match until its lease ends.
+            # Until its lease ends, P holds a prefill that matches no decode leg.
             await assert_quiescent(session, router.p, router.d)
             again = await router.ask(
                 session, Prompt(tuple(range(30, 230))), is_serial=False, name="same"

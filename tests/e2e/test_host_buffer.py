@@ -140,7 +140,7 @@ def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
 def test_bytes_that_are_corrupted_on_their_way_to_a_host_buffer_change_the_tokens(
     cluster: Cluster, plain: Engine
 ) -> None:
-    """The negative control of the comparisons above: D's engine does use the KV from the host
+    """The negative control of the comparisons above: D's tokens come from the KV in its host
     buffer.
     """
     faults = {"KVFERRY_FAULTS": "corrupt:every=1"}

@@ -1,4 +1,5 @@
-"""Tests the README's commands exactly as written, except that free ports replace the port numbers.
+"""Tests the README's commands exactly as written, except that free ports replace the port
+numbers.
 """
 
 import asyncio

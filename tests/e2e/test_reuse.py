@@ -106,7 +106,8 @@ def test_what_p_remembers_itself_is_not_fetched(stage: Stage, plain: Engine, mod
 
 
 def shortened(told: Told) -> tuple[int, ...]:
-    """Remove a segment from the middle of the answer, as a client that strips the model's thinking.
+    """Remove a segment from the middle of the answer, as a client that strips the model's
+    thinking.
     """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
@@ -218,7 +219,8 @@ def test_engines_of_every_shape_go_on_from_each_other(
 
 
 def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, plain: Engine) -> None:
-    """P fetches from D while D waits for P; then P pushes the fetched and the computed KV together.
+    """P fetches from D while D waits for P; then P pushes the fetched and the computed KV
+    together.
     """
     legs = Legs.start(cluster, Shape({**PATIENT, **REUSE}, p_flags=(UNCACHED,)))
     decoders = [legs.decoders["fail"], legs.decoders["recompute"]]

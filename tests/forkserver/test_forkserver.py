@@ -1,4 +1,4 @@
-"""A process that the forkserver forks behaves like a spawned process."""
+"""Tests that a process that the forkserver forks behaves like a spawned process."""
 
 import json
 import os

@@ -39,7 +39,8 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that `python -m build` fills: an sdist, and a wheel built from the sdist.
+    """Return the folder that `python -m build` fills: an sdist, and a wheel built from the
+    sdist.
     """
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in BUILD_FILES:
@@ -80,7 +81,8 @@ class Installation:
         return str(self.directory / "bin" / name)
 
     def environment(self) -> dict[str, str]:
-        """Return an environment without the variables of this process that could change the output.
+        """Return an environment without the variables of this process that could change the
+        output.
         """
         home = str(self.directory)
         return {"PATH": os.environ["PATH"], "HOME": home, "XDG_RUNTIME_DIR": home}

@@ -20,7 +20,8 @@ collect_ignore = ["inside"]
 
 @dataclass(frozen=True)
 class Trio:
-    """P, D (failure policy `fail`) and kvferry's router in front of them, configured as documented.
+    """P, D (failure policy `fail`) and kvferry's router in front of them, configured as
+    documented.
     """
 
     fleet: Fleet

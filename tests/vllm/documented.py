@@ -11,7 +11,8 @@ from tests.vllm.fleet import ROOT
 
 @dataclass(frozen=True)
 class Documented:
-    """One command: the variables set before it, its words, and its `--kv-transfer-config`, if any.
+    """One command: the variables set before it, its words, and its `--kv-transfer-config`, if
+    any.
     """
 
     environment: Mapping[str, str]

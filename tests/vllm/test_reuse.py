@@ -172,7 +172,8 @@ def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
 
 
 def without_thoughts(told: Told) -> tuple[int, ...]:
-    """Remove a segment from the middle of the answer, as a client that strips the model's thinking.
+    """Remove a segment from the middle of the answer, as a client that strips the model's
+    thinking.
     """
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 

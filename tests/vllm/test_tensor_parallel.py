@@ -1,4 +1,5 @@
-"""Tests P and D with one and two tensor-parallel workers each, in every combination, in real vLLM.
+"""Tests P and D with one and two tensor-parallel workers each, in every combination, in real
+vLLM.
 """
 
 import asyncio

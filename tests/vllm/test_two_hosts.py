@@ -21,13 +21,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PREFIX = f"10.231.{secrets.randbelow(256)}"
 """The prefix is random: a killed run leaves its cable with its addresses behind."""
 NAMES = {"10.0.0.1": f"{PREFIX}.1", "10.0.0.2": f"{PREFIX}.2"}
-"""The documented addresses and those used here: the first inside the namespace, the second outside.
+"""The documented addresses and those used here: the first inside the namespace, the second
+outside.
 """
 
 
 @pytest.fixture
 def other_host() -> Iterator[list[str]]:
-    """Return the command prefix that runs a command in a namespace, which one cable connects to us.
+    """Return the command prefix that runs a command in a namespace, which one cable connects to
+    us.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip (Debian: iproute2)")

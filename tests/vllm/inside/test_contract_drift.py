@@ -142,7 +142,8 @@ def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
 
 
 def test_tokens_we_load_are_counted_as_a_peers() -> None:
-    """vllm:prompt_tokens_by_source counts them like those of vLLM's own connectors between engines.
+    """vllm:prompt_tokens_by_source counts them like those of vLLM's own connectors between
+    engines.
     """
     # The attribute's name is vLLM's; subclasses set it.
     assert KVFerryConnector._cache_hit_source is CacheHitSource.P2P  # noqa: SLF001

@@ -95,7 +95,8 @@ class World:
         time.sleep(0.002)
 
     def new_prompt(self) -> list[int]:
-        """Return a prompt that often begins like an earlier one, so that D finds local cache hits.
+        """Return a prompt that often begins like an earlier one, so that D finds local cache
+        hits.
         """
         known = list(self.prompts.values())
         head = (

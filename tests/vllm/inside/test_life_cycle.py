@@ -22,7 +22,8 @@ def prompt(length: int, start: int = 10) -> list[int]:
 
 
 def greedy(tokens: list[int], count: int, seed: int = 0) -> list[int]:
-    """Return the tokens that an engine generates after `tokens` if it computes everything itself.
+    """Return the tokens that an engine generates after `tokens` if it computes everything
+    itself.
     """
     said = list(tokens)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Tests on which ports the engines of one server listen."""
+"""Tests which ports the engines of one server listen on."""
 
 import socket
 from pathlib import Path
