@@ -276,6 +276,7 @@ def test_how_an_answers_end_is_told(method: str, head: bytes, kind: BodyKind) ->
         b"ICY 200 OK",
         b"HTTP/1.1  200 OK",
         b"200 OK",
+        b"HTTP/1.1 200 OK\r\rX: y",
     ],
 )
 def test_a_status_line_that_is_not_exactly_http_is_refused(line: bytes) -> None:

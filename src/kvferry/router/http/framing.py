@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from enum import IntEnum
 
-from httptools import HttpParserError, HttpRequestParser
-
 from kvferry.errors import RequestRefused
 from kvferry.router.http.messages import ServerLimits
 from kvferry.router.http.parsing import (
@@ -29,14 +27,23 @@ __all__ = [
     "RequestReader",
     "UntilCloseBody",
     "chunk",
+    "first_chunk",
     "make_body",
 ]
 
 
-_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-_LF = 0x0A
-_MAX_LINE_BYTES = 4096
-"""Longest size line of a chunk, and longest trailers."""
+_MAX_LINE = 4096
+_MAX_TRAILERS = 16 * 1024
+_TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
+
+
+_MAX_KNOWN_SIZES = 4096
+_MAX_KNOWN_LINE = 16
+_known_sizes: dict[bytes, int] = {}
+"""Chunk size lines seen before, line end included, with their values. Instances repeat the same few
+sizes, and a lookup is cheaper than parsing.
+"""
 
 
 class FramingError(Exception):
@@ -54,6 +61,11 @@ class Framing(IntEnum):
     """By chunks."""
     UNTIL_CLOSE = 3
     """By the end of the connection."""
+
+
+# State within a chunked body. Plain integers: in Python 3.11 reading an enum member costs as much
+# as a dictionary lookup.
+_SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
 
 
 class LengthBody:
@@ -97,103 +109,151 @@ class UntilCloseBody:
 
 
 class ChunkedBody:
-    """A chunked body. httptools parses it, strictly; this class finds out where the body ends, and
-    limits the bytes that are not data.
+    """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and
+    trailers are printable and bounded.
     """
 
-    __slots__ = (
-        "_decoded",
-        "_is_in_chunk",
-        "_num_idle_bytes",
-        "_num_trailer_bytes",
-        "_parser",
-        "_tail",
-        "is_at_boundary",
-        "is_ended",
-    )
+    __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
     is_complete_at_close = False
 
     def __init__(self) -> None:
-        self._decoded: list[bytes] | None = None
-        self._is_in_chunk = False
-        self._tail = b""  # the last three bytes that were parsed
-        self.is_at_boundary = True
-        """Whether a new chunk could begin exactly here."""
-        self.is_ended = False
-        self._num_idle_bytes = 0  # bytes since the last one that began, filled or ended a chunk
+        self._part = _SIZE
+        self._left = 0  # bytes left in the current chunk
+        self._line = b""  # start of a line whose end has not arrived
         self._num_trailer_bytes = 0
-        # A parser for one body. It needs a head first; the real one was parsed before.
-        self._parser: HttpRequestParser | None = HttpRequestParser(self)
-        self._parser.feed_data(_CHUNKED_HEAD)
+        self.is_ended = False
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether a new chunk could begin exactly here."""
+        return self._part == _SIZE and not self._line
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
         """Consume body bytes and return their number; append data to `decoded`, if given.
 
         Raises FramingError.
         """
-        if self.is_ended or not data:
-            return 0
-        self._decoded = decoded
-        # httptools does not report at which byte a message ends. It can end only after an empty
-        # line, which hardly ever occurs elsewhere: feed the bytes up to each empty line, and look.
-        raw = self._tail + data
-        if b"\r\n\r\n" not in raw:
-            self._feed(data)
-            self._tail = raw[-3:]
-            return len(data)
-        start = num_before = len(self._tail)
-        while start < len(raw) and not self.is_ended:
-            found = raw.find(b"\r\n\r\n", max(start - 3, 0))
-            stop = found + 4 if found >= 0 else len(raw)
-            self._feed(raw[start:stop])
-            start = stop
-        self._tail = raw[-3:]
-        return start - num_before
+        position, end = 0, len(data)
+        if self._part == _SIZE and not self._line:
+            position = self._skip_known_chunks(data, decoded)
+        while position < end:
+            part = self._part
+            if part == _SIZE:
+                position = self._take_size(data, position)
+            elif part == _DATA:
+                position = self._take_data(data, position, end, decoded)
+            elif part == _END:
+                break
+            else:
+                position = self._take_line_end(data, position)
+        return position
+
+    def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """Skip complete chunks of known sizes; return the position of the first other byte.
+
+        Nearly all input consists of complete chunks whose sizes were seen before.
+        """
+        position, end = 0, len(data)
+        known = _known_sizes.get
+        width = (
+            data.find(b"\n") + 1
+        )  # width of a size line; consecutive chunks mostly have the same width
+        while True:
+            size = known(data[position : position + width])
+            if size is None:
+                line_end = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
+                size = known(data[position:line_end]) if line_end else None
+                if size is None:
+                    return self._take_end(data, position)
+                width = line_end - position
+            stop = position + width + size
+            if data[stop : stop + 2] != b"\r\n":
+                return position
+            if decoded is not None:
+                decoded.append(data[position + width : stop])
+            position = stop + 2
+            if position == end:
+                return position
+
+    def _take_end(self, data: bytes, position: int) -> int:
+        if data[position : position + 5] != b"0\r\n\r\n":
+            return position
+        self._part = _END
+        self.is_ended = True
+        return position + 5
 
     def resume_raw(self, start: bytes) -> bytes | None:
         """Frame `start`, which is already decoded, so that the remaining raw bytes can follow
         unchanged. None if the current position does not permit raw bytes.
         """
-        if not self.is_at_boundary:
-            return None
-        return chunk(start) if start else b""
+        if self._part == _DATA:
+            # Inside a chunk: one new chunk covers `start` and the rest of the current chunk.
+            return b"%x\r\n%b" % (len(start) + self._left, start)
+        if self.is_at_boundary:
+            return chunk(start) if start else b""
+        return None
 
-    def _feed(self, data: bytes) -> None:
-        assert self._parser is not None
-        self._num_idle_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except HttpParserError as error:
-            raise FramingError(str(error)) from None
-        if self._num_idle_bytes > _MAX_LINE_BYTES or self._num_trailer_bytes > _MAX_LINE_BYTES:
-            raise FramingError(f"more than {_MAX_LINE_BYTES} bytes of a size line or of trailers")
-        if self.is_ended:
-            self._parser = None  # it refers to us: free both without the garbage collector
-            self.is_at_boundary = False
+    def _take_size(self, data: bytes, position: int) -> int:
+        line, position = self._take_line(data, position)
+        if line is None:
+            return position
+        spelt = _SIZE_LINE.fullmatch(line)  # int() would also accept 0x10, 1_0, +1 and spaces
+        if spelt is None:
+            raise FramingError("the size of a chunk is not valid")
+        self._left = size = int(spelt[1], 16)
+        if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
+            _known_sizes[line + b"\r\n"] = size
+        self._part = _DATA if self._left else _TRAILERS
+        return position
+
+    def _take_data(self, data: bytes, position: int, end: int, decoded: list[bytes] | None) -> int:
+        stop = position + self._left
+        if stop > end:
+            self._left = stop - end
+            stop = end
         else:
-            # Outside of chunks, a line end that did not begin a chunk has ended one.
-            self.is_at_boundary = not self._is_in_chunk and data[-1] == _LF
+            self._left = 0
+            self._part = _DATA_END
+        if decoded is not None:
+            decoded.append(data[position:stop])
+        if self._part == _DATA_END and data[stop : stop + 2] == b"\r\n":
+            self._part = _SIZE
+            return stop + 2
+        return stop
 
-    # -- called by httptools --
+    def _take_line_end(self, data: bytes, position: int) -> int:
+        """Consume the CR LF after a chunk's data, or one trailer line."""
+        line, position = self._take_line(data, position)
+        if self._part == _DATA_END:
+            if line == b"":
+                self._part = _SIZE
+            elif line is not None or self._line != b"\r":
+                raise FramingError("a chunk is longer than its size")
+            return position
+        self._num_trailer_bytes += len(line or b"")
+        if self._num_trailer_bytes > _MAX_TRAILERS:
+            raise FramingError("the trailers are too long")
+        if line == b"":
+            self._part = _END
+            self.is_ended = True
+        elif line is not None and _TRAILER.fullmatch(line) is None:
+            raise FramingError("a trailer is not valid")
+        return position
 
-    def on_chunk_header(self) -> None:
-        self._is_in_chunk = True
-        self._num_idle_bytes = 0
-
-    def on_body(self, data: bytes) -> None:
-        self._num_idle_bytes = 0
-        if self._decoded is not None:
-            self._decoded.append(data)
-
-    def on_chunk_complete(self) -> None:
-        self._is_in_chunk = False
-        self._num_idle_bytes = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:  # a trailer
-        self._num_trailer_bytes += len(name) + len(value)
-
-    def on_message_complete(self) -> None:
-        self.is_ended = True
+    def _take_line(self, data: bytes, position: int) -> tuple[bytes | None, int]:
+        """The current line without CR LF, or None while the line is incomplete."""
+        found = data.find(b"\n", position)
+        stop = found + 1 if found >= 0 else len(data)
+        line = self._line + data[position:stop]
+        if len(line) > _MAX_LINE:
+            raise FramingError("a line between chunks is too long")
+        if found < 0:
+            self._line = line
+            return None, stop
+        self._line = b""
+        if line[-2:] != b"\r\n":
+            raise FramingError("a line between chunks does not end in CR LF")
+        return line[:-2], stop
 
 
 Body = LengthBody | ChunkedBody | UntilCloseBody
@@ -210,6 +270,13 @@ _MAKERS: tuple[Callable[[int], Body], ...] = (  # indexed by BodyKind
 def make_body(kind: BodyKind, length: int) -> Body:
     """Make the body object for a framing."""
     return _MAKERS[kind](length)
+
+
+def first_chunk(data: bytes) -> bytes | None:
+    """Data of the first chunk in `data`, if its size line is known and the chunk is complete."""
+    start = data.find(b"\n") + 1
+    size = _known_sizes.get(data[:start])
+    return data[start : start + size] if size is not None and len(data) >= start + size else None
 
 
 def chunk(data: bytes) -> bytes:

@@ -91,6 +91,8 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
         pass  # the client offers another protocol; the router answers in HTTP/1.1
     except HttpParserError as error:
         raise RequestRefused(f"the request is not valid HTTP: {error}") from None
+    if _has_bare_cr(data):
+        raise RequestRefused("the request is not valid HTTP: a line end has no LF")
     method, target = parser.get_method(), found.target
     # httptools also accepts several blanks, RTSP, HTTP/2.0, no version, and empty lines before.
     line = b"%b %b HTTP/1." % (method, target)
@@ -143,6 +145,8 @@ def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
         raise InvalidResponse("it switched to another protocol without a request for it") from None
     except HttpParserError as error:
         raise InvalidResponse(f"its answer is not valid HTTP: {error}") from None
+    if _has_bare_cr(data):
+        raise InvalidResponse("its answer is not valid HTTP: a line end has no LF")
     status = parser.get_status_code()
     is_http11 = data.startswith(b"HTTP/1.1")
     # httptools also accepts RTSP, HTTP/0.9, HTTP/2.0, and statuses below 100.
@@ -207,6 +211,11 @@ class _FoundHead:
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
+
+
+def _has_bare_cr(head: bytes) -> bool:
+    """httptools before 0.9 ends a status line with CR CR."""
+    return head.count(b"\r") != head.count(b"\r\n")
 
 
 def _decode_fields(fields: list[tuple[bytes, bytes]]) -> tuple[Headers, dict[str, str]]:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.router.http.deadlines import DeadlineTimer
-from kvferry.router.http.framing import FramingError, LengthBody, make_body
+from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
 from kvferry.router.http.messages import (
     ConnectFailed,
     Fields,
@@ -95,7 +95,6 @@ class TargetPool:
 
 
 _CHUNKED = BodyKind.CHUNKED
-_FIRST_PEEKED_BYTES = 512
 
 
 class UpstreamResponse:
@@ -179,7 +178,9 @@ class UpstreamResponse:
 
     async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
         """Return the decoded start of the body without consuming bytes, once `is_enough` returns
-        True for it or the body has ended. Raises UpstreamError.
+        True or the body has ended. Raises UpstreamError.
+
+        `is_enough` is called with the first chunk, and with everything that has arrived.
         """
         connection, deadline = self._connection, self._connection.loop.time() + timeout_s
         num_seen = 0
@@ -187,11 +188,12 @@ class UpstreamResponse:
             data = connection.peek()
             if len(data) > num_seen:
                 num_seen = len(data)
-                # Mostly the first bytes are enough, although a whole stream may have arrived.
-                for part in (data[:_FIRST_PEEKED_BYTES], data):
-                    decoded, is_ended = self._decode_peeked(part)
-                    if is_ended or is_enough(decoded):
-                        return decoded
+                first = first_chunk(data) if self.is_chunked else data
+                if first is not None and is_enough(first):
+                    return first
+                decoded, is_ended = self._decode_peeked(data)
+                if is_ended or is_enough(decoded):
+                    return decoded
             if connection.is_lost:
                 if self._body.is_complete_at_close and connection.error is None:
                     return data

@@ -152,7 +152,11 @@ class NixlAgent:
             self._agent.deregister_memory(self._registrations.pop())
 
     def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
+        """Return what a peer needs to reach our memory. TransportError if NIXL fails."""
+        try:
+            return bytes(self._agent.get_agent_metadata())
+        except self._errors as error:
+            raise TransportError(f"NIXL gives no metadata of this agent ({error})") from error
 
     def add(self, name: str, metadata: bytes, peer: PeerId) -> None:
         """Connect to a peer's agent, or load new metadata of a connected agent.

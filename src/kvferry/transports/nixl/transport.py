@@ -246,7 +246,13 @@ class NixlTransport:
         serving = self._registered()
         if not serving.register([region]):
             return False
-        if not self._posting.register(region):
+        try:
+            # If NIXL cannot describe the memory, no peer can reach it: undo the registration here.
+            serving.metadata()
+            is_registered = self._posting.register(region)
+        except TransportError:
+            is_registered = False
+        if not is_registered:
             serving.deregister_last()
             return False
         self._added.append(region)
