@@ -48,7 +48,7 @@ def test_it_finds_the_same_words_variables_files_and_signals_and_so_does_what_it
         "the comparison sees a variable"
     )
     assert forked[0]["code"] == 7
-    assert forked[1].endswith("exit code 3")
+    assert forked[1].endswith("exited with code 3")
 
 
 def test_it_can_be_killed_and_what_it_would_have_spawned_goes_with_it(group: int) -> None:
