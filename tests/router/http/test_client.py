@@ -531,11 +531,16 @@ def test_an_answer_that_comes_before_the_question_is_read() -> None:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     sock.close()
 
+                num_read = 0
                 for _ in range(20):
                     refused = asyncio.create_task(asyncio.to_thread(accept_and_refuse))
-                    with await ask(made, target, body=b"x" * 1_000_000) as answer:
-                        assert (answer.status, await answer.read(100, 5)) == (503, b"full")
+                    # On a busy machine the reset may arrive before the router has read a byte.
+                    with suppress(UpstreamError):
+                        with await ask(made, target, body=b"x" * 1_000_000) as answer:
+                            assert (answer.status, await answer.read(100, 5)) == (503, b"full")
+                        num_read += 1
                     await refused
+                assert num_read >= 10
 
     run(story())
 
