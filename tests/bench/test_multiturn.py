@@ -21,6 +21,7 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.exhaustive
 def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
     command = [
         sys.executable,

@@ -76,6 +76,7 @@ def test_one_worker_prefills_and_two_decode(
     assert hand_over(fleet, one, two, "one to two") == right
 
 
+@pytest.mark.exhaustive
 def test_two_workers_on_both_sides(fleet: Fleet, two: Engine, right: list[Answer]) -> None:
     other = fleet.vllm("two more workers", "--tensor-parallel-size", "2", cores="0|1")
     ready(other)
