@@ -105,7 +105,9 @@ class TransferEvent(StrEnum):
     PART_MOVED = "part moved"
     """The reads in flight have ended; the transfer wants more tokens."""
     BYTES_MOVED = "bytes moved"
-    """Every byte has arrived, or, if nobody wants the bytes any more, the last read has ended."""
+    """Every byte has arrived. In STOPPING and RETURNING, whose bytes are not used: the last read has
+    ended.
+    """
     READ_FAILED = "read failed"
     """One read has failed while others are in flight."""
     MOVE_FAILED = "move failed"
