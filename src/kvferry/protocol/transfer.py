@@ -105,8 +105,8 @@ class TransferEvent(StrEnum):
     PART_MOVED = "part moved"
     """The reads in flight have ended; the transfer wants more tokens."""
     BYTES_MOVED = "bytes moved"
-    """Every byte has arrived. In STOPPING and RETURNING, whose bytes are not used: the last read has
-    ended.
+    """Every byte has arrived. In STOPPING and RETURNING, whose bytes are not used, the last read
+    has ended.
     """
     READ_FAILED = "read failed"
     """One read has failed while others are in flight."""
