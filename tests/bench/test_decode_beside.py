@@ -5,6 +5,7 @@ model and a real producer on this machine.
 import json
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -74,6 +75,25 @@ def test_a_transfer_that_fails_is_told_to_whoever_decodes() -> None:
         pytest.raises(KVFerryError, match="no transport shm"),
     ):
         arrivals.start()
+
+
+@pytest.mark.slow
+def test_no_transfer_is_counted_for_the_pace_that_follows() -> None:
+    shape = Shape(2, 16 << 20)
+    move = plan_move(Blocks(4096, 2, 4096), Pattern.SCATTERED, 2, 0)
+    with (
+        start_producer(shape, only="tcp") as producer,
+        closing(BackgroundReader(HostAllocator(), shape, producer, "tcp", move)) as reader,
+    ):
+        reader.start()
+        for _ in range(20):
+            reader.set_pace(Pace.WITHOUT_PAUSE)
+            while not reader.take_durations():
+                time.sleep(0.001)
+            reader.set_pace(Pace.NONE)
+            assert reader.take_durations() == []
+            time.sleep(0.02)
+            assert reader.take_durations() == []
 
 
 @pytest.mark.slow

@@ -85,8 +85,10 @@ class BackgroundReader:
         self._transport = transport
         self._move = move
         self._inbox: queue.SimpleQueue[Pace | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[float | KVFerryError] = queue.SimpleQueue()
-        self._is_ready = threading.Event()
+        self._outbox: queue.SimpleQueue[float | Pace | KVFerryError] = queue.SimpleQueue()
+        """Durations of transfers, the paces the thread has adopted, or the error that ended the
+        thread.
+        """
         self._thread = threading.Thread(target=self._run, name="kvferry-arrivals")
 
     def start(self) -> None:
@@ -94,16 +96,31 @@ class BackgroundReader:
         checked.
         """
         self._thread.start()
-        if not self._is_ready.wait(START_S):
-            raise KVFerryError(
-                f"no transfer over {self._transport} arrived within {START_S:.0f} s; is the "
-                "machine overloaded?"
-            )
-        self.take_durations()
+        self._wait_until_adopted()
 
     def set_pace(self, pace: Pace) -> None:
-        """Set the pace for the transfers from now on."""
+        """Set the pace; return when the last transfer at the old pace has ended. The durations of
+        the old pace are dropped.
+        """
         self._inbox.put(pace)
+        self._wait_until_adopted()
+
+    def _wait_until_adopted(self) -> None:
+        deadline = time.monotonic() + START_S
+        try:
+            while not isinstance(self._receive(max(0.0, deadline - time.monotonic())), Pace):
+                pass
+        except queue.Empty:
+            raise KVFerryError(
+                f"a transfer over {self._transport} did not end within {START_S:.0f} s; is the "
+                "machine overloaded?"
+            ) from None
+
+    def _receive(self, timeout_s: float) -> float | Pace:
+        message = self._outbox.get(timeout=timeout_s)
+        if isinstance(message, KVFerryError):
+            raise message
+        return message
 
     def take_durations(self) -> list[float]:
         """Return the seconds of each transfer since the last call; raise KVFerryError if a transfer
@@ -111,10 +128,9 @@ class BackgroundReader:
         """
         found: list[float] = []
         while not self._outbox.empty():
-            message = self._outbox.get()
-            if isinstance(message, KVFerryError):
-                raise message
-            found.append(message)
+            message = self._receive(0.0)
+            if not isinstance(message, Pace):
+                found.append(message)
         return found
 
     def close(self) -> None:
@@ -136,7 +152,6 @@ class BackgroundReader:
                 consumer.prepare(self._move)
                 consumer.read(self._transport)
                 consumer.check(self._move)
-                self._is_ready.set()
                 self._read_on(consumer)
         except Exception as error:  # top of a thread: the main thread raises it
             self._outbox.put(
@@ -144,11 +159,11 @@ class BackgroundReader:
                 if isinstance(error, KVFerryError)
                 else KVFerryError(f"transfers over {self._transport} failed ({error!r})")
             )
-            self._is_ready.set()
 
     def _read_on(self, consumer: BenchConsumer) -> None:
         """Read at the current pace until None arrives in the inbox."""
         pace, began = Pace.NONE, 0.0
+        self._outbox.put(pace)
         while True:
             try:
                 wait_s = (
@@ -163,6 +178,7 @@ class BackgroundReader:
             if message is None:
                 return
             pace = message
+            self._outbox.put(pace)
 
 
 # -- decode stream --
@@ -457,7 +473,7 @@ def _measure_interval(
     arrivals.set_pace(pace)
     for _ in range(WARM_STEPS):
         step()
-    arrivals.take_durations()
+    arrivals.take_durations()  # transfers during the warm steps
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         stop.check()
