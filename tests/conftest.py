@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from tests.sampling import leave_out_exhaustive
 from tests.stall_watchdog import StallWatchdog, run_test
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -48,15 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--exhaustive"):
-        _leave_out(config, items, "exhaustive")
+    leave_out_exhaustive(config, items)
     items.sort(key=_turn)
-
-
-def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
-    left_out = [item for item in items if item.get_closest_marker(marker)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.fixture

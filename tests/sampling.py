@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["exhaustive", "pairwise", "sampled"]
+__all__ = ["exhaustive", "leave_out_exhaustive", "pairwise", "sampled", "seeds"]
 
 exhaustive = pytest.mark.exhaustive
 
@@ -43,6 +43,25 @@ def sampled(*axes: Sequence[Hashable], seed: int = 0) -> list[Any]:
         pytest.param(*case, marks=() if case in sample else exhaustive)
         for case in itertools.product(*axes)
     ]
+
+
+def seeds(count: int, exhaustively: int) -> list[Any]:
+    """Return the first `exhaustively` seeds as `pytest.param`; all but the first `count` are marked
+    exhaustive.
+    """
+    return [
+        pytest.param(seed, marks=() if seed < count else exhaustive)
+        for seed in range(exhaustively)
+    ]
+
+
+def leave_out_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked exhaustive, unless pytest was started with `--exhaustive`."""
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 def _pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:

@@ -26,7 +26,7 @@ from tests.sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-GREEDY = random_prompts(200, seed=51, longest=600)
+GREEDY = random_prompts(100, seed=51, longest=600)
 TRANSPORTS = ("shm", "nixl", "tcp")
 TP_SIZES = (1, 2)
 
@@ -147,8 +147,8 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
             moved, finished, failed = (
                 now - then for now, then in zip(await pushing.moved(session), before, strict=True)
             )
-            assert (moved > 0, finished >= 100, failed) == (True, True, 0)
-            assert await pushing.at_once(session) >= 150
+            assert (moved > 0, finished >= 50, failed) == (True, True, 0)
+            assert await pushing.at_once(session) >= 75
             await assert_quiescent(session, pushing.p, pushing.d)
 
     asyncio.run(check())

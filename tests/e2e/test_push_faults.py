@@ -55,6 +55,12 @@ def stage(
         yield made
 
 
+# What happens before the first byte moves is alike over every transport.
+before_the_transfer = pytest.mark.parametrize(
+    "stage", [pytest.param("nixl", marks=pytest.mark.exhaustive), "tcp"], indirect=True
+)
+
+
 def play(story: Story, stage: Stage, plain: Engine) -> None:
     """Run a story; then check that every block is free, that P and both D work together without a
     restart, and that every block is free again.
@@ -78,6 +84,7 @@ def play(story: Story, stage: Stage, plain: Engine) -> None:
         raise
 
 
+@before_the_transfer
 @pytest.mark.parametrize("is_p_first", [True, False])
 def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(
     stage: Stage, plain: Engine, is_p_first: bool
@@ -105,6 +112,7 @@ def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(
     play(story, stage, plain)
 
 
+@before_the_transfer
 def test_a_p_that_never_comes_ends_d_by_its_deadline(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -122,6 +130,7 @@ def test_a_p_that_never_comes_ends_d_by_its_deadline(
     play(story, stage, plain)
 
 
+@before_the_transfer
 def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain: Engine) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         legs, prompt, ticket = stage.legs, fresh(), stage.legs.ticket()
@@ -139,6 +148,7 @@ def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain:
     play(story, stage, plain)
 
 
+@before_the_transfer
 def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -156,6 +166,7 @@ def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(
     play(story, stage, plain)
 
 
+@before_the_transfer
 def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(
     stage: Stage, plain: Engine
 ) -> None:
@@ -175,6 +186,7 @@ def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(
     play(story, stage, plain)
 
 
+@before_the_transfer
 def test_clients_that_leave_before_the_transfer_leave_nothing_behind(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:

@@ -65,19 +65,21 @@ def pair(
         yield transport, [*engines, cluster.proxy(engines[:1], engines[1:]).ready()]
 
 
-def test_greedy_tokens_of_200_prompts_equal_a_single_engines(
+def test_greedy_tokens_equal_a_single_engines(
     pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]
 ) -> None:
+    """200 prompts over NIXL, which carries KV between hosts, and 80 over each other transport."""
     transport, (prefill, decode, router) = pair
-    answers = asyncio.run(ask_all(router, GREEDY, concurrency=16))
-    assert [answer.status for answer in answers] == [200] * len(GREEDY)
-    assert answers == expected["greedy"]
+    prompts = GREEDY if transport == "nixl" else GREEDY[:80]
+    answers = asyncio.run(ask_all(router, prompts, concurrency=16))
+    assert [answer.status for answer in answers] == [200] * len(prompts)
+    assert answers == expected["greedy"][: len(prompts)]
 
     async def check() -> None:
         async with new_session() as session:
             seen = await metrics(session, decode)
             assert seen[f"kvferry:transfer_bytes_total/{transport}"] > 0
-            assert seen["kvferry:finished_loads_total"] > 100
+            assert seen["kvferry:finished_loads_total"] > len(prompts) // 2
             assert seen["kvferry:failed_loads_total"] == 0
             await assert_quiescent(session, prefill, decode)
 

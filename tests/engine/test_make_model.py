@@ -9,6 +9,7 @@ import pytest
 import transformers
 from tests.engine.ranks import Tables, greedy, one_rank, prefill
 from tokenizers import Tokenizer
+from tests.sampling import exhaustive
 
 from kvferry.engine.cache.layout import form_groups
 from kvferry.engine.make_model.writer import make_model
@@ -150,33 +151,13 @@ class Swap:
                 ]
 
 
-LENGTHS = [
-    20,
-    25,
-    33,
-    40,
-    50,
-    64,
-    80,
-    100,
-    120,
-    150,
-    180,
-    220,
-    260,
-    320,
-    400,
-    500,
-    640,
-    900,
-    1200,
-    1500,
-]
+LENGTHS = [20, 25, 33, 40, 50, 64, 80, 100, 120, 150, 180, 220, 260, 320, 400, 500, 640,
+           900, 1200, 1500]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mla", "window"])
 @pytest.mark.parametrize(
-    ("family", "lengths"),
-    [("qwen3", LENGTHS), ("llama", LENGTHS[::4]), ("mla", LENGTHS[::2]), ("window", LENGTHS[::2])],
+    "lengths", [LENGTHS[::4], pytest.param(LENGTHS, marks=exhaustive)], ids=["few", "all"]
 )
 def test_one_wrong_block_anywhere_changes_the_greedy_tokens(
     tmp_path: Path, family: str, lengths: list[int]

@@ -66,6 +66,12 @@ def d(request: pytest.FixtureRequest, vllm_cluster: VllmCluster) -> Decoder:
     )
 
 
+# For cases in which no load fails, so that the failure policy decides nothing.
+any_policy = pytest.mark.parametrize(
+    "d", ["fail", pytest.param("recompute", marks=pytest.mark.exhaustive)], indirect=True
+)
+
+
 def nobodys_params(
     genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey
 ) -> Iterator[dict[str, Any]]:
@@ -314,6 +320,7 @@ def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(
     asyncio.run(check())
 
 
+@any_policy
 def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """T11: P computes the prompt four times and answers with the parameters of one. Then a request
     with four choices is never fetched at all.
@@ -355,6 +362,7 @@ def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decode
     asyncio.run(check())
 
 
+@any_policy
 def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """Requests that are streamed, have one token or many tokens, or are longer than the context.
     The parameters of a streamed prefill reach no D.
@@ -412,6 +420,7 @@ def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decod
     asyncio.run(check())
 
 
+@any_policy
 @pytest.mark.parametrize("name", ["a,b", "HB:1,2:3", "0_1", "x" * 600, "É ö %s {}"])
 def test_ids_that_clients_choose_change_nothing(
     vllm_cluster: VllmCluster, d: Decoder, name: str
@@ -439,6 +448,7 @@ def test_ids_that_clients_choose_change_nothing(
     asyncio.run(check())
 
 
+@any_policy
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     vllm_cluster: VllmCluster, d: Decoder
 ) -> None:

@@ -12,7 +12,7 @@ INSIDE = ROOT / "tests/vllm/inside"
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_inside_vllm() -> None:
+def test_inside_vllm(pytestconfig: pytest.Config) -> None:
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
     command = [
@@ -24,6 +24,7 @@ def test_inside_vllm() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        *(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []),
         str(INSIDE),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

@@ -333,11 +333,11 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
     async def crowd() -> None:
         async with talking(Scene(scene.fleet, scene.p, small, router)) as (session, _):
             pulled = (await metrics(session, scene.p))[PULLED]
-            for _ in range(4):
+            for _ in range(2):
                 await asyncio.gather(*(converse(session) for _ in range(6)))
             seen = await metrics(session, small)
             assert (await metrics(session, scene.p))[PULLED] > pulled
-            assert seen[KEPT] >= 72
+            assert seen[KEPT] >= 36
             assert seen[EVICTED] > 0
             assert seen["vllm:num_preemptions_total"] == 0
             # A request that needs nearly the whole cache is served, too.

@@ -139,7 +139,7 @@ def test_a_body_that_has_not_ended_is_freed_without_the_garbage_collector() -> N
         body = ChunkedBody()
         body.advance(b"5\r\nhello\r\n", [])
         del body
-        assert not any(isinstance(each, ChunkedBody) for each in gc.get_objects())
+        assert not any(type(each) is ChunkedBody for each in gc.get_objects())
     finally:
         gc.enable()
 

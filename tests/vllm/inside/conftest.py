@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.sampling import leave_out_exhaustive
 
 if TYPE_CHECKING:
     from tests.vllm.inside.engines import Engine
@@ -24,6 +25,16 @@ os.environ |= {
 }
 
 StartEngine = Callable[..., "Engine"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="also run the tests marked exhaustive"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_exhaustive(config, items)
 
 
 @pytest.fixture(scope="session")

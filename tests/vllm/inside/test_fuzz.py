@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.sampling import seeds
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, next_token, run_until
 
@@ -202,7 +203,7 @@ class World:
         return sum(answer.finish == "length" for answer in self.d.answers.values())
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(6, exhaustively=16))
 def test_whatever_happens_nothing_is_left(
     start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

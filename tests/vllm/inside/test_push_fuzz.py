@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.sampling import seeds
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine
 from tests.vllm.inside.legs import push_ticket
@@ -102,7 +103,7 @@ class PushWorld(World):
         super().end()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(5, exhaustively=12))
 def test_whatever_happens_to_both_legs_nothing_is_left(
     start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
