@@ -50,8 +50,7 @@ def seeds(count: int, exhaustively: int) -> list[Any]:
     exhaustive.
     """
     return [
-        pytest.param(seed, marks=() if seed < count else exhaustive)
-        for seed in range(exhaustively)
+        pytest.param(seed, marks=() if seed < count else exhaustive) for seed in range(exhaustively)
     ]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 from tests.engine.ranks import Tables, greedy, one_rank, prefill
-from tokenizers import Tokenizer
 from tests.sampling import exhaustive
+from tokenizers import Tokenizer
 
 from kvferry.engine.cache.layout import form_groups
 from kvferry.engine.make_model.writer import make_model
@@ -151,8 +151,28 @@ class Swap:
                 ]
 
 
-LENGTHS = [20, 25, 33, 40, 50, 64, 80, 100, 120, 150, 180, 220, 260, 320, 400, 500, 640,
-           900, 1200, 1500]
+LENGTHS = [
+    20,
+    25,
+    33,
+    40,
+    50,
+    64,
+    80,
+    100,
+    120,
+    150,
+    180,
+    220,
+    260,
+    320,
+    400,
+    500,
+    640,
+    900,
+    1200,
+    1500,
+]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mla", "window"])
