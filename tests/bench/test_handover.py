@@ -16,12 +16,9 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("transport", "prompt_tokens"),
-    [
-        ("tcp", 3 * CHUNK_TOKENS),
-        pytest.param("nixl", 4 * CHUNK_TOKENS, marks=pytest.mark.exhaustive),
-    ],
+    ("transport", "prompt_tokens"), [("tcp", 3 * CHUNK_TOKENS), ("nixl", 4 * CHUNK_TOKENS)]
 )
 def test_while_p_computes_all_but_the_last_chunk_moves(transport: str, prompt_tokens: int) -> None:
     """The chunks move in every handover, not only in most, whether P writes (tcp) or D reads

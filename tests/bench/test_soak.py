@@ -39,6 +39,7 @@ def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", TRANSFERS)
 def test_many_transfers_leave_nothing_behind(

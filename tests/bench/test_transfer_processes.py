@@ -114,7 +114,10 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL],
+)
 def test_nothing_outlives_a_benchmark_that_is_stopped(number: signal.Signals) -> None:
     with running("--rounds", "1000") as (process, started):
         assert started

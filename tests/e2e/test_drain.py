@@ -201,7 +201,7 @@ def test_a_draining_decode_side_finishes_what_runs_and_what_waits(
     ]
     p, d = (process.ready() for process in starting)
     router = cluster.proxy([p], [d]).ready()
-    prompts = [prompt_of("runs", max_tokens=800), prompt_of("waits")]
+    prompts = [prompt_of("runs", max_tokens=300), prompt_of("waits")]
 
     async def check() -> None:
         async with new_session() as session:

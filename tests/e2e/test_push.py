@@ -26,7 +26,7 @@ from tests.sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-GREEDY = random_prompts(100, seed=51, longest=600)
+GREEDY = random_prompts(60, seed=51, longest=600)
 TRANSPORTS = ("shm", "nixl", "tcp")
 TP_SIZES = (1, 2)
 
@@ -147,8 +147,8 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
             moved, finished, failed = (
                 now - then for now, then in zip(await pushing.moved(session), before, strict=True)
             )
-            assert (moved > 0, finished >= 50, failed) == (True, True, 0)
-            assert await pushing.at_once(session) >= 75
+            assert (moved > 0, finished >= 30, failed) == (True, True, 0)
+            assert await pushing.at_once(session) >= 45
             await assert_quiescent(session, pushing.p, pushing.d)
 
     asyncio.run(check())
@@ -197,7 +197,7 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.exhaustive), "nixl"])
 def test_p_writes_over_transports_without_a_fence_where_that_is_asked_for(
     transport: str, expected: list[Answer], model: Path, tmp_path: Path
 ) -> None:

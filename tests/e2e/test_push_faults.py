@@ -55,8 +55,8 @@ def stage(
         yield made
 
 
-# What happens before the first byte moves is alike over every transport.
-before_the_transfer = pytest.mark.parametrize(
+# What happens before the first byte moves, and what a client does, is alike over every transport.
+any_transport = pytest.mark.parametrize(
     "stage", [pytest.param("nixl", marks=pytest.mark.exhaustive), "tcp"], indirect=True
 )
 
@@ -84,7 +84,7 @@ def play(story: Story, stage: Stage, plain: Engine) -> None:
         raise
 
 
-@before_the_transfer
+@any_transport
 @pytest.mark.parametrize("is_p_first", [True, False])
 def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(
     stage: Stage, plain: Engine, is_p_first: bool
@@ -112,7 +112,7 @@ def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(
     play(story, stage, plain)
 
 
-@before_the_transfer
+@any_transport
 def test_a_p_that_never_comes_ends_d_by_its_deadline(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_p_that_never_comes_ends_d_by_its_deadline(
     play(story, stage, plain)
 
 
-@before_the_transfer
+@any_transport
 def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain: Engine) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         legs, prompt, ticket = stage.legs, fresh(), stage.legs.ticket()
@@ -148,7 +148,7 @@ def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain:
     play(story, stage, plain)
 
 
-@before_the_transfer
+@any_transport
 def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(
     play(story, stage, plain)
 
 
-@before_the_transfer
+@any_transport
 def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(
     stage: Stage, plain: Engine
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(
     play(story, stage, plain)
 
 
-@before_the_transfer
+@any_transport
 def test_clients_that_leave_before_the_transfer_leave_nothing_behind(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -208,6 +208,7 @@ def test_clients_that_leave_before_the_transfer_leave_nothing_behind(
     play(story, stage, plain)
 
 
+@any_transport
 def test_clients_that_leave_during_the_transfer_leave_nothing_behind(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -224,6 +225,7 @@ def test_clients_that_leave_during_the_transfer_leave_nothing_behind(
     play(story, stage, plain)
 
 
+@any_transport
 def test_clients_that_leave_after_the_transfer_leave_nothing_behind(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -256,6 +258,7 @@ def test_clients_that_leave_after_the_transfer_leave_nothing_behind(
     play(story, stage, plain)
 
 
+@any_transport
 def test_a_p_that_stops_for_a_moment_costs_nothing(stage: Stage, plain: Engine) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         async with stage.partial_push(session) as begun:

@@ -152,7 +152,9 @@ def test_one_corrupted_read_changes_the_tokens(cluster: Cluster, sizes: tuple[in
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.exhaustive)], ids=str
+)
 def test_a_death_on_either_side_leaves_the_other_whole(
     cluster: Cluster, sizes: tuple[int, int]
 ) -> None:

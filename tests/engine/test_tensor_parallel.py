@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.engine.ranks import DEADLINE_S, GREEDY, one_rank, runs_of, several_ranks, tables_of
+from tests.sampling import exhaustive
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.make_model.weights import FAMILIES
@@ -40,7 +41,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineOptions]
     return made
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "one KV head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(each, marks=() if each in ("qwen3", "mla") else exhaustive)
+            for each in FAMILIES
+        ),
+        "one KV head",
+    ],
+)
 def test_two_ranks_give_the_logits_of_one_and_of_transformers(
     models: dict[str, EngineOptions], tmp_path: Path, name: str
 ) -> None:

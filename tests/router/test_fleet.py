@@ -211,7 +211,7 @@ def test_a_look_at_who_is_next_takes_nothing() -> None:
     assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) == A
     assert (fleet.peek(Role.PREFILL, RoutingHints(), 0.0), fleet.reasons(Role.PREFILL)) == (
         B,
-        {"turn": 1},
+        {"round_robin": 1},
     )
     assert fleet.peek(Role.DECODE, RoutingHints(), 0.0) is None
 
@@ -324,7 +324,7 @@ class FleetMachine(RuleBasedStateMachine):
             for instance, state in states.items()
             if state in (MemberState.HEALTHY, MemberState.NEW)
         }
-        resting = {instance for instance, state in states.items() if state is MemberState.RESTING}
+        resting = {instance for instance, state in states.items() if state is MemberState.COOLDOWN}
         active = {
             instance for instance, state in states.items() if state is not MemberState.DRAINING
         }
@@ -340,7 +340,7 @@ class FleetMachine(RuleBasedStateMachine):
                 MemberState.HALF_OPEN,
             )
         elif role in self.options.optional_roles:
-            assert states[chosen] in (MemberState.RESTING, MemberState.HALF_OPEN)
+            assert states[chosen] in (MemberState.COOLDOWN, MemberState.HALF_OPEN)
         else:
             assert chosen in active
 

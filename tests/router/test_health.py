@@ -272,7 +272,7 @@ def test_a_new_life_starts_with_the_shortest_time() -> None:
 def test_an_instance_that_refused_is_passed_over_for_a_moment() -> None:
     fleet = make_fleet("round_robin", 3)
     refuse(fleet, B, 10.0)
-    assert (chosen(fleet, 10.0), state_of(fleet, B, 10.0)) == ({A, C}, MemberState.RESTING)
+    assert (chosen(fleet, 10.0), state_of(fleet, B, 10.0)) == ({A, C}, MemberState.COOLDOWN)
     assert chosen(fleet, 10.0 + 0.9 * COOLDOWN_S) == {A, C}
     assert chosen(fleet, 10.0 + COOLDOWN_S) == {A, B, C}
 
@@ -304,7 +304,7 @@ def test_each_instance_is_tried_once_the_resting_ones_late_and_the_ejected_ones_
     while (instance := fleet.choose(Role.PREFILL, RoutingHints(), 0.0, tried)) is not None:
         tried.append(instance)
     assert tried == [C, B, A]
-    assert fleet.reasons(Role.PREFILL) == {"turn": 1, "resting": 1, "last_resort": 1}
+    assert fleet.reasons(Role.PREFILL) == {"round_robin": 1, "cooldown": 1, "last_resort": 1}
 
 
 # -- the share of a role that may be ejected --
@@ -351,7 +351,7 @@ def test_a_resting_one_is_asked_before_a_suspect() -> None:
     fleet.restarted(A, 0.0)
     refuse(fleet, A, 0.0)
     assert [state_of(fleet, instance, 0.0) for instance in (A, B, C)] == [
-        MemberState.RESTING,
+        MemberState.COOLDOWN,
         MemberState.EJECTED,
         MemberState.SUSPECT,
     ]

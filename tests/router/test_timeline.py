@@ -93,7 +93,7 @@ def test_equal_errors_are_counted_so_that_a_flood_hides_no_other() -> None:
 
 def test_a_clients_own_mistake_and_a_client_that_leaves_are_no_errors() -> None:
     recent = RecentRequests()
-    recent.end(recent.begin("a", "/", 0.0), RequestOutcome.OBJECTED, 400, 1.0, "no prompt")
+    recent.end(recent.begin("a", "/", 0.0), RequestOutcome.INVALID, 400, 1.0, "no prompt")
     recent.end(recent.begin("b", "/", 0.0), RequestOutcome.ABANDONED, 0, 1.0)
     assert list(recent.errors.newest_first()) == []
     assert list(recent.failed_newest_first()) == []

@@ -78,7 +78,9 @@ def test_the_transport_admits_only_what_was_granted(name: str, case: Case) -> No
         source.close()
 
 
-@pytest.mark.parametrize("transport", ["nixl", "bounce-nixl"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("nixl", marks=pytest.mark.exhaustive), "bounce-nixl"]
+)
 def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> None:
     # UCX reads its settings once per process, so the whole suite runs in another process.
     root = Path(__file__).parents[2]

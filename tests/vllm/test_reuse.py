@@ -297,6 +297,7 @@ def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(scene: Scene
     scene.fleet.stop(p)
 
 
+@pytest.mark.exhaustive
 def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> None:
     """D has so few blocks that it can retain less than half of what is said; its next incarnation
     retains turns for 1 s only.

@@ -40,7 +40,7 @@ class RequestOutcome(StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    OBJECTED = "objected"
+    INVALID = "invalid"
     """The router or an engine rejected the request as invalid (4xx)."""
     REFUSED = "refused"
     """The router or an engine was overloaded (429, 503)."""

@@ -3,7 +3,7 @@
 Candidates come in tiers; the policy of the role chooses from the first non-empty tier:
 
 1. usable: not draining, not in cooldown, and either not ejected or half open without a trial leg;
-2. resting: in cooldown, because the instance answered 503 a moment ago;
+2. in cooldown, because the instance answered 503 a moment ago;
 3. last resort (Envoy's panic rule): all members, ejected or not. Only in roles that must answer,
    because a bad candidate is still better than a certain failure.
 
@@ -211,13 +211,13 @@ class Fleet:
         if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
             return usable, ""
         active = [member for member in left if not member.is_draining]
-        resting = [
+        in_cooldown = [
             member
             for member in active
             if member.breaker.not_before <= now and not member.breaker.is_suspect
         ]
-        if resting or not has_to_answer:
-            return resting, "resting"
+        if in_cooldown or not has_to_answer:
+            return in_cooldown, "cooldown"
         return active, "last_resort"
 
     def begin(

@@ -24,7 +24,7 @@ class MemberState(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     """The member fails, but is the last usable member of a role that must answer."""
-    RESTING = "resting"
+    COOLDOWN = "cooldown"
     """The member answered 503 a moment ago, because it is full or about to stop."""
     HALF_OPEN = "half_open"
     """The ejection is over; one trial leg decides."""
@@ -105,7 +105,7 @@ class Member:
         if phase is not BreakerPhase.CLOSED:
             return MemberState.EJECTED if phase is BreakerPhase.EJECTED else MemberState.HALF_OPEN
         if now < self.breaker.cooldown_until:
-            return MemberState.RESTING
+            return MemberState.COOLDOWN
         if self.breaker.is_suspect:
             return MemberState.SUSPECT
         return MemberState.HEALTHY if self.breaker.is_reached else MemberState.NEW

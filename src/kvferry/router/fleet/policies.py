@@ -145,7 +145,7 @@ class RoundRobin(_Stateless):
     """
 
     def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
-        return min(candidates, key=_by_last_chosen), "turn"
+        return min(candidates, key=_by_last_chosen), "round_robin"
 
 
 class LeastLoad(_Stateless):

@@ -185,7 +185,7 @@ def _ending(context: RequestContext) -> RequestOutcome:
         return RequestOutcome.REFUSED
     if status >= 500:
         return RequestOutcome.FAILED
-    return RequestOutcome.OBJECTED if status >= 400 else RequestOutcome.ANSWERED
+    return RequestOutcome.INVALID if status >= 400 else RequestOutcome.ANSWERED
 
 
 def _trace_id(context: RequestContext) -> str:
