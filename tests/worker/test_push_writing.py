@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from tests.sampling import exhaustive
 from tests.worker.push_world import Load, Mode, Prefill, PushWorld
 
 from kvferry.events import Event
@@ -288,7 +289,11 @@ class Storm(RuleBasedStateMachine):
             world.close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [*(pytest.param(size, marks=exhaustive) for size in [(1, 1), (2, 2)]), (2, 1), (1, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "mode", [FENCED, SLOWLY_FENCED, UNFENCED, READ], ids=["fenced", "slowly", "unfenced", "read"]
 )
