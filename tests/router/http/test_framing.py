@@ -144,30 +144,46 @@ def test_a_body_that_has_not_ended_is_freed_without_the_garbage_collector() -> N
         gc.enable()
 
 
+def num_steps(raw: bytes) -> int:
+    """The number of lines of the parser that run for a whole body."""
+    steps = 0
+
+    def count(*_: object) -> Any:
+        nonlocal steps
+        steps += 1
+        return count
+
+    body = ChunkedBody()
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        body.advance(raw, [])
+    finally:
+        sys.settrace(before)
+    assert body.is_ended
+    return steps
+
+
 def test_line_ends_in_data_cost_no_more_steps_than_other_bytes() -> None:
-    """Counts the traced lines of the parser: a client must not be able to make the router busy."""
+    """A client must not be able to make the router busy."""
 
-    def num_steps(fill: bytes) -> int:
-        steps = 0
+    def filled(fill: bytes) -> bytes:
+        return b"10000\r\n" + fill * (0x10000 // len(fill)) + b"\r\n0\r\n\r\n"
 
-        def count(*_: object) -> Any:
-            nonlocal steps
-            steps += 1
-            return count
+    assert num_steps(filled(b"\r\n")) == num_steps(filled(b"x"))
 
-        raw = b"10000\r\n" + fill * (0x10000 // len(fill)) + b"\r\n0\r\n\r\n"
-        body = ChunkedBody()
-        before = sys.gettrace()
-        sys.settrace(count)
-        try:
-            body.advance(raw, [])
-        finally:
-            sys.settrace(before)
-        assert body.is_ended
-        return steps
 
-    num_steps(b"x")  # the size line is known from now on
-    assert num_steps(b"\r\n") == num_steps(b"x")
+def test_no_client_can_make_the_chunks_of_others_cost_more_steps() -> None:
+    """The parser may look sizes up, but one client's sizes must not take the places of others."""
+
+    def later_steps(size: int) -> int:
+        raw = chunked([b"x" * size] * 100)
+        num_steps(raw)  # a parser that remembers sizes knows this size from now on
+        return num_steps(raw)
+
+    before = later_steps(0xABC)
+    ChunkedBody().advance(b"".join(b"1;%x\r\nx\r\n" % name for name in range(5000)), None)
+    assert later_steps(0xABD) == before
 
 
 @given(CHUNKS, st.data())

@@ -38,12 +38,12 @@ _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
 
 
-_MAX_KNOWN_SIZES = 4096
-_MAX_KNOWN_LINE = 16
-_known_sizes: dict[bytes, int] = {}
-"""Chunk size lines seen before, line end included, with their values. Instances repeat the same few
-sizes, and a lookup is cheaper than parsing.
+_KNOWN_SIZES = {b"%x\r\n" % size: size for size in range(1, 4097)}
+"""Chunk size lines as engines write them, line end included, with their values. A lookup is cheaper
+than parsing. Larger chunks are parsed, which is little work per byte. The table never changes, so
+no client can fill it with sizes of its own.
 """
+_MAX_KNOWN_LINE = max(map(len, _KNOWN_SIZES))
 
 
 class FramingError(Exception):
@@ -151,10 +151,10 @@ class ChunkedBody:
     def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
         """Skip complete chunks of known sizes; return the position of the first other byte.
 
-        Nearly all input consists of complete chunks whose sizes were seen before.
+        Nearly all input consists of complete chunks of known sizes.
         """
         position, end = 0, len(data)
-        known = _known_sizes.get
+        known = _KNOWN_SIZES.get
         width = (
             data.find(b"\n") + 1
         )  # width of a size line; consecutive chunks mostly have the same width
@@ -200,9 +200,7 @@ class ChunkedBody:
         spelt = _SIZE_LINE.fullmatch(line)  # int() would also accept 0x10, 1_0, +1 and spaces
         if spelt is None:
             raise FramingError("the size of a chunk is not valid")
-        self._left = size = int(spelt[1], 16)
-        if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
-            _known_sizes[line + b"\r\n"] = size
+        self._left = int(spelt[1], 16)
         self._part = _DATA if self._left else _TRAILERS
         return position
 
@@ -275,7 +273,7 @@ def make_body(kind: BodyKind, length: int) -> Body:
 def first_chunk(data: bytes) -> bytes | None:
     """Data of the first chunk in `data`, if its size line is known and the chunk is complete."""
     start = data.find(b"\n") + 1
-    size = _known_sizes.get(data[:start])
+    size = _KNOWN_SIZES.get(data[:start])
     return data[start : start + size] if size is not None and len(data) >= start + size else None
 
 
