@@ -143,6 +143,31 @@ def test_a_body_over_the_limit_is_a_413_and_one_at_the_limit_is_served() -> None
     uvloop.run(scene())
 
 
+def test_beyond_the_memory_for_uploads_the_largest_is_refused_and_the_others_are_served() -> None:
+    """The largest, not the newest: a client with a few huge uploads cannot keep out the others."""
+
+    async def scene() -> None:
+        async with stage(
+            prefills, completes, max_body_bytes=1_000_000, max_unfinished_bytes=1_000_000
+        ) as s:
+            port = int(s.url.rsplit(":", 1)[1])
+            large, small = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            body = json.dumps({"prompt": "x" * 900_000}).encode()
+            for (_, writer), num_bytes in ((large, 800_000), (small, 500_000)):
+                writer.write(post(body)[:num_bytes])
+            answer = await large[0].read()
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: 1\r\n" in answer
+            assert (await s.post(ONE))[0] == 200
+            small[1].write(post(body)[500_000:])
+            assert (await small[0].read()).startswith(b"HTTP/1.1 200 ")
+            assert (await s.post(body))[0] == 200, "finished bodies take no memory of this limit"
+            for _, writer in (large, small):
+                writer.close()
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a","b"]}', b"[" * 50_000]
 )

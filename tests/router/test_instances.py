@@ -87,6 +87,11 @@ def test_limits_must_be_positive(table: type[Timeouts] | type[RouterLimits], set
         table(**{setting: 0})
 
 
+def test_memory_for_less_than_one_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the largest request could never arrive"):
+        RouterLimits(max_body_bytes=2000, max_unfinished_bytes=1999)
+
+
 def test_a_port_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="port must be from 0 to 65535, got 70000"):
         RouterOptions(PREFILL, DECODE, port=70000)

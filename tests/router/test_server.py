@@ -24,6 +24,11 @@ run_router(options, lambda: RouterApp(options, NullReleaser()), lambda address: 
 """  # noqa: E501
 
 
+UNFINISHED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+)
+
+
 def never_ready(address: Address) -> None:
     raise AssertionError("it must not start")
 
@@ -61,6 +66,7 @@ def test_a_host_that_is_not_this_machine_is_an_error_of_the_operator(
 def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(
     number: signal.Signals,
 ) -> None:
+    """It ends before `timeouts.shutdown`, because it does not wait for an unfinished upload."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -70,6 +76,10 @@ def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(
             f"http://127.0.0.1:{port}/health", timeout=10
         ) as answer:
             assert answer.status == 200
-        process.send_signal(number)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as upload:
+            upload.sendall(UNFINISHED)
+            assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
+            process.send_signal(number)
+            assert upload.recv(4096).startswith(b"HTTP/1.1 503 ")
         _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (0, "")

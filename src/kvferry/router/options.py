@@ -52,11 +52,21 @@ class RouterLimits:
 
     max_body_bytes: int = 64 * 1024 * 1024
     """Largest request (else 413), and largest answer that is read as a whole."""
+    max_unfinished_bytes: int = 512 * 1024 * 1024
+    """Memory for all requests together that are still arriving; 64 KiB of each do not count. Beyond
+    it, the largest of them gets 503.
+    """
     max_connections: int = 10_000
     """Largest number of client connections."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "limits")
+        if self.max_unfinished_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"limits.max_unfinished_bytes ({self.max_unfinished_bytes}) is less than "
+                f"limits.max_body_bytes ({self.max_body_bytes}), so the largest request could "
+                "never arrive: raise the former or lower the latter"
+            )
 
 
 @dataclass(frozen=True, slots=True)

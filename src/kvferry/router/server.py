@@ -50,6 +50,7 @@ def make_server(app: RouterApp) -> HttpServer:
     limits, timeouts = app.options.limits, app.options.timeouts
     server_limits = ServerLimits(
         body_bytes=limits.max_body_bytes,
+        unfinished_bytes=limits.max_unfinished_bytes,
         num_connections=limits.max_connections,
         body_idle_timeout_s=timeouts.idle,
         body_timeout_s=max(timeouts.idle, timeouts.answer),

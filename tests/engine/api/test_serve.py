@@ -225,11 +225,11 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(
+def test_a_request_whose_body_is_still_coming_hears_at_once_that_the_server_stops(
     model: Path, number: signal.Signals
 ) -> None:
     async def scene() -> None:
-        serving = Serving(ScriptedEngine(), model, grace_s=0.05)
+        serving = Serving(ScriptedEngine(), model, grace_s=10 * DEADLINE_S)
         async with asyncio.timeout(DEADLINE_S):
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", int((await serving.url()).rsplit(":", 1)[1])

@@ -88,7 +88,7 @@ def test_a_client_that_leaves_after_its_answer_cancels_nothing() -> None:
     run(story())
 
 
-def test_a_drain_lets_streams_finish_and_takes_nothing_new() -> None:
+def test_a_drain_lets_streams_finish_and_waits_for_no_upload() -> None:
     async def story() -> None:
         gate = Gate()
         async with serving(gate.handle) as served:
@@ -99,21 +99,24 @@ def test_a_drain_lets_streams_finish_and_takes_nothing_new() -> None:
             )
             busy.send(post(b"x", "/stream"))
             await gate.entered.wait()
-            late.send(b"POST /whole HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n")
-            await asyncio.sleep(0.05)
+            late.send(
+                b"POST /whole HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n"
+                b"Expect: 100-continue\r\n\r\n"
+            )
+            assert (await late.answer())[0] == 100
             drained = asyncio.create_task(served.server.drain(10))
             assert await idle.rest() == b""
             with pytest.raises(OSError, match=r"refused|reset|Connect"):
                 await served.connect()
+            status, head, body = await late.answer()
+            assert (status, b"stopping" in body) == (503, True)
+            assert b"Retry-After: 1\r\n" in head
+            assert b"Connection: close" in head
             assert not drained.done()
-            late.send(b"x")
             gate.opened.set()
             status, _, body = await busy.answer()
             assert (status, body) == (200, chunked([b"first", b"last"]))
             assert await busy.rest() == b""
-            status, head, body = await late.answer()
-            assert (status, body) == (200, b"whole")
-            assert b"Connection: close" in head
             for client in (idle, busy, late):
                 client.close()
             await drained

@@ -7,8 +7,8 @@ exists per process; the application owns the context, and only the event loop of
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,6 +96,7 @@ class RequestDrain:
 
     def __init__(self) -> None:
         self._live: set[asyncio.Timeout] = set()
+        self._uploads: set[asyncio.Timeout] = set()
         self._is_closed = False
         self._is_cancelling = False
         self._idle = asyncio.Event()
@@ -152,9 +153,24 @@ class RequestDrain:
             if not self._live:
                 self._idle.set()
 
+    @contextmanager
+    def upload(self, scope: asyncio.Timeout) -> Iterator[None]:
+        """Hold this context while the body of a request arrives; `close` ends the scope, because a
+        slow upload would delay the stop.
+        """
+        self._uploads.add(scope)
+        try:
+            yield
+        finally:
+            self._uploads.discard(scope)
+
     def close(self) -> None:
-        """Admit no more requests; live requests go on."""
+        """Admit no more requests, and refuse those whose body has not arrived; the other live
+        requests go on.
+        """
         self._is_closed = True
+        for scope in self._uploads:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     def cancel_all(self) -> None:
         """Cancel the requests that are still live."""
@@ -218,18 +234,22 @@ def context_of(http: web.Request) -> ApiContext:
 async def read_body(http: web.Request) -> bytes:
     """Return the raw body, whatever the content type is.
 
-    Raise RequestRefused when the body is too large, is malformed or does not arrive in time.
+    Raise RequestRefused when the body is too large, is malformed, does not arrive in time, or has
+    not arrived when the server stops.
     """
-    settings = context_of(http).settings
+    settings, drain = context_of(http).settings, context_of(http).drain
     too_large = RequestRefused(
         f"the request body is larger than {settings.max_body_bytes} bytes", status=413
     )
     if (http.content_length or 0) > settings.max_body_bytes:
         raise too_large
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            return await http.read()
+        async with asyncio.timeout(settings.body_timeout_s) as scope:
+            with drain.upload(scope):
+                return await http.read()
     except TimeoutError:
+        if drain.is_closed:
+            raise drain.refusal from None
         raise RequestRefused(
             f"the request body did not arrive within {settings.body_timeout_s:g} s", status=408
         ) from None

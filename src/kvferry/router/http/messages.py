@@ -16,6 +16,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 
 __all__ = [
+    "FREE_BODY_BYTES",
     "ConnectFailed",
     "Fields",
     "Headers",
@@ -60,6 +61,10 @@ class InvalidResponse(UpstreamError):
 # -- limits --
 
 
+FREE_BODY_BYTES = 64 * 1024
+"""Bytes of a body that do not count towards `ServerLimits.unfinished_bytes`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """Limits on the memory and time that a client can use."""
@@ -68,6 +73,10 @@ class ServerLimits:
     """Bytes of the request line and headers together."""
     num_headers: int = 100
     body_bytes: int = 64 * 1024 * 1024
+    unfinished_bytes: int = 512 * 1024 * 1024
+    """Bytes of all bodies together that have not arrived completely. The first `FREE_BODY_BYTES` of
+    a body do not count, so that small requests are served while large ones fill the memory.
+    """
     num_connections: int = 10_000
     head_timeout_s: float = 10.0
     """Time from the first byte of a head to its last, and time for a TLS handshake."""

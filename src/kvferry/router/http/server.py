@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from kvferry.errors import RequestRefused
 from kvferry.router.http.deadlines import NEVER, DeadlineTimer
 from kvferry.router.http.framing import RequestReader
-from kvferry.router.http.messages import ServerLimits, ServerRequest
+from kvferry.router.http.messages import FREE_BODY_BYTES, ServerLimits, ServerRequest
 from kvferry.router.http.parsing import RequestHead
 from kvferry.router.http.writer import ConnectionWriter, ResponseWriter
 from kvferry.web.errors import error_body
@@ -57,6 +57,7 @@ class ServerConnection(asyncio.Protocol):
         "_state",
         "_task",
         "deadline",
+        "num_unfinished",
         "out",
     )
 
@@ -70,12 +71,9 @@ class ServerConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._body_until = NEVER
         self.deadline = NEVER
+        self.num_unfinished = 0
+        """Bytes that count towards `ServerLimits.unfinished_bytes`."""
         self.out = ConnectionWriter(server)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request is being read or served."""
-        return self._state == _IDLE
 
     # -- asyncio --
 
@@ -107,6 +105,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.out.transport = None
         self.deadline = NEVER
+        self._count_unfinished(0)
         if self._task is None:
             self._server.remove(self)
         # Without a running task the connection is removed; else by `_serve`.
@@ -162,8 +161,7 @@ class ServerConnection(asyncio.Protocol):
         if self._state != _BODY:
             return
         if body is None:
-            now = self._server.loop.time()
-            self.deadline = min(now + self._server.limits.body_idle_timeout_s, self._body_until)
+            self._await_body()
         else:
             self._begin(body)
 
@@ -171,6 +169,15 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _IDLE and self._reader.num_waiting:
             self._state = _HEAD
             self.deadline = self._server.loop.time() + self._server.limits.head_timeout_s
+
+    def _await_body(self) -> None:
+        now, limits = self._server.loop.time(), self._server.limits
+        self.deadline = min(now + limits.body_idle_timeout_s, self._body_until)
+        self._count_unfinished(max(0, self._reader.num_waiting - FREE_BODY_BYTES))
+
+    def _count_unfinished(self, num_bytes: int) -> None:
+        before, self.num_unfinished = self.num_unfinished, num_bytes
+        self._server.count_unfinished(num_bytes - before)
 
     def _accept(self, head: RequestHead) -> None:
         """Process a head: refuse the request at once, or read its body."""
@@ -194,6 +201,8 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, body: bytes) -> None:
         assert self._request is not None
         assert self._reply is not None
+        if self.num_unfinished:
+            self._count_unfinished(0)
         self._request.body = body
         self._state = _BUSY
         self.deadline = (
@@ -243,6 +252,31 @@ class ServerConnection(asyncio.Protocol):
 
     # -- closing --
 
+    def refuse_unfinished(self) -> None:
+        """Refuse the request whose body is arriving, because there is no memory for all bodies."""
+        self._refuse(
+            RequestRefused(
+                "too many large requests are arriving at once; try again later",
+                status=503,
+                retry_after_s=1,
+            )
+        )
+
+    def drain(self) -> None:
+        """Close the connection unless a request is being served. A request that has not arrived
+        completely is refused: a slow upload would delay the end of the server.
+        """
+        if self._state == _IDLE:
+            self.close()
+        elif self._state in (_HEAD, _BODY):
+            self._refuse(
+                RequestRefused(
+                    "the server is stopping: send the request to another one",
+                    status=503,
+                    retry_after_s=1,
+                )
+            )
+
     def close(self) -> None:
         """Close after the buffered data is sent, if the client reads it."""
         self._state = _LEAVING
@@ -271,6 +305,8 @@ class ServerConnection(asyncio.Protocol):
     def _refuse(self, refusal: RequestRefused) -> None:
         """Answer an invalid request and close: the start of the next request is unknown."""
         self._server.on_malformed(refusal)
+        self._count_unfinished(0)
+        self._reader = RequestReader(self._server.limits)  # frees the bytes that have arrived
         self.out.keeps_alive = False
         reply = (
             self._reply
@@ -334,6 +370,7 @@ class HttpServer:
         self._connections: set[ServerConnection] = set()
         self._servers: list[asyncio.Server] = []
         self._is_empty: asyncio.Future[None] | None = None
+        self._num_unfinished = 0  # of all connections
 
     @property
     def num_connections(self) -> int:
@@ -352,15 +389,14 @@ class HttpServer:
         self._servers.append(server)
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop accepting, close idle connections, and let running requests finish. Returns when all
-        connections have ended, or after `timeout_s`.
+        """Stop accepting, close idle connections, refuse requests that are still arriving, and let
+        running requests finish. Returns when all connections have ended, or after `timeout_s`.
         """
         self.is_draining = True
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
-            if connection.is_idle:
-                connection.close()
+            connection.drain()
         if not self._connections:
             return
         self._is_empty = self.loop.create_future()
@@ -387,6 +423,14 @@ class HttpServer:
         self._connections.add(connection)
         self._deadline_timer.add(connection)
         return len(self._connections) - self.limits.num_connections
+
+    def count_unfinished(self, num_bytes: int) -> None:
+        """Add to the bytes of unfinished bodies; beyond the limit, refuse the largest body. A
+        client with a few huge uploads then cannot keep out the requests of others.
+        """
+        self._num_unfinished += num_bytes
+        if num_bytes > 0 and self._num_unfinished > self.limits.unfinished_bytes:
+            max(self._connections, key=lambda each: each.num_unfinished).refuse_unfinished()
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
