@@ -54,7 +54,7 @@ def handover(params: Any = PARAMS) -> Handover:
     return found
 
 
-def test_the_prefill_leg_asks_for_one_token_and_keeps_the_blocks() -> None:
+def test_the_prefill_leg_asks_for_one_token_and_a_short_answer_and_keeps_the_blocks() -> None:
     body = {
         "prompt": "hi",
         "max_tokens": 100,
@@ -63,6 +63,13 @@ def test_the_prefill_leg_asks_for_one_token_and_keeps_the_blocks() -> None:
         "min_tokens": 5,
         "n": 3,
         "temperature": 0.5,
+        "echo": True,
+        "logprobs": 20,
+        "top_logprobs": 20,
+        "logprob_token_ids": [1],
+        "prompt_logprobs": 20,
+        "return_token_ids": True,
+        "return_prompt_text": True,
     }
     assert json.loads(accepted(body).prefill_body()) == {
         "prompt": "hi",

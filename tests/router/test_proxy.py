@@ -24,6 +24,7 @@ from tests.router.stubs import (
 
 from kvferry.router.serving.client_request import read_prefill_answer
 from kvferry.router.serving.side_channel import PrefilledBlocks
+from kvferry.types import FailurePolicy
 
 EVENTS = [
     b'data: {"text":"a"}\n\n',
@@ -316,17 +317,15 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
         (answers(200, "<html>"), "its answer cannot be decoded"),
         (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be decoded"),
         (drops_connection, "it closed the connection"),
-        (hangs, "it did not answer in time"),
         (
             streams([b"{"], then="drop", content_type="application/json"),
             "it closed the connection in the middle of an answer",
         ),
-        (answers(200, " " * 70_000), "its answer is longer than 65536 bytes"),
     ],
 )
 def test_a_p_that_fails_is_named_in_a_502(behaviour: Behaviour, sentence: str) -> None:
     async def scene() -> None:
-        async with stage(behaviour, completes, answer=0.5, max_body_bytes=65536) as s:
+        async with stage(behaviour, completes) as s:
             status, _, body = await s.post(ONE)
             assert status == 502
             assert f"prefill instance http://127.0.0.1:{s.p.port} failed" in message(body)
@@ -336,22 +335,61 @@ def test_a_p_that_fails_is_named_in_a_502(behaviour: Behaviour, sentence: str) -
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "sentence"),
-    [(drops_connection, "it closed the connection"), (hangs, "it did not answer in time")],
-)
 @pytest.mark.parametrize("request_body", [ONE, STREAMED])
 def test_a_d_that_fails_before_it_answers_is_named_in_a_502_and_the_blocks_are_released(
-    behaviour: Behaviour, sentence: str, request_body: dict[str, Any]
+    request_body: dict[str, Any],
 ) -> None:
     async def scene() -> None:
-        async with stage(prefills, behaviour, answer=0.5, idle=0.5) as s:
+        async with stage(prefills, drops_connection) as s:
             status, _, body = await s.post(request_body)
             assert status == 502
-            assert f"decode instance http://127.0.0.1:{s.d.port} failed: {sentence}" in message(
-                body
+            assert (
+                f"decode instance http://127.0.0.1:{s.d.port} failed: it closed the connection"
+                in message(body)
             )
             assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "sentence"),
+    [
+        (hangs, 504, "it did not answer in time"),
+        (streams([b": hello\n\n"], then="hang"), 504, "it did not answer in time"),
+        (answers(200, " " * 70_000), 502, "its answer is longer than 65536 bytes"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_answer_that_is_too_long_or_too_slow_is_the_requests_own_failure(
+    behaviour: Behaviour, status: int, sentence: str, role: str
+) -> None:
+    """No other instance gets such a request, and no instance is ejected for it."""
+
+    async def scene() -> None:
+        legs: tuple[list[Behaviour], list[Behaviour]] = (
+            ([behaviour] * 2, [completes]) if role == "prefill" else ([prefills], [behaviour] * 2)
+        )
+        async with stage(
+            *legs,
+            answer=0.1,
+            idle=0.1,
+            max_body_bytes=65536,
+            failures_in_a_row=1,
+            max_retries=2,
+            without_prefill=FailurePolicy.RECOMPUTE,
+        ) as s:
+            engines = s.prefillers if role == "prefill" else s.decoders
+            for _ in range(4):
+                got, _, body = await s.post(ONE)
+                assert (got, sentence in message(body)) == (status, True)
+            assert [len(engine.calls) for engine in engines] == [2, 2]
+            assert await s.metric("kvferry:router_instance_failures_total") == 0
+            assert await s.metric("kvferry:router_retries_total") == 0
+            for engine in engines:
+                engine.behaviour = prefills if role == "prefill" else completes
+            assert [(await s.post(ONE))[0] for _ in range(2)] == [200, 200]
+            assert [len(engine.calls) for engine in engines] == [3, 3]
 
     uvloop.run(scene())
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.router.http.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
 from kvferry.router.http.messages import (
+    AnswerTooLong,
     ConnectFailed,
     InvalidResponse,
     UpstreamDisconnected,
@@ -293,7 +294,7 @@ def test_a_body_longer_than_is_wanted_is_not_read() -> None:
         async with instance(answering(OK)) as target, upstreams() as made:
             with (
                 await ask(made, target) as answer,
-                pytest.raises(InvalidResponse, match="longer than 4 bytes"),
+                pytest.raises(AnswerTooLong, match="longer than 4 bytes"),
             ):
                 await answer.read(4, 5)
 
@@ -548,5 +549,11 @@ def test_an_answer_that_comes_before_the_question_is_read() -> None:
 def test_errors_of_instances_have_one_parent() -> None:
     assert all(
         issubclass(kind, UpstreamError)
-        for kind in (ConnectFailed, UpstreamTimeout, UpstreamDisconnected, InvalidResponse)
+        for kind in (
+            ConnectFailed,
+            UpstreamTimeout,
+            UpstreamDisconnected,
+            AnswerTooLong,
+            InvalidResponse,
+        )
     )

@@ -6,6 +6,7 @@ Pure. Errors of an instance are sorted by what the router can still do:
       ConnectFailed          no connection; the request was not sent
       UpstreamTimeout        connected, but silent for too long
       UpstreamDisconnected   closed too early; `has_answered`: whether any byte arrived
+      AnswerTooLong          the answer has more bytes than the router reads as a whole
       InvalidResponse        the bytes received are not an HTTP response
 """
 
@@ -17,6 +18,7 @@ from types import MappingProxyType
 
 __all__ = [
     "FREE_BODY_BYTES",
+    "AnswerTooLong",
     "ConnectFailed",
     "Fields",
     "Headers",
@@ -52,6 +54,10 @@ class UpstreamDisconnected(UpstreamError):
     ) -> None:  # the flag is a fact about the failure, not a switch
         self.has_answered = has_answered
         super().__init__(message)
+
+
+class AnswerTooLong(UpstreamError):
+    """The answer has more bytes than the caller wants to read as a whole."""
 
 
 class InvalidResponse(UpstreamError):

@@ -14,6 +14,7 @@ from typing import Self
 from kvferry.router.http.deadlines import DeadlineTimer
 from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
 from kvferry.router.http.messages import (
+    AnswerTooLong,
     ConnectFailed,
     Fields,
     InvalidResponse,
@@ -169,7 +170,7 @@ class UpstreamResponse:
             size += len(segment)
             if size > limit:
                 self.close()
-                raise InvalidResponse(f"its answer is longer than {limit} bytes")
+                raise AnswerTooLong(f"its answer is longer than {limit} bytes")
         return segments[0] if len(segments) == 1 else b"".join(segments)
 
     async def read_some(self, timeout_s: float) -> bytes:

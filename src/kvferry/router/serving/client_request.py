@@ -36,8 +36,23 @@ _encoder = msgspec.json.Encoder()
 # A client's own kv_transfer_params could point the engines at another client's blocks;
 # conversation_id is meant for the router.
 _NEVER_FORWARDED = ("kv_transfer_params", "conversation_id")
-# The prefill leg produces one token and is not streamed.
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
+# The prefill leg produces one token, is not streamed, and answers the router: fields that only make
+# the answer longer are for D.
+_NOT_FOR_PREFILL = frozenset(
+    (
+        "stream_options",
+        "min_tokens",
+        "n",
+        "best_of",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "return_token_ids",
+        "return_prompt_text",
+    )
+)
 _PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -80,6 +80,8 @@ class LegFailure:
     """The connection failed, so no instance did any work, and the retry costs none of
     `max_retries`.
     """
+    is_final: bool = False
+    """Another instance would fare no better, or must not get this request."""
     needs_prefill: bool = False
     """D could not use P's blocks, or had consumed them: a retry starts with the prefill leg."""
 

@@ -100,6 +100,8 @@ class Dispatcher:
         context.send(_final_response(failure))
 
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
+        if failure.is_final:
+            return False
         # A leg that was not sent, or was refused, costs no retry unless the same instance is
         # tried again: the loop ends when all instances of the fleet have been tried.
         if not (failure.is_unsent or failure.is_refusal) or (
@@ -161,6 +163,8 @@ class Dispatcher:
             if not isinstance(result, LegFailure):
                 return _Prefilled(instance, result)
             context.tried.append(instance)
+            if result.is_final:
+                return result
             if result.is_refusal:
                 refusal = result
             else:

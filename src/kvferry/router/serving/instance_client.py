@@ -14,6 +14,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.router.fleet.fleet import Fleet, Leg, RoutingHints
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.router.http.messages import (
+    AnswerTooLong,
     ConnectFailed,
     UpstreamDisconnected,
     UpstreamError,
@@ -38,6 +39,10 @@ UNAVAILABLE = 503
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
+_OF_THE_REQUEST = (UpstreamTimeout, AnswerTooLong)
+"""Errors that the request causes by asking for too much. They say nothing about the instance's
+health: that is for probes to find out.
+"""
 
 
 @dataclass(slots=True)
@@ -111,7 +116,7 @@ class InstanceClient:
         """Fail the requests for which the instance has not begun an answer; return their number."""
         return self.upstreams.fail_pending(
             self.target(instance),
-            UpstreamTimeout("it answered neither the request nor health checks"),
+            UpstreamError("it answered neither the request nor health checks"),
         )
 
     def read(self, answer: UpstreamResponse) -> Coroutine[Any, Any, bytes]:
@@ -149,6 +154,12 @@ class InstanceClient:
         return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
 
     def failure(self, instance: Instance, error: Exception) -> LegFailure:
+        if isinstance(error, _OF_THE_REQUEST):
+            message = f"{instance} failed: {describe_error(error)}; ask for less, or for a stream"
+            status = 504 if isinstance(error, UpstreamTimeout) else 502
+            return LegFailure(
+                instance, message, build_error_response(status, message), is_final=True
+            )
         self.metrics.failures.add(instance.role, instance.url)
         return LegFailure(
             instance,
@@ -205,7 +216,9 @@ class TrackedLeg:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, UpstreamError | RemoteProtocolError):
+        if isinstance(error, _OF_THE_REQUEST):
+            self.outcome = Outcome.ABANDONED
+        elif isinstance(error, UpstreamError | RemoteProtocolError):
             self.error = describe_error(error)
         elif error is not None:
             self.outcome = Outcome.ABANDONED
