@@ -5,6 +5,7 @@ and no request is left in the engine.
 import asyncio
 import json
 import logging
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engine.api.stage import ScriptedEngine, events_of, outputs_of, serving, stage, until
+from tests.engine.api.stage import (
+    DEADLINE_S,
+    ScriptedEngine,
+    events_of,
+    outputs_of,
+    serving,
+    stage,
+    until,
+)
 from tests.web.malformed import MALFORMED, assert_refused_without_echo
 
 from kvferry.engine.api.admission import IgnoredTransfers
-from kvferry.engine.api.context import ApiSettings
+from kvferry.engine.api.context import CONTEXT, ApiSettings
 from kvferry.engine.api.schema import ChatRequest, CompletionRequest
 from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken
 
@@ -52,7 +61,7 @@ def is_error(answer: Any, status: int) -> bool:
     [
         (COMPLETIONS, b"", 400),
         (COMPLETIONS, b"{", 400),
-        (COMPLETIONS, b"[" * 100_000, 400),
+        (COMPLETIONS, b"[" * 50_000, 400),
         (COMPLETIONS, {}, 400),
         (COMPLETIONS, {"prompt": []}, 400),
         (COMPLETIONS, {"prompt": [[]]}, 400),
@@ -88,6 +97,70 @@ def test_a_bad_request_gets_a_json_error_with_the_right_status(
             assert (got, is_error(answer, status)) == (status, True), answer
             assert not engine.frames
             await s.complete(prompt=[5])
+
+    asyncio.run(scene())
+
+
+MANY: list[Any] = [[]] * 70_000
+"""More values than `MODEL_LEN` tokens can use."""
+CALLED = {"function": {"name": "f", "arguments": json.dumps(MANY[:20_000])}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": MANY}),
+        (COMPLETIONS, {"prompt": [5] * 70_000, "echo": True}),
+        (COMPLETIONS, {"prompt": [5], "kv_transfer_params": {"remote_block_ids": MANY}}),
+        (COMPLETIONS, {"prompt": [5], "logit_bias": {str(key): 0 for key in range(70_000)}}),
+        (CHAT, {"messages": [{"role": "user"}] * 40_000}),
+        (CHAT, {"messages": HELLO, "tools": [{"a": MANY}]}),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"a": MANY}}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALLED, CALLED]}]}),
+        ("/detokenize", {"tokens": [5] * 70_000}),
+    ],
+)
+def test_more_values_than_the_model_can_use_are_refused_before_they_are_decoded(
+    model: Path, path: str, body: Any
+) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model) as s:
+            status, answer = await s.post(path, body)
+            assert (status, "JSON values" in answer["error"]["message"]) == (413, True), answer
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [5], "kv_transfer_params": {"a": MANY[:30_000]}}),
+        (COMPLETIONS, {"prompt": [[5]], "user": "x" * 100_000}),
+        (CHAT, {"messages": HELLO, "user": "x" * 5000}),
+        ("/detokenize", {"tokens": [5] * 60_000}),
+    ],
+)
+def test_a_large_body_delays_only_its_own_client(model: Path, path: str, body: Any) -> None:
+    """The body is decoded and rendered beside the event loop, in turn with other long prompts: here
+    after a prompt that takes until the second client has its answer.
+    """
+
+    async def scene() -> None:
+        is_answered = threading.Event()
+        async with stage(ScriptedEngine(), model) as s:
+            prompts = s.app[CONTEXT].prompts
+            long_prompt = asyncio.create_task(
+                prompts.off_loop(1_000_000, lambda: is_answered.wait(DEADLINE_S))
+            )
+            first = asyncio.create_task(s.post(path, body))
+            try:
+                for _ in range(20):  # by then the first body has arrived
+                    await s.complete(prompt=[5])
+                assert not first.done()
+            finally:
+                is_answered.set()
+            assert (await first)[0] == 200
+            assert await long_prompt
 
     asyncio.run(scene())
 

@@ -2,13 +2,23 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvferry.engine.api.schema import ChatRequest, CompletionRequest, decode_body
+from kvferry.engine.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    decode_body,
+    has_more_values,
+    max_values,
+)
 from kvferry.errors import RequestRefused
+
+LIMIT = max_values(max_model_len=200)
 
 
 def completion(**body: Any) -> CompletionRequest:
-    return decode_body(json.dumps(body).encode(), CompletionRequest)
+    return decode_body(json.dumps(body).encode(), CompletionRequest, LIMIT)
 
 
 def refusal(**body: Any) -> RequestRefused:
@@ -16,6 +26,43 @@ def refusal(**body: Any) -> RequestRefused:
         completion(**body)
     assert refused.value.status == 400
     return refused.value
+
+
+TEXTS = st.text(st.sampled_from('\\",[{:}]x\n'), max_size=12)
+
+
+def num_values(value: Any) -> int:
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return 1 + (sum(map(num_values, inner)) if isinstance(inner, list) else 0)
+
+
+@given(
+    st.recursive(
+        TEXTS | st.integers() | st.none(),
+        lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+    ),
+    st.sampled_from([(",", ":"), (" , ", " : ")]),
+)
+def test_values_are_counted_without_decoding_them_and_text_in_strings_does_not_count(
+    value: Any, separators: tuple[str, str]
+) -> None:
+    text = json.dumps(value, separators=separators).encode()
+    assert has_more_values(text, num_values(value) - 1)
+    assert not has_more_values(text, 2 * num_values(value))  # an empty container may count twice
+
+
+@pytest.mark.parametrize("shift", range(12))
+def test_a_string_that_is_longer_than_a_slice_is_still_one_value(shift: int) -> None:
+    text = json.dumps(["x" * (256 * 1024 - shift) + '\\\\",[{' * 10, 1]).encode()
+    assert has_more_values(text, 2)
+    assert not has_more_values(text, 3)
+
+
+def test_a_body_with_more_values_than_the_model_can_use_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="more than 68736 JSON values") as refused:
+        completion(prompt=[5] * LIMIT)
+    assert refused.value.status == 413
+    assert completion(prompt="," * LIMIT).prompt == "," * LIMIT
 
 
 def test_null_means_left_out() -> None:
@@ -129,7 +176,7 @@ def test_harmless_values_of_unserved_fields_pass() -> None:
 )
 def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused):
-        decode_body(raw, CompletionRequest)
+        decode_body(raw, CompletionRequest, LIMIT)
 
 
 def test_kv_transfer_params_are_kept_as_they_came_but_not_deeper_than_the_core_can_walk() -> None:
@@ -160,4 +207,4 @@ def test_a_chat_needs_messages() -> None:
         b'{"messages": [5]}',
     ):
         with pytest.raises(RequestRefused):
-            decode_body(body, ChatRequest)
+            decode_body(body, ChatRequest, LIMIT)

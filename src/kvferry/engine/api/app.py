@@ -32,7 +32,7 @@ from kvferry.engine.api.context import (
 from kvferry.engine.api.errors import error_response
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
 from kvferry.engine.api.prompts import ChatTemplate, PromptReader
-from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode_body
+from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import Remaining
 from kvferry.engine.options import EngineOptions
@@ -163,10 +163,11 @@ async def handle_transfers(http: web.Request) -> web.Response:
 
 async def handle_tokenize(http: web.Request) -> web.Response:
     context = context_of(http)
-    request = decode_body(await read_body(http), TokenizeRequest)
+    raw = await read_body(http)
+    request = await context.decode(raw, TokenizeRequest)
     context.check_model(request.model)
     if request.messages is not None:
-        tokens = await context.prompts.chat(request)
+        tokens = await context.prompts.chat(request, len(raw))
     elif request.prompt is not None:
         special = (
             SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
@@ -177,7 +178,9 @@ async def handle_tokenize(http: web.Request) -> web.Response:
             "the request has no text to tokenize: send prompt or messages", param="prompt"
         )
     names = (
-        [context.tokenizer.text_of(token) for token in tokens]
+        await context.prompts.off_loop(
+            len(tokens), lambda: [context.tokenizer.text_of(token) for token in tokens]
+        )
         if request.return_token_strs
         else None
     )
@@ -186,10 +189,13 @@ async def handle_tokenize(http: web.Request) -> web.Response:
 
 async def handle_detokenize(http: web.Request) -> web.Response:
     context = context_of(http)
-    request = decode_body(await read_body(http), DetokenizeRequest)
+    request = await context.decode(await read_body(http), DetokenizeRequest)
     context.check_model(request.model)
     check_token_ids(request.tokens, context.engine.ready.vocab_size, "tokens")
-    return _json({"prompt": context.tokenizer.decode(request.tokens, SpecialTokens.WITH)})
+    text = await context.prompts.off_loop(
+        len(request.tokens), lambda: context.tokenizer.decode(request.tokens, SpecialTokens.WITH)
+    )
+    return _json({"prompt": text})
 
 
 def _json(value: object) -> web.Response:

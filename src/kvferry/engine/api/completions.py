@@ -23,7 +23,7 @@ from kvferry.engine.api.responses import (
     chat_logprobs,
     completion_logprobs,
 )
-from kvferry.engine.api.schema import ChatRequest, CompletionRequest, decode_body
+from kvferry.engine.api.schema import ChatRequest, CompletionRequest
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.messages import SampledToken
 from kvferry.errors import RequestRefused
@@ -105,14 +105,15 @@ class CompletionFormatter:
 async def handle_completion(http: web.Request) -> web.StreamResponse:
     """Answer POST /v1/completions."""
     context = context_of(http)
-    request = decode_body(await read_body(http), CompletionRequest)
+    raw = await read_body(http)
+    request = await context.decode(raw, CompletionRequest)
     context.check_model(request.model)
     if request.echo and request.logprobs is not None:
         raise RequestRefused(
             "this engine does not support echo together with logprobs: leave one of them out",
             param="echo",
         )
-    prompts = await context.prompts.completion(request)
+    prompts = await context.prompts.completion(request, len(raw))
     responder = GenerationResponder(http, "cmpl", request)
     admission = RequestAdmission(
         request,
@@ -122,12 +123,12 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
     )
+    submission = responder.submission(admission)  # refuses prompts that are too long to decode
     echo_texts = (
         [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)]
         if request.echo
         else []
     )
-    submission = responder.submission(admission)
     return await responder.answer(
         submission, CompletionFormatter(request, submission, responder.names), echo_texts
     )
@@ -248,11 +249,12 @@ class ChatFormatter:
 async def handle_chat(http: web.Request) -> web.StreamResponse:
     """Answer POST /v1/chat/completions."""
     context = context_of(http)
-    request = decode_body(await read_body(http), ChatRequest)
+    raw = await read_body(http)
+    request = await context.decode(raw, ChatRequest)
     context.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
-    prompt = await context.prompts.chat(request)
+    prompt = await context.prompts.chat(request, len(raw))
     responder = GenerationResponder(http, "chatcmpl", request)
     admission = RequestAdmission(
         request,

@@ -17,7 +17,8 @@ from aiohttp import web
 
 from kvferry.engine.api.admission import IgnoredTransfers
 from kvferry.engine.api.metrics import ApiMetrics
-from kvferry.engine.api.prompts import PromptReader
+from kvferry.engine.api.prompts import INLINE_BYTES, PromptReader
+from kvferry.engine.api.schema import Body, decode_body, max_values
 from kvferry.engine.api.tokenizer import ModelTokenizer
 from kvferry.engine.client import OutputStream
 from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
@@ -211,6 +212,13 @@ class ApiContext:
     drain: RequestDrain
     ignored_transfers: IgnoredTransfers | None
     """The rate limit for warnings, set only for an engine without a connector."""
+
+    async def decode(self, raw: bytes, kind: type[Body]) -> Body:
+        """Decode and check a request body; a large body does not delay other clients."""
+        limit = max_values(self.engine.ready.max_model_len)
+        return await self.prompts.off_loop(
+            len(raw), lambda: decode_body(raw, kind, limit), INLINE_BYTES
+        )
 
     def check_model(self, model: str | None) -> None:
         """Raise RequestRefused with status 404 if the request names another model."""

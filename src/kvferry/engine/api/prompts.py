@@ -1,7 +1,8 @@
 """Prompts in all forms of the API (text, texts, token ids, chats) become token ids.
 
 A `ChatTemplate` renders messages as text, a `PromptReader` tokenises. Long texts are tokenised on
-one worker thread, so that one long prompt does not delay the streams of other clients.
+one worker thread, so that one long prompt does not delay the streams of other clients. Handlers
+decode large bodies on the same thread.
 """
 
 import asyncio
@@ -17,11 +18,18 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvferry.engine.api.admission import MAX_SEQUENCES
-from kvferry.engine.api.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from kvferry.engine.api.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    has_more_values,
+    max_values,
+)
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.errors import ConfigError, RequestRefused
 
-__all__ = ["ChatTemplate", "PromptReader", "template_message"]
+__all__ = ["INLINE_BYTES", "ChatTemplate", "PromptReader", "template_message"]
 
 
 # -- chat template --
@@ -169,6 +177,9 @@ def _named_templates(value: Any, folder: Path) -> dict[str, str]:
 _INLINE_CHARS = 4096
 """Shorter texts are tokenised on the event loop: handing work to a thread would cost more."""
 
+INLINE_BYTES = 64 * 1024
+"""Shorter bodies are decoded on the event loop. Decoding takes less time than tokenising."""
+
 Result = TypeVar("Result")
 
 
@@ -186,40 +197,47 @@ class PromptReader:
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    async def completion(self, request: CompletionRequest) -> list[list[int]]:
-        """Return the token ids of each prompt in the body."""
+    async def completion(self, request: CompletionRequest, num_bytes: int) -> list[list[int]]:
+        """Return the token ids of each prompt in the body, which had `num_bytes`."""
         special = (
             SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
         )
-        prompts = _split_prompts(request.prompt)
+        prompts = await self.off_loop(
+            num_bytes, lambda: _split_prompts(request.prompt), INLINE_BYTES
+        )
         return [
             prompt if isinstance(prompt, list) else await self.text(prompt, special)
             for prompt in prompts
         ]
 
-    async def chat(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        """Return the token ids of the rendered conversation.
+    async def chat(self, request: ChatRequest | TokenizeRequest, num_bytes: int) -> list[int]:
+        """Return the token ids of the rendered conversation, whose body had `num_bytes`.
 
         The template has already inserted the special tokens, so the tokenizer adds none by default.
         """
-        messages = [
-            template_message(message, position)
-            for position, message in enumerate(request.messages or [])
-        ]
-        variables = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = request.add_generation_prompt
-        size_chars = sum(
-            len(message.content)
-            for message in request.messages or []
-            if isinstance(message.content, str)
-        )
-        text = await self._off_loop(
-            size_chars, lambda: self._template.render(messages, request.tools, variables)
-        )
+        text = await self.off_loop(num_bytes, lambda: self._render(request))
         return await self.text(
             text, SpecialTokens.WITH if request.add_special_tokens else SpecialTokens.WITHOUT
         )
+
+    def _render(self, request: ChatRequest | TokenizeRequest) -> str:
+        sent = request.messages or []
+        # The arguments of tool calls are JSON inside of strings, so the limit on the values of the
+        # body has not counted their values.
+        arguments = ",".join(text for message in sent for text in _argument_texts(message))
+        limit = max_values(self._max_model_len)
+        if has_more_values(arguments.encode(), limit):
+            raise RequestRefused(
+                f"the arguments of tool calls have more than {limit} JSON values, which is more "
+                "than this model can use: send fewer",
+                status=413,
+                param="messages",
+            )
+        messages = [template_message(message, position) for position, message in enumerate(sent)]
+        variables = dict(request.chat_template_kwargs or {})
+        if request.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = request.add_generation_prompt
+        return self._template.render(messages, request.tools, variables)
 
     async def text(self, text: str, special: SpecialTokens) -> list[int]:
         """Tokenise one text; raise RequestRefused for a text that cannot fit the model, however it
@@ -231,11 +249,13 @@ class PromptReader:
                 f"{self._max_model_len} tokens: shorten it",
                 param="prompt",
             )
-        return await self._off_loop(len(text), lambda: self._tokenizer.encode(text, special))
+        return await self.off_loop(len(text), lambda: self._tokenizer.encode(text, special))
 
-    async def _off_loop(self, size_chars: int, work: Callable[[], Result]) -> Result:
-        """Run `work` on the event loop if the text is short, else on the worker thread."""
-        if size_chars < _INLINE_CHARS:
+    async def off_loop(
+        self, size: int, work: Callable[[], Result], max_inline: int = _INLINE_CHARS
+    ) -> Result:
+        """Run `work` on the event loop if its input is small, else on the worker thread."""
+        if size < max_inline:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
@@ -274,18 +294,30 @@ def _text_content(content: str | list[Any] | None, position: int) -> str:
     return "\n".join(str(text) for text in texts)
 
 
-def _parsed_call(call: Any, position: int) -> Any:
+def _argument_text(call: Any) -> str | None:
+    """Return the arguments of a tool call if they are JSON in a string, else None."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return arguments if isinstance(arguments, str) else None
+
+
+def _argument_texts(message: ChatMessage) -> list[str]:
+    texts = (_argument_text(call) for call in message.tool_calls or ())
+    return [text for text in texts if text is not None]
+
+
+def _parsed_call(call: Any, position: int) -> Any:
+    text = _argument_text(call)
+    if text is None:
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise RequestRefused(
             f"messages[{position}].tool_calls has arguments that are not valid JSON",
             param="messages",
         ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _split_prompts(prompt: str | Sequence[Any] | None) -> list[str | list[int]]:

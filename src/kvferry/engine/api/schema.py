@@ -21,6 +21,8 @@ __all__ = [
     "StreamOptions",
     "TokenizeRequest",
     "decode_body",
+    "has_more_values",
+    "max_values",
 ]
 
 _INT64_MAX = 2**63 - 1
@@ -191,10 +193,53 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """Decode and check a request body; RequestRefused names the fault and its place in the body."""
+def max_values(max_model_len: int) -> int:
+    """Return how many JSON values a request may have: the token ids of 16 prompts of the greatest
+    length, and enough for the other fields, for many short prompts and for tools.
+    """
+    return 16 * max_model_len + 65_536
+
+
+_SLICE_BYTES = 256 * 1024
+
+
+def has_more_values(text: bytes, limit: int) -> bool:
+    """Return whether JSON text has more than `limit` values, without decoding the text.
+
+    Decoding millions of small values takes many seconds, in one call that holds the GIL. A value
+    follows a comma or an opening bracket outside of strings, and those are quick to count. The text
+    is counted in slices, so that other threads can run in between, and only up to the limit.
+    """
+    if len(text) <= limit:
+        return False
+    num_values, is_string, escape = 1, False, b""
+    for start in range(0, len(text), _SLICE_BYTES):
+        piece = escape + text[start : start + _SLICE_BYTES]
+        kept = piece.rstrip(b"\\")
+        escape = b"\\" * ((len(piece) - len(kept)) % 2)  # belongs to the next slice
+        # Without escaped quotes, every quote begins or ends a string.
+        parts = kept.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(parts[is_string::2])
+        is_string ^= len(parts) % 2 == 0
+        num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        if num_values > limit:
+            return True
+    return False
+
+
+def decode_body(raw: bytes, kind: type[Body], limit: int) -> Body:
+    """Decode and check a request body; RequestRefused names the fault and its place in the body.
+
+    `limit`: how many JSON values the body may have.
+    """
     if not raw.strip():
         raise RequestRefused("the request body is empty: send a JSON object")
+    if has_more_values(raw, limit):
+        raise RequestRefused(
+            f"the request body has more than {limit} JSON values, which is more than this model "
+            "can use: send fewer",
+            status=413,
+        )
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
