@@ -11,6 +11,8 @@ KVFerryError
   RequestRefused         the client's fault: answer with this HTTP status, keep serving
 """
 
+from itertools import islice
+
 __all__ = [
     "ConfigError",
     "IncompatiblePeer",
@@ -44,17 +46,25 @@ class RemoteProtocolError(KVFerryError):
     """A peer violated the protocol."""
 
 
+MAX_LISTED_FIELDS = 8
+
+
 class IncompatiblePeer(RemoteProtocolError):
-    """The peer's KV cache does not fit ours; `differences` maps each field to (ours, theirs)."""
+    """The peer's KV cache does not fit ours; `differences` maps each field to (ours, theirs).
+
+    The message lists the first fields: two models that have nothing in common differ in hundreds.
+    """
 
     def __init__(self, peer: str, differences: dict[str, tuple[object, object]]) -> None:
         self.peer = peer
         self.differences = differences
         listed = "; ".join(
             f"{name}: ours {ours!r}, theirs {theirs!r}"
-            for name, (ours, theirs) in differences.items()
+            for name, (ours, theirs) in islice(differences.items(), MAX_LISTED_FIELDS)
         )
-        super().__init__(f"peer {peer} is not compatible: {listed}")
+        unlisted = len(differences) - MAX_LISTED_FIELDS
+        more = f"; and {unlisted} more fields" if unlisted > 0 else ""
+        super().__init__(f"peer {peer} is not compatible: {listed}{more}")
 
 
 class InvalidTicket(RemoteProtocolError):

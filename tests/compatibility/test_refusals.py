@@ -2,6 +2,7 @@
 values, and that compatible ones are accepted.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,8 +65,10 @@ def test_engines_of_one_cache_dtype_understand_each_other(
         assert d.finished["b"].num_cached_tokens == len(PROMPT) - 1
 
 
-def other_model(directory: Path, **settings: Any) -> dict[str, Any]:
+def other_model(directory: Path, config: dict[str, Any], **settings: Any) -> dict[str, Any]:
     make_model(directory / "other", **settings)
+    path = directory / "other" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return {"model": directory / "other"}
 
 
@@ -83,7 +86,12 @@ def other_model(directory: Path, **settings: Any) -> dict[str, Any]:
             "cache_dtype: ours 'float32', theirs 'float8_e4m3fn'",
         ),
         ("`--dtype`", {"dtype": "float16"}, "dtype: ours 'float32', theirs 'float16'"),
-        ("weights", {"seed": 7}, "model: ours .*, theirs .*"),
+        ("weights", {"seed": 7}, "weights: ours .*, theirs .*"),
+        (
+            "a setting of config.json",
+            {"config": {"rms_norm_eps": 0.01}},
+            "config.rms_norm_eps: ours 1e-06, theirs 0.01",
+        ),
         (
             "model",
             {"family": "llama"},
@@ -102,7 +110,9 @@ def test_other_differences_are_refused_by_name(
 ) -> None:
     ours = replace(options, block_size=32)
     is_model = not changes.keys() <= {"block_size", "kv_cache_dtype", "dtype"}
-    theirs = replace(ours, **(other_model(tmp_path, **changes) if is_model else changes))
+    theirs = replace(
+        ours, **(other_model(tmp_path, **{"config": {}, **changes}) if is_model else changes)
+    )
     with engines(tmp_path, p=(theirs, EXTRA), d=(ours, EXTRA)) as (p, d):
         error = fetch(p, d)
         assert error is not None

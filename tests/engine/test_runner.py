@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.ranks import GREEDY, one_rank
 
+from kvferry.connectors.contract import ModelIdentity
 from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.messages import SamplingParams, SequenceSlice
 from kvferry.engine.options import EngineOptions
@@ -157,19 +158,18 @@ def test_another_revision_of_the_weights_has_another_identity(
     config = json.loads((options.model / "config.json").read_bytes())
     tensors = load_file(options.model / "model.safetensors")
 
-    def identity_of_copy(**changes: object) -> str:
+    def identity_of_copy(**changes: object) -> ModelIdentity:
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         save_file(tensors, tmp_path / "model.safetensors")
         with one_rank(copy) as runner:
-            return runner.identity().fingerprint
+            return runner.identity()
 
-    assert (
-        identity_of_copy(transformers_version="9.9", _name_or_path="elsewhere")
-        == identity.fingerprint
-    )
-    assert identity_of_copy(rms_norm_eps=1e-5) != identity.fingerprint
+    assert identity_of_copy(transformers_version="9.9", _name_or_path="elsewhere") == identity
+    changed = identity_of_copy(rms_norm_eps=1e-5)
+    assert changed == replace(identity, settings={**identity.settings, "config.rms_norm_eps": 1e-5})
+    assert changed != identity
     tensors["model.layers.3.mlp.up_proj.weight"][17, 3] += 0.5
-    assert identity_of_copy() != identity.fingerprint
+    assert identity_of_copy() == replace(identity, weights=identity_of_copy().weights) != identity
 
 
 def test_closing_twice_is_harmless_and_use_before_loading_is_a_bug(options: EngineOptions) -> None:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
@@ -13,9 +13,13 @@ from kvferry.protocol.handshake import (
     answer,
     candidate_transports,
     check_reply,
+    named_factors,
 )
 from kvferry.protocol.messages import (
+    MAX_FACTOR_CHARS,
+    MAX_FACTORS,
     WIRE_VERSION,
+    Factor,
     HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
@@ -25,7 +29,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.types import EngineId, Epoch
 
-FACTORS: dict[str, str | int | bool] = {"dtype": "float32", "num_layers": 4, "model": "abc"}
+FACTORS: dict[str, Factor] = {"dtype": "float32", "num_layers": 4, "model": "abc"}
 ENGINE, EPOCH = EngineId("p"), Epoch("e1")
 
 
@@ -84,6 +88,80 @@ def test_different_factors_are_named_with_both_values_before_the_layout_is_looke
     ) as caught:
         check_reply(reply, FACTORS | {"num_layers": 5, "rope": "yarn"}, ENGINE, EPOCH, 0)
     assert caught.value.differences == {"num_layers": (5, 4), "rope": ("yarn", None)}
+
+
+def test_a_refusal_of_another_model_lists_the_first_fields_only() -> None:
+    reply = msgspec.structs.replace(
+        ask(serve(r0=make_layout())), factors={f"f{number:03}": number for number in range(100)}
+    )
+    with pytest.raises(IncompatiblePeer, match=r"f000: ours None.*; and 92 more fields$"):
+        check_reply(reply, {}, ENGINE, EPOCH, 0)
+
+
+def test_settings_are_factors_under_their_own_names() -> None:
+    assert named_factors(
+        "config.",
+        {"rope": {"theta": 10000.0, "factors": (1, 2.0)}, "eps": 1e-6, "tied": True, "scale": None},
+    ) == {
+        "config.rope.theta": 10000,
+        "config.rope.factors": "[1,2]",
+        "config.eps": 1e-6,
+        "config.tied": True,
+        "config.scale": "null",
+    }
+
+
+def test_a_long_setting_is_cut_but_not_mistaken_for_another() -> None:
+    one, other = (named_factors("", {"layers": ["x"] * 1000 + [end]}) for end in "ab")
+    assert one != other
+    assert len(str(one["layers"])) <= MAX_FACTOR_CHARS
+
+
+def test_an_object_of_many_settings_is_one_factor() -> None:
+    one, other = (
+        named_factors("", {"quantised": {f"layer{n}": bits for n in range(1000)}})
+        for bits in (4, 8)
+    )
+    assert list(one) == list(other) == ["quantised"]
+    assert one != other
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_whatever_a_configuration_holds_fits_into_a_reply(config: dict[str, object]) -> None:
+    factors = named_factors("config.", config)
+    served = ServedEngine(ENGINE, EPOCH, factors, {0: codec.encode_layout(make_layout())})
+    assert check_reply(ask(served), factors, ENGINE, EPOCH, 0) == make_layout()
+
+
+def test_a_configuration_with_thousands_of_settings_fits_into_a_reply() -> None:
+    config: dict[str, object] = {f"setting{n}": n for n in range(5000)}
+    factors = named_factors("config.", config)
+    assert list(factors) == ["config.*"]
+    assert factors != named_factors("config.", config | {"setting77": 78})
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {f"f{number}": 1 for number in range(MAX_FACTORS + 1)},
+        {"f" * (MAX_FACTOR_CHARS + 1): 1},
+        {"f": "x" * (MAX_FACTOR_CHARS + 1)},
+        {"f": [1]},
+    ],
+    ids=["too many", "name too long", "text too long", "a list"],
+)
+def test_factors_beyond_their_bounds_are_refused(factors: dict[str, Factor]) -> None:
+    reply = msgspec.structs.replace(ask(serve(r0=make_layout())), factors=factors)
+    with pytest.raises(RemoteProtocolError):
+        codec.decode(codec.encode(reply))
 
 
 def test_factors_are_not_compared_when_the_operator_says_so() -> None:

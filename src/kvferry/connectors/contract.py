@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
     from kvferry.events import TransferTimes
+    from kvferry.protocol.messages import Factor
     from kvferry.transports.base import CacheMemory, TransportKit
 
 __all__ = [
@@ -205,8 +206,8 @@ class ModelIdentity:
     """The properties that decide whether the KV of two engines is interchangeable."""
 
     architecture: str
-    fingerprint: str
-    """Hash of the configuration and the weights; differs between revisions and quantisations."""
+    weights: str
+    """Hash of samples of every tensor; differs between revisions and quantisations."""
     num_layers: int
     total_kv_heads: int
     head_dim: int
@@ -215,6 +216,8 @@ class ModelIdentity:
     """The owner of the byte arrangement within a block: caches of equal shape from two attention
     kernels are not interchangeable.
     """
+    settings: Mapping[str, "Factor"] = field(default_factory=dict)
+    """Every other setting that changes the bytes of KV, by name (`handshake.named_factors`)."""
 
 
 @dataclass(frozen=True, slots=True)

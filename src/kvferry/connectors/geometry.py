@@ -58,13 +58,14 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict
     model = config.model
     return {
         "architecture": model.architecture,
-        "model": model.fingerprint,
+        "weights": model.weights,
         "num_layers": model.num_layers,
         "num_kv_heads": model.total_kv_heads,
         "head_dim": model.head_dim,
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
         "cache_format": model.cache_format,
+        **model.settings,
     }
 
 

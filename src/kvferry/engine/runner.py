@@ -5,9 +5,7 @@ connector. Not thread-safe: one thread of the rank's process makes every call. `
 decides which engines may share KV.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 
 import torch
 
@@ -34,6 +32,7 @@ from kvferry.engine.model.transformer import LayerHooks, Model
 from kvferry.engine.model.weights import choose_precision, load_weights
 from kvferry.engine.options import EngineOptions, EngineSetup
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.protocol.handshake import named_factors
 from kvferry.transports.base import CacheMemory, TransportKit
 
 __all__ = ["LayerHooks", "Runner", "Worker", "connector_config", "model_identity"]
@@ -46,22 +45,21 @@ COSMETIC_KEYS = ("_name_or_path", "transformers_version")
 def model_identity(config: ModelConfig, options: EngineOptions) -> ModelIdentity:
     """Return the identity of a model; engines with equal identities may use each other's KV.
 
-    The fingerprint hashes config.json in canonical form (without its cosmetic keys) and
-    `Checkpoint.digest`, which reads the headers of the weight files and samples of the weights.
+    Compared are every setting of config.json, except the cosmetic ones, and `Checkpoint.digest`,
+    which reads the headers of the weight files and samples of the weights.
     """
     checkpoint = open_checkpoint(config.directory)
     settings = read_json_object(config.directory / "config.json")
     kept = {key: value for key, value in settings.items() if key not in COSMETIC_KEYS}
-    digest = blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-    digest.update(checkpoint.digest().encode())
     precision = choose_precision(options, config.dtype, checkpoint.size_bytes)
     return ModelIdentity(
         architecture=config.architecture,
-        fingerprint=digest.hexdigest(),
+        weights=checkpoint.digest(),
         num_layers=config.num_layers,
         total_kv_heads=config.attention.num_kv_heads,
         head_dim=config.attention.head_dim,
         dtype=str(precision.weights).removeprefix("torch."),
+        settings=named_factors("config.", kept),
     )
 
 

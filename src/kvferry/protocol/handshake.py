@@ -3,16 +3,20 @@
 The producer's side channel answers from the layouts reported by the producer's workers. The
 consumer compares the compatibility factors first (`connectors/geometry.py` lists them) and decodes
 the layout second; IncompatiblePeer names each differing field with both values. Then the consumer
-lists the transports to try. Pure.
+lists the transports to try. `named_factors` makes factors of a model's settings. Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
 
 import msgspec
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import (
+    MAX_FACTOR_CHARS,
+    MAX_FACTORS,
     WIRE_VERSION,
     Factor,
     HandshakeRefused,
@@ -24,7 +28,14 @@ from kvferry.protocol.messages import (
 )
 from kvferry.types import EngineId, Epoch
 
-__all__ = ["ServedEngine", "TransportChoice", "answer", "candidate_transports", "check_reply"]
+__all__ = [
+    "ServedEngine",
+    "TransportChoice",
+    "answer",
+    "candidate_transports",
+    "check_reply",
+    "named_factors",
+]
 
 MAX_OFFERS = 16
 
@@ -140,9 +151,76 @@ def _differences(
     ours: Mapping[str, Factor], theirs: Mapping[str, Factor]
 ) -> dict[str, tuple[object, object]]:
     # A factor that only one side has counts as a difference.
-    names = sorted(set(ours) | set(theirs))
+    names = sorted(ours.keys() | theirs.keys())
     return {
         name: (ours.get(name), theirs.get(name))
         for name in names
         if ours.get(name) != theirs.get(name)
     }
+
+
+# -- factors of settings --
+# Every setting of a model is a factor under its own name, so that a refusal names the setting. A
+# reply is bounded (`MAX_FACTORS`, `MAX_FACTOR_CHARS`), whatever a configuration contains.
+
+
+MAX_NESTED_SETTINGS = 128
+"""A nested object with more settings, such as a list of quantised layers, is one factor."""
+
+
+def named_factors(prefix: str, settings: Mapping[str, object]) -> dict[str, Factor]:
+    """Return one factor per setting, named by `prefix` and the setting's dotted path.
+
+    Equal numbers give equal factors, whether written as 10000 or 10000.0. Long texts are cut, and
+    end with a digest of the whole text.
+    """
+    factors: dict[str, Factor] = {}
+    for name, value in settings.items():
+        leaves = list(_leaves(prefix + name, _canonical(value)))
+        if len(leaves) > MAX_NESTED_SETTINGS:
+            leaves = [(prefix + name, _canonical(value))]
+        factors.update((_cut(path), _factor(leaf)) for path, leaf in leaves)
+    # The factors of an engine come from several sets of settings.
+    if len(factors) <= MAX_FACTORS // 3:
+        return factors
+    return {f"{prefix}*": _factor(_canonical(settings))}
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for name, part in value.items():
+        yield from _leaves(f"{path}.{name}", part)
+
+
+def _canonical(value: object) -> object:
+    """The value with text keys, lists instead of tuples, and whole numbers as integers. Numbers
+    that messages cannot carry, or that are not equal to themselves, become text.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): _canonical(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, float) and not value.is_integer():
+        return value if isfinite(value) else str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value) if abs(value) < 1 << 63 else str(value)
+    return value
+
+
+def _factor(value: object) -> Factor:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _cut(value)
+    return _cut(msgspec.json.encode(value, enc_hook=str, order="sorted").decode())
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_FACTOR_CHARS:
+        return text
+    digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+    return f"{text[: MAX_FACTOR_CHARS // 2]}… digest {digest}"

@@ -19,6 +19,7 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
        WriteFailed, Revoke, Revoked
     6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
     7  messages and fields renamed; entries 1 to 6 use the new names
+    8  `factors` names every setting of the model instead of one hash, and is bounded
 """
 
 from typing import Annotated, TypeVar
@@ -29,6 +30,8 @@ from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 
 __all__ = [
+    "MAX_FACTORS",
+    "MAX_FACTOR_CHARS",
     "MAX_LEASES_PER_HEARTBEAT",
     "MAX_MESSAGE_BYTES",
     "MAX_NAME_CHARS",
@@ -70,9 +73,12 @@ __all__ = [
 ]
 
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
-Factor = str | int | bool
+MAX_FACTORS = 2048
+MAX_FACTOR_CHARS = 256
+FactorText = Annotated[str, msgspec.Meta(max_length=MAX_FACTOR_CHARS)]
+Factor = FactorText | int | float | bool
 """The value of one compatibility factor: compared for equality, shown in errors."""
 
 
@@ -109,7 +115,7 @@ class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
     wire_version: int
     engine: str
     epoch: str
-    factors: dict[str, Factor]
+    factors: Annotated[dict[FactorText, Factor], msgspec.Meta(max_length=MAX_FACTORS)]
     layout: msgspec.Raw
 
 

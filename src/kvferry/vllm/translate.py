@@ -22,17 +22,17 @@ from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
-    ModelIdentity,
     ParallelConfig,
     RequestStatus,
 )
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.transports.registry import ConfiguredTransportKit
-from kvferry.vllm.compatibility import layer_specs, release
+from kvferry.vllm.compatibility import layer_specs
+from kvferry.vllm.factors import model_identity
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
-from kvferry.vllm.weights import sample_adapter, sample_weights
+from kvferry.vllm.weights import sample_adapter
 
 __all__ = [
     "BlocksView",
@@ -241,7 +241,7 @@ def connector_config(
     secret.check_reach(side_channel)
     return ConnectorConfig(
         kv_transfer=transfer,
-        model=_identity(vllm_config, attention_backends),
+        model=model_identity(vllm_config, attention_backends),
         parallel=ParallelConfig(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         side_channel=side_channel,
         secret=secret.key,
@@ -276,57 +276,14 @@ def _side_channel(vllm_config: Any) -> SideChannelConfig:
     )
 
 
-def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
-    model = vllm_config.model_config
-    facts = {
-        "config": _without_paths(model.hf_config.to_dict()),
-        "quantization": model.quantization,
-    }
-    # Only the identities that workers report are compared, so the scheduler does not read the
-    # weights.
-    facts |= {"weights": _weights(vllm_config)} if attention_backends else {}
-    digest = hashlib.blake2b(
-        json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
-    ).hexdigest()
-    return ModelIdentity(
-        architecture=",".join(model.hf_config.architectures or []),
-        fingerprint=digest,
-        num_layers=model.get_total_num_hidden_layers(),
-        total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        head_dim=model.get_head_size(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        cache_format=f"vllm {release()} {attention_backends}",
-    )
-
-
-def _weights(vllm_config: Any) -> str:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        return f"dummy {model.seed}"
-    return sample_weights(model.model, model.revision, load.download_dir)
-
-
-def _without_paths(config: Any) -> Any:
-    """The configuration without paths at any depth: a model's path differs between hosts."""
-    if isinstance(config, dict):
-        return {
-            str(name): _without_paths(value)
-            for name, value in config.items()
-            if name != "_name_or_path"
-        }
-    return (
-        [_without_paths(value) for value in config] if isinstance(config, list | tuple) else config
-    )
-
-
 def _cache_dtype(vllm_config: Any) -> str:
     """The name of the cache dtype, with `auto` resolved to the model's dtype."""
     requested = str(vllm_config.cache_config.cache_dtype)
-    return (
-        str(vllm_config.model_config.dtype).removeprefix("torch.")
-        if requested == "auto"
-        else requested
-    )
+    aliases = {
+        "auto": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "fp8": "fp8_e4m3",
+    }
+    return aliases.get(requested, requested)
 
 
 def _layout(kv_cache_config: Any) -> str:

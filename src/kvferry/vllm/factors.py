@@ -1,0 +1,268 @@
+"""What decides whether the KV of two vLLM engines is interchangeable: the model's identity.
+
+The same tokens must give the same keys and values in both engines. So every setting of the model's
+configuration is compared, and every option of vLLM that changes what the model computes. Options
+that only change how fast, in which order or with which rounding vLLM computes it are not compared.
+docs/decisions/045-what-changes-kv.md goes through all options of vLLM and says why.
+
+Reads the configuration, the weight files and the files of a multimodal processor.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.connectors.contract import ModelIdentity
+from kvferry.protocol.handshake import named_factors
+from kvferry.protocol.messages import Factor
+from kvferry.vllm.compatibility import release
+from kvferry.vllm.weights import find_model, sample_weights
+from vllm import envs
+
+__all__ = ["COMPARED_OPTIONS", "COMPARED_VARIABLES", "model_identity"]
+
+
+COMPARED_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "model_config": (
+        "quantization",
+        "quantization_config",
+        "model_class_overrides",
+        "code_revision",
+    ),
+    "cache_config": ("kv_cache_dtype_skip_layers",),
+    "attention_config": (
+        "backend_per_kind",
+        "disable_flashinfer_q_quantization",
+        "indexer_kv_dtype",
+        "use_non_causal",
+        "use_prefill_query_quantization",
+    ),
+    "diffusion_config": ("canvas_length", "max_denoising_steps"),
+    "multimodal_config": (
+        "media_io_kwargs",
+        "mm_encoder_attn_dtype",
+        "mm_processor_kwargs",
+        "video_pruning_method",
+        "video_pruning_rate",
+    ),
+}
+"""Options that are compared as they are, by vLLM's configuration object. `model_identity` compares
+the others that matter in a form of their own.
+"""
+COMPARED_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+)
+"""Environment variables that quantise activations, replace the routing of experts or arrange the
+bytes of a block.
+"""
+ORIGIN_KEYS = ("_commit_hash", "_name_or_path", "transformers_version")
+"""Keys that name the origin of a configuration, at any depth."""
+IRRELEVANT_KEYS = (
+    *ORIGIN_KEYS,
+    # The name of the remote code depends on whether the model was named by path or by hub name.
+    "auto_map",
+    # Compared in their resolved form, as `architecture` and `dtype`.
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    # MiniMax M2 stores the option here, where it sizes a table; see `_length_factors`.
+    "max_model_len",
+    # How generation starts and ends.
+    "bos_token_id",
+    "eos_token_id",
+    "tokenizer_class",
+    # Training, and the outputs of Transformers.
+    "attention_dropout",
+    "chunk_size_feed_forward",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+)
+"""Keys of a model's configuration that do not change KV."""
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def model_identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
+    """The identity of the engine's model. Only workers know the `attention_backends`, and only the
+    identities that workers report are compared: the scheduler's has no weights and no settings.
+    """
+    model = vllm_config.model_config
+    is_worker = bool(attention_backends)
+    return ModelIdentity(
+        architecture=model.architecture,
+        weights=_weights(vllm_config) if is_worker else "",
+        num_layers=model.get_total_num_hidden_layers(),
+        total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        dtype=_dtype_name(model.dtype),
+        cache_format=f"vllm {release()} {attention_backends}",
+        settings=_settings(vllm_config) if is_worker else {},
+    )
+
+
+def _weights(vllm_config: Any) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        # vLLM fills every rank's part of a tensor with the same random numbers.
+        return f"dummy tp_size {vllm_config.parallel_config.tensor_parallel_size}"
+    name = model.model_weights or model.model
+    return sample_weights(name, model.revision, load.download_dir, load.load_format)
+
+
+def _settings(vllm_config: Any) -> dict[str, Factor]:
+    model = vllm_config.model_config
+    return {
+        **named_factors("config.", _configuration(model.hf_config)),
+        **named_factors("", _options(vllm_config)),
+        **named_factors("", {name: getattr(envs, name) for name in COMPARED_VARIABLES}),
+        **_length_factors(model),
+        **_lora_factors(vllm_config),
+        **_processor_factors(vllm_config),
+    }
+
+
+def _configuration(config: Any) -> dict[str, object]:
+    """The settings of a Hugging Face configuration, as vLLM changed it, without irrelevant keys.
+
+    A declared setting that is None counts as absent, because another version of Transformers may
+    not declare it. An undeclared one counts: code may have another default for it.
+    """
+    declared = {field.name for field in fields(config)} if is_dataclass(config) else set()
+    settings = {}
+    for name, value in config.to_dict().items():
+        part = getattr(config, name, None)
+        is_section = isinstance(value, dict) and hasattr(part, "model_type")
+        if name not in IRRELEVANT_KEYS and not (value is None and name in declared):
+            settings[name] = _configuration(part) if is_section else _without_origin(value)
+    return settings
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            str(name): _without_origin(part)
+            for name, part in value.items()
+            if name not in ORIGIN_KEYS
+        }
+    return [_without_origin(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _options(vllm_config: Any) -> dict[str, object]:
+    options: dict[str, object] = {"additional_config": vllm_config.additional_config}
+    for name, compared in COMPARED_OPTIONS.items():
+        owner = vllm_config.model_config if name == "multimodal_config" else vllm_config
+        config = getattr(owner, name)
+        for option in compared if config is not None else ():
+            value = getattr(config, option)
+            options[option] = (
+                asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            )
+    return options
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- options that are compared in a form of their own --
+
+
+LENGTH_SIZES_ROPE = ("CohereCompass", "MiniMaxM2", "Plamo3")
+"""Architectures that pass `max_model_len` on as the largest position of their rotary embedding."""
+LENGTH_BOUNDS_IMAGES = ("Dots3Note", "NemotronH_")
+"""Architectures whose processor cuts images or videos to what `max_model_len` has room for."""
+LLAMA4_LONG_TOKENS = 32768
+
+
+def _length_factors(model: Any) -> dict[str, Factor]:
+    """`max_model_len`, as far as the model's KV depends on it.
+
+    For most models the option only limits requests. LongRoPE has two tables of frequencies, and
+    vLLM chooses by this option, once for all requests.
+    """
+    # With `--max-model-len auto`, vLLM shortens the option after it has built the model.
+    is_auto = model.original_max_model_len == -1
+    length = model.get_and_verify_max_len(-1) if is_auto else model.max_model_len
+    architecture = model.architecture
+    ropes = list(_ropes(_configuration(model.hf_config)))
+    kinds = {rope["rope_type"] for rope in ropes}
+    if architecture.startswith("Llama4"):
+        chosen = {**model.try_get_generation_config(), **model.override_generation_config}
+        is_tuned = chosen.get("attn_temperature_tuning", length > LLAMA4_LONG_TOKENS)
+        return {"attn_temperature_tuning": bool(is_tuned)}
+    if architecture.startswith(LENGTH_BOUNDS_IMAGES) or (
+        architecture.startswith(LENGTH_SIZES_ROPE) and kinds & {"dynamic", "longrope"}
+    ):
+        return {"max_model_len": length}
+    limits = {
+        rope["original_max_position_embeddings"]
+        for rope in ropes
+        if rope["rope_type"] == "longrope"
+    }
+    compared = [
+        f"more than {limit}" if length > limit else f"at most {limit}" for limit in sorted(limits)
+    ]
+    return {"max_model_len": ", ".join(compared)} if compared else {}
+
+
+def _ropes(settings: Any) -> Iterator[Mapping[str, Any]]:
+    """Every set of rope parameters in a configuration; models may have one per kind of layer."""
+    if isinstance(settings, dict):
+        if "rope_type" in settings:
+            yield settings
+        for part in settings.values():
+            yield from _ropes(part)
+
+
+def _lora_factors(vllm_config: Any) -> dict[str, Factor]:
+    """How adapters are applied. An engine without LoRA has vLLM's defaults: it can exchange the KV
+    of the base model with an engine that has LoRA.
+    """
+    lora, dtype = vllm_config.lora_config, vllm_config.model_config.dtype
+    settings = {
+        "lora_dtype": _dtype_name(lora.lora_dtype) if lora and lora.lora_dtype != dtype else "auto",
+        "lora_target_modules": sorted(lora.target_modules or ["all"]) if lora else ["all"],
+        "enable_tower_connector_lora": bool(lora and lora.enable_tower_connector_lora),
+    }
+    return named_factors("", settings)
+
+
+def _processor_factors(vllm_config: Any) -> dict[str, Factor]:
+    """The settings of a multimodal model's processor: the files beside the weights, and the scales
+    of a quantised encoder.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if model.multimodal_config is None:
+        return {}
+    folder = find_model(model.model, model.revision, load.download_dir)
+    paths = [folder / name for name in PROCESSOR_FILES] if folder is not None else []
+    settings = {
+        path.name: _without_origin(json.loads(path.read_bytes()))
+        for path in paths
+        if path.is_file()
+    }
+    scales = model.multimodal_config.mm_encoder_fp8_scale_path
+    if scales is not None:
+        settings["mm_encoder_fp8_scale_path"] = Path(scales).read_text()
+    return named_factors("", settings)
