@@ -252,7 +252,7 @@ def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
     legs.begin(ticket)
     legs.compute(ticket, [*TOKENS[:9], 7])
     legs.freed_p()
-    assert "another prompt: 8 tokens are known to be the same, but 10 are needed" in legs.failure()
+    assert "8 tokens are known to be the same, but 10 are needed" in legs.failure()
     assert legs.has_arrived([], [])
 
 

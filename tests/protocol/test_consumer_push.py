@@ -229,8 +229,8 @@ def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, sha
     consumer.start(R1, [[5, 6, 7]], range(0, end), now=0)
     offer(consumer, ticket(), "T1", now=1)
     assert failures(consumer) == [
-        f"the prefill was of another prompt: {shared} tokens are known to be the same, but {end} "
-        "are needed"
+        f"the prefill was of another prompt or of other weights: {shared} tokens are known to be "
+        f"the same, but {end} are needed"
     ]
     assert of(consumer.take_actions(), StartRead) == []
 

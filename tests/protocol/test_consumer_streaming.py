@@ -227,7 +227,8 @@ def test_a_shorter_prompt_than_ours_is_not_waited_for() -> None:
     )
     consumer.offered(CONTROL, READER, short, "T1", 3, 0)
     assert failures(consumer) == [
-        "the prefill was of another prompt: 0 tokens are known to be the same, but 16 are needed"
+        "the prefill was of another prompt or of other weights: 0 tokens are known to be the same, "
+        "but 16 are needed"
     ]
 
 

@@ -170,8 +170,8 @@ def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
         ({"needed_from": [0, 0]}, "the write grant names other groups than it has blocks for"),
         (
             {"tokens": fingerprint(range(1, 9), 4, "")},
-            "the prefill was of another prompt: 0 tokens are known to be the same, but 8 are "
-            "needed",
+            "the prefill was of another prompt or of other weights: 0 tokens are known to be the "
+            "same, but 8 are needed",
         ),
     ],
 )

@@ -48,10 +48,12 @@ def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
 @pytest.fixture(scope="session")
 def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
     for_p, for_d, _ = documented("On one host")
+    # vLLM then serves the pages that replace weights and reset caches.
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}
     with Fleet(tmp_path_factory.mktemp("trio"), model) as fleet:
         p, d = (
-            fleet.vllm("prefill", transfer=for_p.transfer),
-            fleet.vllm("decode", transfer=for_d.transfer, cores="1"),
+            fleet.vllm("prefill", transfer=for_p.transfer, environment=dev_mode),
+            fleet.vllm("decode", transfer=for_d.transfer, cores="1", environment=dev_mode),
         )
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)

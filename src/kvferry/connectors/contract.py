@@ -481,6 +481,10 @@ class KVConnectorBase_V1(ABC):
         """Drop all cached KV. False if dropping failed."""
         return None
 
+    def set_weights_version(self, version: str) -> None:
+        """kvferry only. Exchange KV only with engines whose weights have this version."""
+        return None
+
     # -- worker --
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:

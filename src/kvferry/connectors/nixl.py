@@ -120,6 +120,13 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def reclaim_blocks(self, num_blocks: int) -> None:
         self._scheduler.reclaim_blocks(num_blocks)
 
+    def reset_cache(self) -> bool | None:
+        self._scheduler.reset_cache()
+        return None
+
+    def set_weights_version(self, version: str) -> None:
+        self._scheduler.set_weights_version(version)
+
     def is_load_optional(self, request_id: str) -> bool:
         return self._scheduler.is_load_optional(request_id)
 

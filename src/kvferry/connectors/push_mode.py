@@ -111,6 +111,13 @@ class PrefillStreams:
         self._published.pop(request, None)
         return self._streams.pop(request, None)
 
+    def clear(self) -> list[PrefillStream]:
+        """Remove and return all streams."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._published.clear()
+        return streams
+
     def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
         """Remove and return the published streams whose blocks the engine has taken away.
 
@@ -437,6 +444,12 @@ class PushMode:
 
     def end_lease(self, request: RequestId) -> None:
         self._published.pop(self._match_ids.pop(request, ""), None)
+
+    def drop_prefill_legs(self, reason: str) -> list[WorkerCommand]:
+        return [
+            FailPush(RequestId(stream.request.request_id), stream.match_id, reason)
+            for stream in self._streams.clear()
+        ]
 
     def _match_id(self, role: PrefillForPeer) -> str:
         """The match id of a valid push ticket. Empty without a valid ticket: then the legs are

@@ -72,6 +72,7 @@ from kvferry.worker.commands import (
     RejectLoad,
     ReleaseTicket,
     RetainTurn,
+    RevokeLease,
     SkipLoad,
     StartLoad,
     WorkerCommand,
@@ -80,6 +81,10 @@ from kvferry.worker.side_channel import EndedTurn, SideChannel
 
 __all__ = ["NixlConnectorScheduler"]
 
+
+_WEIGHTS_CHANGED = (
+    "this engine's weights may have changed since the request arrived; send the request again"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +108,9 @@ class NixlConnectorScheduler:
         self._loads = LoadTable()
         self._held = HeldBlocks()
         self._retained = RetainedTurns()
+        self._live: set[RequestId] = set()
+        self._outdated: set[RequestId] = set()
+        """Live requests that arrived before the last reset: their KV may be of older weights."""
         self._commands: list[WorkerCommand] = []
         self._side_channel: SideChannel | None = None
         self._stats = TransferStats()
@@ -161,13 +169,14 @@ class NixlConnectorScheduler:
     # -- consumer --
 
     def on_new_request(self, request: Request) -> None:
+        self._live.add(RequestId(request.request_id))
         role = read_params(request.kv_transfer_params)
         match role:
             case LoadFromPeer() if not self._config.kv_transfer.is_kv_consumer:
                 # An engine protects blocks against early reuse while bytes may arrive only if its
                 # role is consumer.
                 self._refuse(
-                    request,
+                    RequestId(request.request_id),
                     "the kv_role of this engine does not allow it to load KV from a peer; start "
                     "the engine with kv_role kv_both or kv_consumer",
                 )
@@ -178,14 +187,14 @@ class NixlConnectorScheduler:
                 # Computing the prefill and issuing no ticket would hide the mistake: the decode
                 # side would compute every such prompt a second time.
                 self._refuse(
-                    request,
+                    RequestId(request.request_id),
                     "the kv_role of this engine does not allow it to prefill for a peer; start "
                     "the engine with kv_role kv_both or kv_producer",
                 )
             case PrefillForPeer(ticket=text) if text is not None:
                 self._take_retained_turn(request, text)
             case BadParams(reason):
-                self._refuse(request, reason)
+                self._refuse(RequestId(request.request_id), reason)
         if isinstance(role, PrefillForPeer):
             self._mode.add_prefill_leg(request, role)
 
@@ -292,6 +301,8 @@ class NixlConnectorScheduler:
             self._commands.append(AbortLoad(request_id))
         role = read_params(request.kv_transfer_params)
         params = self._hold_blocks(request, role, block_ids)
+        self._live.discard(request_id)
+        self._outdated.discard(request_id)
         if isinstance(role, PrefillForPeer):
             self._commands += self._mode.finish_prefill_leg(request, role, params)
         return params is not None, params
@@ -326,6 +337,7 @@ class NixlConnectorScheduler:
         if (
             num_tokens == 0
             or self._issuer.address is None
+            or request_id in self._outdated
             or not self._config.kv_transfer.is_kv_producer
         ):
             return None
@@ -389,6 +401,31 @@ class NixlConnectorScheduler:
     def has_pending_block_frees(self) -> bool:
         return self._retained.has_evicting
 
+    def reset_cache(self) -> None:
+        """Drop all KV, because the engine's weights may have changed. No request that is live now
+        loads KV from a peer or offers its KV to one.
+        """
+        self._outdated |= self._live
+        for request, offer in self._loads.withdraw_all().items():
+            if offer.unchecked_ticket:
+                self._commands.append(PrepareLoad(request, offer.unchecked_ticket))
+            self._commands.append(SkipLoad(request))
+            if not offer.is_optional:
+                self._refuse(request, _WEIGHTS_CHANGED)
+        for request in self._loads.loading:
+            self._commands.append(AbortLoad(request, _WEIGHTS_CHANGED))
+            # The load may end before the command arrives. The engine then starts over.
+            if not self._loads.is_optional(request):
+                self._refuse(request, _WEIGHTS_CHANGED)
+        for request in (*self._held.requests, *self._retained.evict_all()):
+            self._commands.append(RevokeLease(request))
+        self._commands += self._mode.drop_prefill_legs(
+            "the prefill side's weights may have changed while it computed the prompt"
+        )
+
+    def set_weights_version(self, version: str) -> None:
+        self._issuer.weights = version
+
     def _end_lease(self, request: RequestId) -> None:
         """Process the end of a lease, which has ended on every rank."""
         turn_id = self._retained.end(request)
@@ -440,7 +477,7 @@ class NixlConnectorScheduler:
             case LoadByTicket(text):
                 self._take_ticket(request, text)
             case LoadRefusal(reason):
-                self._refuse(request, reason)
+                self._refuse(RequestId(request.request_id), reason)
             case LoadPlan(commands, offer):
                 self._commands += commands
                 if offer is not None:
@@ -451,10 +488,14 @@ class NixlConnectorScheduler:
         try:
             ticket = self._issuer.key.open(text)
         except InvalidTicket as error:
-            self._refuse(request, str(error))
+            self._refuse(request_id, str(error))
             return
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._take_own_ticket(ticket)
+            return
+        if ticket.weights != self._issuer.weights:
+            self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
+            self._refuse(request_id, self._describe_other_weights(ticket))
             return
         matched = self._usable(
             ticket,
@@ -478,6 +519,10 @@ class NixlConnectorScheduler:
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._skip_reuse(request_id, "own", "this engine itself retains the turn")
             self._take_own_ticket(ticket)
+            return
+        if ticket.weights != self._issuer.weights:
+            self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
+            self._skip_reuse(request_id, "other_tokens", self._describe_other_weights(ticket))
             return
         matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
         matched = self._usable(ticket, matched, request.num_prompt_tokens)
@@ -547,11 +592,19 @@ class NixlConnectorScheduler:
         if ticket.epoch == self._config.epoch:
             self._commands.append(ReleaseTicket(ticket.lease, ticket.serial))
 
-    def _refuse(self, request: Request, reason: str) -> None:
+    def _describe_other_weights(self, ticket: Ticket) -> str:
+        return (
+            f"{ticket.engine} computed the KV with other weights (version "
+            f"{ticket.weights or 'of its start'}) than this engine has (version "
+            f"{self._issuer.weights or 'of its start'}); load the same weights into both engines "
+            "and reset the caches of both"
+        )
+
+    def _refuse(self, request: RequestId, reason: str) -> None:
         self._stats.count("rejected_params")
-        _log.warning("kv_transfer_params refused request=%s reason=%s", request.request_id, reason)
+        _log.warning("kv_transfer_params refused request=%s reason=%s", request, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._loads.offer(RequestId(request.request_id), LoadOffer(0, refusal=reason))
+            self._loads.offer(request, LoadOffer(0, refusal=reason))
 
 
 def _no_wakeup() -> None:

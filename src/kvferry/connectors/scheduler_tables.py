@@ -76,6 +76,17 @@ class LoadTable:
     def withdraw(self, request: RequestId) -> LoadOffer | None:
         return self._offers.pop(request, None)
 
+    def withdraw_all(self) -> dict[RequestId, LoadOffer]:
+        """Remove and return all offers, except those that only report a refusal."""
+        offers = {request: offer for request, offer in self._offers.items() if not offer.refusal}
+        for request in offers:
+            del self._offers[request]
+        return offers
+
+    @property
+    def loading(self) -> list[RequestId]:
+        return list(self._loading)
+
     def is_loading(self, request: RequestId) -> bool:
         return request in self._loading
 
@@ -134,6 +145,10 @@ class HeldBlocks:
     num_blocks: int = 0
     _held: dict[RequestId, _Held] = field(default_factory=dict)
     _families: dict[str, set[RequestId]] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> list[RequestId]:
+        return list(self._held)
 
     def hold(self, request: RequestId, num_blocks: int, family: str | None) -> None:
         self._held[request] = _Held(num_blocks, family)
@@ -217,6 +232,12 @@ class RetainedTurns:
             lacking -= turn.num_blocks
             chosen.append(request)
         return chosen
+
+    def evict_all(self) -> list[RequestId]:
+        """Evict all turns; also returns the turns already being evicted."""
+        self._evicting |= self._retained
+        self._retained.clear()
+        return list(self._evicting)
 
     def note_being_read(self, request: RequestId) -> None:
         if request in self._evicting:

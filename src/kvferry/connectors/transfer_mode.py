@@ -100,6 +100,9 @@ class TransferMode(Protocol):
     def end_lease(self, request: RequestId) -> None:
         """Note that the lease of a prefill leg has ended on every rank."""
 
+    def drop_prefill_legs(self, reason: str) -> list[WorkerCommand]:
+        """Stop the transfer of all unfinished prefill legs."""
+
 
 # -- ticket issuer --
 
@@ -120,6 +123,8 @@ class TicketIssuer:
     side channel opens.
     """
     serial: int = 0
+    weights: str = ""
+    """The version of this engine's weights; empty for the weights of its start."""
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -152,6 +157,7 @@ class TicketIssuer:
             block_runs=[runs_from_blocks(group) for group in blocks],
             tokens=tokens,
             ttl_s=self.ttl_s,
+            weights=self.weights,
         )
 
     def ticket_params(self, ticket: Ticket) -> dict[str, Any]:
@@ -217,3 +223,6 @@ class PullMode:
 
     def end_lease(self, request: RequestId) -> None:
         return None
+
+    def drop_prefill_legs(self, reason: str) -> list[WorkerCommand]:
+        return []

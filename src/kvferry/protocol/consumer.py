@@ -199,17 +199,21 @@ class Consumer:
         """
         self._leave(request, _E.SETTLED, now)
 
-    def abort(self, request: RequestId, now: float) -> None:
-        """End a request that the engine has aborted.
+    def abort(
+        self, request: RequestId, now: float, reason: str = "the request was aborted"
+    ) -> None:
+        """End a transfer whose KV the engine will not use.
 
         If the request has blocks, `TransferFailed` follows once nothing can write into the blocks.
         """
-        self._leave(request, _E.ABORTED, now)
+        self._leave(request, _E.ABORTED, now, reason)
 
-    def _leave(self, request: RequestId, event: TransferEvent, now: float) -> None:
+    def _leave(
+        self, request: RequestId, event: TransferEvent, now: float, reason: str = ""
+    ) -> None:
         transfer = self._transfers.get(request)
         if transfer is not None and (event is _E.ABORTED or not transfer.has_blocks):
-            self._context.post(transfer, event, "the request was aborted")
+            self._context.post(transfer, event, reason)
             self._process_events(now)
 
     # -- messages and completions --

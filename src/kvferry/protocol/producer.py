@@ -216,7 +216,7 @@ class Producer:
         self._leases.close(request, now)
         self._report_ended()
         if self._host_buffer_copies.failure_of(request):
-            self._revoke(request)
+            self.revoke(request)
         elif request in self._leases:
             self._host_buffer_copies.close(request, blocks)
 
@@ -281,7 +281,7 @@ class Producer:
             self._push.fail(copied.request, copied.match_id, copied.failure, now)
             self._report_ended()
         elif copied.failure:
-            self._revoke(copied.request)
+            self.revoke(copied.request)
         elif copied.publication is not None:
             self._offer(copied.request, copied.publication, now)
 
@@ -299,6 +299,12 @@ class Producer:
             pending.is_abandoned = True
         self._leases.abandon(request)
         self._report_ended()
+
+    def revoke(self, request: RequestId) -> None:
+        """End a lease even if readers are attached, because the KV is not valid."""
+        revoked = self._leases.revoke(request)
+        if revoked is not None:
+            self._note_end(revoked)
 
     def is_reading_likely(self, now: float) -> bool:
         """Return whether a reader has attached, or announced a read, within `READ_WATCH_S`."""
@@ -504,11 +510,6 @@ class Producer:
         """Report the leases that have ended because their readers left or none will come."""
         for ended in self._leases.take_ended():
             self._note_end(ended)
-
-    def _revoke(self, request: RequestId) -> None:
-        revoked = self._leases.revoke(request)
-        if revoked is not None:
-            self._note_end(revoked)
 
     def _note_end(self, ended: LeaseEnded) -> None:
         self._push.end(ended)

@@ -482,8 +482,8 @@ class PushWriter:
         shared = shared_prefix(ticket.tokens, lease.tokens)
         if shared < lease.end_token:
             raise RemoteProtocolError(
-                f"the prefill was of another prompt: {shared} tokens are known to be the same, "
-                f"but {lease.end_token} are needed"
+                f"the prefill was of another prompt or of other weights: {shared} tokens are known "
+                f"to be the same, but {lease.end_token} are needed"
             )
         tokens = next_tokens(
             writing.wanted,

@@ -554,8 +554,8 @@ def _plan_reads(
     shared = transfer.origin.shared_tokens
     if shared is not None and shared < to.tokens.stop:
         raise RemoteProtocolError(
-            f"the prefill was of another prompt: {shared} tokens are known to be the same, but "
-            f"{to.tokens.stop} are needed"
+            f"the prefill was of another prompt or of other weights: {shared} tokens are known to "
+            f"be the same, but {to.tokens.stop} are needed"
         )
     to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
     return {

@@ -74,6 +74,8 @@ class Ticket(msgspec.Struct, frozen=True):
     version: int = TICKET_VERSION
     renewal_s: float = 0.0
     """A reader must renew the lease within this many seconds; 0: within `ttl_s`."""
+    weights: str = ""
+    """The version of the weights that computed the KV; empty for those of the engine's start."""
 
     @property
     def address(self) -> Address:
@@ -207,6 +209,7 @@ def _check_ranges(ticket: Ticket) -> None:
         and ticket.host != ""
         and 0 < ticket.tp_size <= MAX_TP_SIZE
         and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_TICKET_NAME_CHARS
+        and len(ticket.weights) <= MAX_TICKET_NAME_CHARS
         and ticket.serial > 0
         and 0 < ticket.ttl_s < 1e9
         and 0 <= ticket.renewal_s < 1e9

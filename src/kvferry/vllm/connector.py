@@ -31,6 +31,7 @@ from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported, warn_if_untested
+from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
@@ -50,7 +51,7 @@ __all__ = [
     "NixlPullConnector",
     "NixlPushConnector",
     "OptionalLoadFailures",
-    "OptionalLoads",
+    "RemoteLoads",
     "log_with_vllm",
 ]
 
@@ -69,58 +70,82 @@ def log_with_vllm() -> None:
     ours.propagate = False
 
 
-# -- optional loads --
-# Loads that only save computation: if such a load fails, the engine computes the request, even if
-# vLLM's failure policy is `fail`.
+# -- loads --
+# Loads whose KV vLLM must not use, although the load has not failed for vLLM.
 #
-# vLLM has one policy for all loads. So a worker reports an optional load that failed as finished,
-# and reports the failure to the scheduler's connector separately. The scheduler's connector then
-# frees the request's blocks before vLLM looks at the request again, as vLLM itself does under the
-# policy `recompute`.
+# Optional loads only save computation: if such a load fails, the engine computes the request, even
+# if vLLM's failure policy is `fail`. vLLM has one policy for all loads. So a worker reports an
+# optional load that failed as finished, and reports the failure to the scheduler's connector
+# separately. The scheduler's connector then frees the request's blocks before vLLM looks at the
+# request again, as vLLM itself does under the policy `recompute`. The connector does the same with
+# KV of old weights that arrives after a reset.
 
 
 @dataclass(slots=True)
-class OptionalLoads:
-    """The optional loads in progress, in the process that schedules."""
+class RemoteLoads:
+    """The requests that load KV from a peer, in the process that schedules."""
 
     _loading: dict[str, Any] = field(default_factory=dict)
-    """vLLM's requests with an optional load in progress."""
-    _failed: set[str] = field(default_factory=set)
-    """Requests whose load failed on some rank; other ranks may still be loading."""
+    """vLLM's requests with a load in progress."""
+    _loaded: dict[str, Any] = field(default_factory=dict)
+    """Requests whose load has ended; vLLM may not have looked at them since."""
+    _void: set[str] = field(default_factory=set)
+    """Loads in progress whose KV must not be used; other ranks may still be loading."""
     _unannounced: list[str] = field(default_factory=list)
-    """Requests that the next step's message will announce to the workers."""
-
-    def __len__(self) -> int:
-        return len(self._loading) + len(self._failed) + len(self._unannounced)
+    """Optional loads that the next step's message will announce to the workers."""
 
     def begin(self, request: Any) -> None:
         self._loading[request.request_id] = request
-        self._unannounced.append(request.request_id)
+        # A request that was preempted since its last load may load again.
+        self._loaded.pop(request.request_id, None)
+
+    def announce_optional(self, request_id: str) -> None:
+        self._unannounced.append(request_id)
 
     def take_unannounced(self) -> tuple[str, ...]:
-        """Remove and return the requests that the workers do not know yet."""
+        """Remove and return the optional loads that the workers do not know yet."""
         unannounced, self._unannounced = tuple(self._unannounced), []
         return unannounced
 
     def note_failed(self, request_ids: Collection[str]) -> None:
-        self._failed.update(self._loading.keys() & set(request_ids))
+        """Note optional loads that failed on some rank."""
+        self._void.update(self._loading.keys() & set(request_ids))
 
-    def end(self, finished: Collection[str], manager: Any) -> set[str]:
-        """Process loads that have ended on every rank and return the failed ones. The blocks of a
-        request whose load failed are freed, and the request starts over without a load.
+    def end(self, finished: Collection[str], failed: Collection[str], manager: Any) -> set[str]:
+        """Process loads that have ended on every rank and return those whose KV must not be used.
+        `failed` are the loads that failed for vLLM, which handles their requests itself.
         """
         ended = {
             request_id: self._loading.pop(request_id)
             for request_id in self._loading.keys() & set(finished)
         }
-        failed = self._failed & ended.keys()
-        self._failed -= failed
-        for request in (ended[request_id] for request_id in failed):
-            # If the request was aborted in the meantime, vLLM frees its blocks itself.
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                manager.free(request)
-                request.num_computed_tokens = 0
-        return failed
+        void = self._void & ended.keys()
+        self._void -= void
+        for request_id, request in ended.items():
+            if request_id not in failed:
+                self._loaded[request_id] = request
+        for request_id in void & self._loaded.keys():
+            _start_over(self._loaded.pop(request_id), manager)
+        return void
+
+    def reset(self, manager: Any) -> None:
+        """Let no request use KV that was loaded for it before now."""
+        self._void.update(self._loading)
+        for request in self._loaded.values():
+            _start_over(request, manager)
+        self._loaded.clear()
+
+    def end_request(self, request_id: str) -> None:
+        self._loaded.pop(request_id, None)
+
+
+def _start_over(request: Any, manager: Any) -> None:
+    """Free the blocks of a request whose load has ended, unless vLLM has gone on with the request
+    or has aborted it.
+    """
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        manager.free(request)
+        request.num_computed_tokens = 0
 
 
 @dataclass(slots=True)
@@ -163,6 +188,8 @@ class StepMetadata(KVConnectorMetadata):
     inner: contract.KVConnectorMetadata
     optional_loads: tuple[str, ...] = ()
     """The optional loads that start in this step."""
+    weights_sample: int | None = None
+    """The number of the reset for which the workers sample their weights in this step."""
 
 
 @dataclass
@@ -172,6 +199,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     inner: contract.KVConnectorWorkerMetadata | None
     failed_loads: frozenset[str] = frozenset()
     """Optional loads that failed on this rank."""
+    weights: WeightsSample | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata)
@@ -180,7 +208,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             if self.inner is not None and other.inner is not None
             else self.inner or other.inner
         )
-        return WorkerMetadata(inner, self.failed_loads | other.failed_loads)
+        weights = (
+            self.weights.aggregate(other.weights)
+            if self.weights is not None and other.weights is not None
+            else self.weights or other.weights
+        )
+        return WorkerMetadata(inner, self.failed_loads | other.failed_loads, weights)
 
 
 @dataclass
@@ -215,10 +248,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         our_role = (
             contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         )
-        self._generation = 0
+        self._weights = WeightsVersion()
+        self._unread: dict[str, Any] = {}
+        """vLLM's requests that arrived while the version of the weights was unknown."""
+        self._loaded_weights = LoadedWeights()
+        self._weights_sample: WeightsSample | None = None
         cache = cache_config(vllm_config, kv_cache_config, formats)
         self._needs = BlockDemand(cache.block_size, len(cache.groups))
-        self._loads = OptionalLoads()
+        self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
         self._has_unreported_stats = False
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache)
@@ -259,22 +296,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler --
 
     def _view(self, request: Any) -> VllmRequestView:
-        return VllmRequestView(request, self._generation)
+        return VllmRequestView(request, self._weights.version)
 
     def reset_cache(self) -> bool | None:
-        """Start a new generation of KV. vLLM calls this when cached KV is no longer valid because
-        weights have changed.
-
-        Requests carry the generation in their cache salt, so KV is exchanged only with engines
-        whose caches were reset equally often.
+        """Drop all KV that was computed so far. vLLM calls this when cached KV is no longer valid,
+        because weights have changed or will change, and also if its own prefix cache could not be
+        reset.
         """
-        self._generation += 1
-        self._inner.reclaim_blocks(self._kv_cache_config.num_blocks)
-        _log.warning(
-            "caches were reset generation=%d: KV is now exchanged only with engines of the same "
-            "generation",
-            self._generation,
-        )
+        pool = self._kv_cache_manager.block_pool
+        # vLLM resets its prefix cache only if no block but its null block is used.
+        self._weights.reset(self._num_free_blocks == pool.num_gpu_blocks - 1)
+        self._inner.reset_cache()
+        self._inner.set_weights_version(self._weights.version)
+        self._loads.reset(self._kv_cache_manager)
+        _log.info("all KV was dropped because the caches are reset")
         return None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -282,13 +317,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs.watermark = kv_cache_manager.watermark_blocks
 
     def on_new_request(self, request: Any) -> None:
-        self._inner.on_new_request(self._view(request))
-        # Only after the inner connector has read the parameters.
+        if self._weights.is_known:
+            self._accept(request)
+        else:
+            self._unread[str(request.request_id)] = request
+        # vLLM's request keeps its own reference to the parameters.
         strip_transfer_params(request)
+
+    def _accept(self, request: Any) -> None:
+        self._inner.on_new_request(self._view(request))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._weights.note_needed()
+        if not self._weights.is_known:
+            self._needs.note_skipped()
+            return None, False
         count, is_async = self._inner.get_num_new_matched_tokens(
             self._view(request), num_computed_tokens
         )
@@ -303,8 +348,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.update_state_after_alloc(
             self._view(request), BlocksView(blocks), num_external_tokens
         )
-        if num_external_tokens and self._inner.is_load_optional(str(request.request_id)):
+        if num_external_tokens:
             self._loads.begin(request)
+            if self._inner.is_load_optional(str(request.request_id)):
+                self._loads.announce_optional(str(request.request_id))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, scheduler_output)
@@ -317,7 +364,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if lacking:
             self._inner.reclaim_blocks(lacking)
         self._needs.note_planned(scheduler_output)
-        return StepMetadata(self._inner.build_connector_meta(plan), self._loads.take_unannounced())
+        if scheduler_output.total_num_scheduled_tokens:
+            self._weights.note_needed()
+        return StepMetadata(
+            self._inner.build_connector_meta(plan),
+            self._loads.take_unannounced(),
+            self._weights.take_sample_request(),
+        )
 
     @property
     def _num_free_blocks(self) -> int:
@@ -334,28 +387,46 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         worker_metadata = connector_output.kv_connector_worker_meta
         finished = set(connector_output.finished_recving or ())
+        failed = set(connector_output.failed_recving or ())
         if worker_metadata is not None:
             self._loads.note_failed(worker_metadata.failed_loads)
-        excused = self._loads.end(finished, self._kv_cache_manager)
+            if worker_metadata.weights is not None:
+                self._take_weights_sample(worker_metadata.weights)
+        void = self._loads.end(finished, failed, self._kv_cache_manager)
         ours = contract.KVConnectorOutput(
             finished_sending=set(connector_output.finished_sending or ()),
             finished_recving=finished,
-            failed_recving=set(connector_output.failed_recving or ()) | excused,
+            failed_recving=failed | void,
             kv_connector_worker_meta=None if worker_metadata is None else worker_metadata.inner,
         )
         self._inner.update_connector_output(ours)
 
+    def _take_weights_sample(self, sample: WeightsSample) -> None:
+        if not self._weights.take_sample(sample):
+            return
+        version = self._weights.version
+        _log.info("weights sampled after a reset version=%s", version or "of the start")
+        self._inner.set_weights_version(version)
+        arrived, self._unread = self._unread, {}
+        for request in arrived.values():
+            self._accept(request)
+
+    def _end_request(self, request: Any) -> None:
+        self._needs.end(request.request_id)
+        self._unread.pop(str(request.request_id), None)
+        self._loads.end_request(str(request.request_id))
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._needs.end(request.request_id)
+        self._end_request(request)
         return self._inner.request_finished(self._view(request), null_blocks_as_holes(block_ids))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
-        self._needs.end(request.request_id)
+        self._end_request(request)
         return self._inner.request_finished_all_groups(
             self._view(request), tuple(map(null_blocks_as_holes, block_ids))
         )
@@ -381,6 +452,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         layers = {
             layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
         }
+        self._loaded_weights = LoadedWeights.find()
         self._inner.register_kv_caches(
             {layer: tensor for layer, tensor in kv_caches.items() if layer in layers}
         )
@@ -392,6 +464,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._excused.add_optional(connector_metadata.optional_loads)
+        if connector_metadata.weights_sample is not None:
+            self._weights_sample = self._loaded_weights.sample(connector_metadata.weights_sample)
         self._inner.bind_connector_metadata(connector_metadata.inner)
         # vLLM calls start_load_kv after the forward pass, where the commands would wait for a whole
         # step of this engine while a peer waits for an answer. So the commands are submitted here.
@@ -423,12 +497,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        sample, self._weights_sample = self._weights_sample, None
         worker_metadata = WorkerMetadata(
-            self._inner.build_connector_worker_meta(), self._excused.take_failed()
+            self._inner.build_connector_worker_meta(), self._excused.take_failed(), sample
         )
         return (
             worker_metadata
-            if worker_metadata.inner is not None or worker_metadata.failed_loads
+            if worker_metadata.inner is not None or worker_metadata.failed_loads or sample
             else None
         )
 
@@ -445,14 +520,13 @@ class KVFerryPushConnector(KVFerryConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._prefills = PrefillProgressTable()
 
-    def on_new_request(self, request: Any) -> None:
+    def _accept(self, request: Any) -> None:
         is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
         self._inner.on_new_request(
             VllmRequestView(
-                request, self._generation, self._prefills.add(request) if is_for_peer else None
+                request, self._weights.version, self._prefills.add(request) if is_for_peer else None
             )
         )
-        strip_transfer_params(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))

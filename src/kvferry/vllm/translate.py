@@ -83,8 +83,8 @@ class VllmRequestView:
     """A vLLM request, read through the contract's names."""
 
     request: Any
-    generation: int = 0
-    """How often the engine's caches were reset because its weights had changed."""
+    weights_version: str = ""
+    """The version of weights that replaced those of the start; see `WeightsVersion`."""
     progress: PrefillProgress | None = None
     """Set for prefill legs that are transferred while they are computed."""
 
@@ -145,9 +145,11 @@ class VllmRequestView:
             parts.append(
                 hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest()
             )
-        if not parts and not request.cache_salt and not self.generation:
+        if not parts and not request.cache_salt and not self.weights_version:
             return ""
-        return json.dumps([request.cache_salt, self.generation, bool(request.lora_request), *parts])
+        return json.dumps(
+            [request.cache_salt, self.weights_version, bool(request.lora_request), *parts]
+        )
 
     @property
     def family(self) -> str | None:

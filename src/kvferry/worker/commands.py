@@ -27,6 +27,7 @@ __all__ = [
     "RejectLoad",
     "ReleaseTicket",
     "RetainTurn",
+    "RevokeLease",
     "SkipLoad",
     "StartLoad",
     "WithdrawStream",
@@ -107,9 +108,10 @@ class SkipLoad:
 
 @dataclass(frozen=True, slots=True)
 class AbortLoad:
-    """The request has ended: stop the load and drop the request's state."""
+    """The engine will not use the KV: stop the load and drop the request's state."""
 
     request: RequestId
+    reason: str = "the request was aborted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,13 @@ class AbandonLease:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokeLease:
+    """The KV of this request is out of date: end the lease even if readers are attached."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseTicket:
     """The holder of ticket `serial` of this request has released the ticket."""
 
@@ -245,6 +254,7 @@ ProducerCommand = (
     | PublishTicket
     | FailPush
     | AbandonLease
+    | RevokeLease
     | ReleaseTicket
 )
 WorkerCommand = ConsumerCommand | ProducerCommand

@@ -78,6 +78,7 @@ from kvferry.worker.commands import (
     RejectLoad,
     ReleaseTicket,
     RetainTurn,
+    RevokeLease,
     SkipLoad,
     StartLoad,
     WithdrawStream,
@@ -318,6 +319,8 @@ class TransferWorker:
                 self._producer.fail_prefill(request, match_id, reason, now)
             case AbandonLease(request):
                 self._producer.abandon(request)
+            case RevokeLease(request):
+                self._producer.revoke(request)
             case ReleaseTicket(request, serial):
                 self._producer.release_ticket(request, serial)
 
@@ -354,8 +357,8 @@ class TransferWorker:
                 )
             case SkipLoad(request):
                 self._consumer.settle(request, now)
-            case AbortLoad(request):
-                self._consumer.abort(request, now)
+            case AbortLoad(request, reason):
+                self._consumer.abort(request, now, reason)
             case RejectLoad(request, reason):
                 self._outbox.events.append(TransferFailed(request, reason))
 

@@ -2,7 +2,8 @@
 roles; only the forward pass is made up.
 
 For every token, the made-up forward writes a number that depends on all tokens up to it into that
-token's slot of every layer, as a model would write KV. Before that it reads all earlier slots of
+token's slot of every layer, as a model would write KV. The number also depends on the engine's
+weights, which `load_weights` replaces. Before that it reads all earlier slots of
 the request and records every wrong one in `wrong_slots`. So a block that was not loaded, was
 loaded from the wrong place or was overwritten is noticed the moment attention would use it.
 """
@@ -28,6 +29,7 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -174,6 +176,11 @@ class Engine:
         self._seeds: dict[str, int] = {}
         self._queue: deque[tuple[Any, list[_Work]]] = deque()
         self._depth = config.max_concurrent_batches
+        self._model = torch.nn.Linear(8, 8, bias=False)
+        self.load_weights(0)
+        # The list in which vLLM's loader enters each module of the model of a process.
+        LAYERWISE_INFO.clear()
+        get_layerwise_info(self._model)
         with set_current_vllm_config(config):
             kv_cache_config = cache_config(config, kind)
             self._block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -207,6 +214,17 @@ class Engine:
         self._hasher = get_request_block_hasher(hash_size, hash_function)
 
     # -- calls of a client --
+
+    def load_weights(self, seed: int) -> None:
+        """Replace the weights, as an update of a running engine does; `seed` adds to that of every
+        request.
+        """
+        self._weights_seed = seed
+        self._model.weight.data.fill_(seed)
+
+    def reset(self) -> bool:
+        """Reset the caches as after an update of the weights."""
+        return bool(self.scheduler.reset_prefix_cache(reset_connector=True))
 
     def add(
         self,
@@ -344,9 +362,8 @@ class Engine:
         if work.is_anew:
             self._sequences[work.request_id] = list(work.tokens)
         tokens = self._sequences[work.request_id]
-        values = torch.tensor(
-            slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32
-        )
+        seed = self._seeds[work.request_id] + self._weights_seed
+        values = torch.tensor(slot_values(tokens, seed), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
         for name, group, spec in self._layers:
             self._compute_layer(
@@ -358,7 +375,7 @@ class Engine:
             )
         if end < len(tokens):
             return []
-        tokens.append(next_token(tokens, self._seeds[work.request_id]))
+        tokens.append(next_token(tokens, seed))
         return [tokens[-1]]
 
     def _compute_layer(

@@ -57,6 +57,7 @@ KVFERRY_ONLY = {
     "request_abandoned",
     "set_wakeup",
     "reclaim_blocks",
+    "set_weights_version",
 }
 
 

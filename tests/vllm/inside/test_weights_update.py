@@ -1,0 +1,358 @@
+"""Tests in vLLM's own scheduler that engines whose weights are replaced while they run never use KV
+of other weights, and exchange KV again as soon as both sides have the same weights.
+
+The made-up forward compares every slot with the number that the engine's weights give, so KV of
+other weights shows as a wrong slot and as wrong tokens.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm.inside.conftest import StartEngine
+from tests.vllm.inside.engines import Engine, run_until
+from tests.vllm.inside.legs import PUSH, Legs
+from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+from vllm.v1.core.sched.interface import PauseState
+
+from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample
+
+OLD, NEW = 0, 1000
+POLICIES = ["fail", "recompute"]
+
+
+def start_pair(start_engine: StartEngine, policy: str, **kv: Any) -> tuple[Engine, Engine]:
+    return start_engine("p", kv=kv), start_engine("d", kv={"kv_load_failure_policy": policy, **kv})
+
+
+def reset_until_done(engine: Engine, *others: Engine) -> None:
+    """Reset the caches as a caller does that repeats the call until vLLM has reset its own."""
+    run_until(engine.reset, engine, *others)
+
+
+def update(engine: Engine, *others: Engine) -> None:
+    engine.load_weights(NEW)
+    reset_until_done(engine, *others)
+
+
+def assert_answered(engine: Engine, name: str, policy: str, weights: int, *others: Engine) -> None:
+    """Check the tokens of a request without usable KV: by policy, it fails or is computed."""
+    tokens = finish(engine, name, *others)
+    if policy == "fail":
+        assert (engine.answers[name].finish, tokens) == ("error", [])
+    else:
+        assert tokens == greedy(prompt(100), 4, weights)
+
+
+def assert_plain(engine: Engine, weights: int) -> None:
+    """Check that the engine keeps no KV of other weights for later requests."""
+    engine.add("plain", prompt(100))
+    assert finish(engine, "plain") == greedy(prompt(100), 4, weights)
+
+
+# -- requests that arrived before the reset --
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_queued_request_loads_no_kv_of_the_old_weights(
+    start_engine: StartEngine, policy: str
+) -> None:
+    p, d = start_pair(start_engine, policy)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    d.load_weights(NEW)
+    assert d.reset()
+    assert_answered(d, "b", policy, NEW, p)
+    assert d.loaded_tokens == 0 or policy == "fail"
+    assert_plain(d, NEW)
+    settle(p, d)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_that_is_loading_uses_no_kv_of_the_old_weights(
+    start_engine: StartEngine, policy: str, is_async: bool
+) -> None:
+    p = start_engine("p", is_async=is_async)
+    d = start_engine("d", is_async=is_async, kv={"kv_load_failure_policy": policy})
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    wait_for_load(d, "b")
+    d.load_weights(NEW)
+    assert not d.reset()
+    assert_answered(d, "b", policy, NEW, p)
+    reset_until_done(d, p)
+    assert_plain(d, NEW)
+    settle(p, d)
+
+
+def test_a_request_whose_kv_has_just_arrived_does_not_use_it(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    run_until(lambda: "b" in d.scheduler.finished_recving_kv_req_ids, p, d)
+    d.load_weights(NEW)
+    assert not d.reset()
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    reset_until_done(d, p)
+    assert_plain(d, NEW)
+    settle(p, d)
+
+
+def test_a_load_that_ends_before_the_worker_learns_of_the_reset_is_not_used(
+    start_engine: StartEngine,
+) -> None:
+    p, d = start_pair(start_engine, "recompute")
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    wait_for_load(d, "b")
+    # D's transfer worker ends the load, but no step of D takes its report.
+    run_until(lambda: d.transfer_worker.transfers == 0, p)
+    d.load_weights(NEW)
+    assert not d.reset()
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    reset_until_done(d, p)
+    assert_plain(d, NEW)
+    settle(p, d)
+
+
+def test_a_prefill_that_runs_over_a_reset_is_not_handed_over(start_engine: StartEngine) -> None:
+    """The first blocks are computed with the old weights, the last one with the new weights."""
+    p = start_engine("p", max_num_batched_tokens=48, max_num_seqs=4)
+    p.add("a", prompt(100), {"do_remote_decode": True}, max_tokens=1)
+    p.step()
+    assert 0 < p.computed["a"] < 100
+    p.load_weights(NEW)
+    assert not p.reset()
+    finish(p, "a")
+    assert p.answers["a"].params is None
+    p.wrong_slots.clear()
+    settle(p)
+
+
+# -- what an engine holds for peers --
+
+
+def test_a_reset_ends_leases_even_if_a_reader_is_attached(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    params = p.prefill("c", prompt(80))
+    # D attaches to the lease of "a", and has no blocks for the request yet.
+    d.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    run_until(lambda: d.transfer_worker.transfers == 1, d)
+    assert not p.reset()
+    run_until(lambda: not p.remains(), p)
+    assert p.reset()
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(d, "b", p) == []
+    assert d.answers["b"].finish == "error"
+    d.add("e", prompt(80), params)
+    finish(d, "e", p)
+    assert d.answers["e"].finish == "error"
+    settle(p, d)
+
+
+def test_all_turns_that_share_blocks_are_dropped(start_engine: StartEngine) -> None:
+    reuse = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+    d = start_engine("d", kv={"kv_connector_extra_config": reuse}, num_gpu_blocks_override=20)
+    for number in range(5):
+        d.add(f"turn {number}", prompt(160), {"conversation": f"{number}"})
+        finish(d, f"turn {number}")
+    run_until(lambda: d.transfer_worker.leases == 5, d)
+    assert not d.reset()
+    settle(d)
+
+
+@pytest.mark.parametrize("is_push", [False, True])
+def test_p_fetches_no_turn_that_d_retained_with_other_weights(
+    start_engine: StartEngine, is_push: bool
+) -> None:
+    reuse = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+    kv = {"kv_connector_extra_config": reuse, **(PUSH if is_push else {})}
+    p, d = start_pair(start_engine, "fail", **kv)
+    d.add("turn", prompt(100), {"conversation": "c"}, max_tokens=1)
+    finish(d, "turn", p)
+    update(p)
+    p.add("next", prompt(120), {**(d.answers["turn"].params or {}), "do_remote_decode": True})
+    assert finish(p, "next", d) == greedy(prompt(120), 4, NEW)
+    assert p.loaded_tokens == 0
+    reset_until_done(p, d)
+    settle(p, d)
+
+
+# -- both sides agree again --
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_first", ["p", "d"])
+def test_kv_is_exchanged_again_when_both_sides_have_the_new_weights(
+    start_engine: StartEngine, policy: str, is_first: str
+) -> None:
+    p, d = start_pair(start_engine, policy)
+    first, second = (p, d) if is_first == "p" else (d, p)
+    update(first)
+    d.add("between", prompt(100), p.prefill("a", prompt(100)))
+    assert_answered(d, "between", policy, NEW if first is d else OLD, p)
+    run_until(lambda: not p.remains(), p, d)
+    update(second, first)
+    loaded = d.loaded_tokens
+    d.add("after", prompt(90), p.prefill("b", prompt(90)))
+    assert finish(d, "after", p) == greedy(prompt(90), 4, NEW)
+    assert d.loaded_tokens > loaded
+    settle(p, d)
+
+
+def test_the_number_of_resets_does_not_matter(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    p.prefill("held", prompt(40))
+    p.load_weights(NEW)
+    assert not p.reset()
+    reset_until_done(p)
+    assert p.reset()
+    update(d)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    assert d.loaded_tokens == 100
+    settle(p, d)
+
+
+def test_a_reset_without_new_weights_ends_no_exchange(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    assert p.reset()
+    p.add("running", prompt(20), max_tokens=50)
+    run_until(lambda: p.computed.get("running", 0) > 20, p)
+    assert not p.reset()
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens == 100
+    settle(p, d)
+
+
+def test_kv_of_a_prefix_cache_that_could_not_be_reset_is_not_handed_over(
+    start_engine: StartEngine,
+) -> None:
+    """P's prefix cache still has KV of the old weights, and P uses that KV for new requests."""
+    p, d = start_pair(start_engine, "recompute")
+    p.add("warm", prompt(100), max_tokens=200)
+    p.step()
+    p.load_weights(NEW)
+    assert not p.reset()
+    update(d)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    assert d.loaded_tokens == 0
+    p.abort("warm")
+    reset_until_done(p, d)
+    p.wrong_slots.clear()
+    d.add("after", prompt(90), p.prefill("c", prompt(90)))
+    assert finish(d, "after", p) == greedy(prompt(90), 4, NEW)
+    assert p.wrong_slots == []
+    settle(p, d)
+
+
+def test_weights_may_be_replaced_after_the_reset_of_a_paused_engine(
+    pair: tuple[Engine, Engine],
+) -> None:
+    """vLLM's `pause` resets the caches, then the caller replaces the weights and resumes. Requests
+    that arrive in between wait.
+    """
+    p, d = pair
+    update(p)
+    params = p.prefill("a", prompt(100))
+    d.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert d.reset()
+    d.add("b", prompt(100), params)
+    d.step()
+    d.load_weights(NEW)
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
+    assert d.loaded_tokens == 100
+    settle(p, d)
+
+
+def test_a_request_that_is_aborted_before_the_weights_are_sampled_leaves_nothing(
+    pair: tuple[Engine, Engine],
+) -> None:
+    p, d = pair
+    params = p.prefill("a", prompt(100))
+    assert d.reset()
+    d.add("b", prompt(100), params)
+    d.abort("b")
+    d.add("c", prompt(100), params)
+    assert finish(d, "c", p) == greedy(prompt(100), 4)
+    settle(p, d)
+
+
+# -- push --
+
+
+@pytest.mark.parametrize("is_reset", ["p", "d"])
+def test_a_push_between_weights_that_differ_is_refused(
+    start_engine: StartEngine, is_reset: str
+) -> None:
+    legs = Legs(*start_pair(start_engine, "fail", **PUSH))
+    ticket = legs.ticket()
+    legs.ask_d("b", prompt(100), ticket)
+    legs.registered()
+    engine = legs.p if is_reset == "p" else legs.d
+    engine.load_weights(NEW)
+    engine.reset()
+    legs.ask_p("a", prompt(100), ticket)
+    assert finish(legs.d, "b", legs.p) == []
+    assert legs.d.answers["b"].finish == "error"
+    other = legs.d if is_reset == "p" else legs.p
+    finish(legs.p, "a", legs.d)
+    reset_until_done(engine, other)
+    update(other, engine)
+    ticket = legs.ticket()
+    legs.ask_d("after", prompt(100), ticket)
+    legs.ask_p("c", prompt(100), ticket)
+    assert finish(legs.d, "after", legs.p) == greedy(prompt(100), 4, NEW)
+    settle(legs.p, legs.d)
+
+
+def test_a_push_whose_prefill_runs_over_a_reset_fails(start_engine: StartEngine) -> None:
+    p = start_engine("p", kv=PUSH, max_num_batched_tokens=48, max_num_seqs=4)
+    legs = Legs(p, start_engine("d", kv=PUSH))
+    ticket = legs.ticket()
+    legs.ask_d("b", prompt(200), ticket)
+    legs.registered()
+    legs.ask_p("a", prompt(200), ticket)
+    run_until(lambda: 100 < p.computed.get("a", 0) < 200, p, legs.d)
+    p.load_weights(NEW)
+    assert not p.reset()
+    assert finish(legs.d, "b", p) == []
+    assert legs.d.answers["b"].finish == "error"
+    finish(p, "a", legs.d)
+    p.wrong_slots.clear()
+    settle(p, legs.d)
+
+
+# -- checksums --
+
+
+def test_engines_of_different_parallel_sizes_agree() -> None:
+    torch.manual_seed(0)
+    matrix, norm = torch.randn(96, 64, dtype=torch.bfloat16), torch.ones(64)
+
+    def sample(*shards: torch.Tensor) -> WeightsSample:
+        ranks = []
+        for shard in shards:
+            model = torch.nn.Module()
+            model.matrix, model.norm = (
+                torch.nn.Parameter(each, requires_grad=False) for each in (shard, norm)
+            )
+            LAYERWISE_INFO.clear()
+            get_layerwise_info(model)
+            weights = LoadedWeights.find()
+            model.norm.data += 1
+            ranks.append(weights.sample(1))
+            model.norm.data -= 1
+        return ranks[0] if len(ranks) == 1 else ranks[0].aggregate(ranks[1])
+
+    whole = sample(matrix).version()
+    assert whole == sample(matrix[:48], matrix[48:]).version()
+    assert whole == sample(*matrix.clone().split(32, dim=1)).version()
+    padding = torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert whole == sample(matrix[:64], torch.cat([matrix[64:], padding])).version()
+    changed = matrix.clone()
+    changed[5, 5] += 1
+    changed[7, 5] -= 1
+    assert whole != sample(changed).version()

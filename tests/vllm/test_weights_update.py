@@ -1,0 +1,95 @@
+"""Tests that the weights of real vLLM servers can be replaced while they run: no request uses KV of
+other weights, and the servers exchange KV again when both have the same weights.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.e2e.harness import (
+    Engine,
+    ask,
+    ask_all,
+    assert_said,
+    metrics,
+    new_session,
+    prefill,
+    until,
+)
+from tests.vllm.conftest import Trio
+from tests.vllm.vllm_asking import assert_free, random_prompts
+
+from kvferry.engine.make_model.writer import make_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+async def load(session: aiohttp.ClientSession, engine: Engine, weights: Path) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+    async with session.post(f"{engine.url}/collective_rpc", json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def reset(session: aiohttp.ClientSession, engine: Engine) -> None:
+    """Repeat the reset until vLLM has reset its own prefix cache too."""
+
+    async def is_done() -> bool:
+        url = f"{engine.url}/reset_prefix_cache?reset_external=true"
+        async with session.post(url) as response:
+            return bool((await response.json())["success"])
+
+    await until(f"the caches of {engine.process.name} are reset", is_done, 30)
+
+
+@pytest.fixture
+def shared(trio: Trio, model: Path) -> Iterator[Trio]:
+    """The servers that other tests use too, so they get their weights back."""
+    yield trio
+
+    async def restore() -> None:
+        async with new_session(60) as session:
+            for engine in (trio.p, trio.d):
+                await load(session, engine, model)
+                await reset(session, engine)
+
+    asyncio.run(restore())
+
+
+def test_weights_are_replaced_while_requests_come(
+    shared: Trio, model: Path, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "other", seed=1)
+    p, d, router = shared.p, shared.d, shared.router
+    prompts = random_prompts(6, seed=31, shortest=40, longest=300)
+
+    async def check() -> None:
+        async with new_session(60) as session:
+            old = await ask_all(router, prompts, concurrency=2)
+            assert {answer.status for answer in old} == {200}
+            kept = await prefill(session, p, prompts[0])
+            await load(session, p, tmp_path / "other")
+            await reset(session, p)
+            # P no longer has the KV that the ticket names.
+            assert (await ask(session, d, prompts[0], kv_transfer_params=kept)).status == 500
+            # P has KV of weights that D does not have.
+            foreign = await prefill(session, p, prompts[1])
+            assert (await ask(session, d, prompts[1], kv_transfer_params=foreign)).status == 500
+            await assert_said(d, "computed the KV with other weights")
+            assert await ask(session, d, prompts[1]) == old[1]
+            new = await ask_all(p, prompts, concurrency=2)
+            assert all(answer != before for answer, before in zip(new, old, strict=True))
+            await load(session, d, tmp_path / "other")
+            await reset(session, d)
+            loads = (await metrics(session, d))["kvferry:finished_loads_total"]
+            assert await ask_all(router, prompts, concurrency=2) == new
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] == loads + 6
+            for engine in (d, p):
+                await load(session, engine, model)
+                await reset(session, engine)
+            assert await ask_all(router, prompts, concurrency=2) == old
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] == loads + 12
+            await assert_free(session, p, d)
+
+    asyncio.run(check())
