@@ -248,11 +248,42 @@ def test_a_body_that_is_no_json_object_is_refused_with_the_reason(
     assert sentence in refused(body).message
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []], ["a", 1]])
-def test_several_prompts_in_one_request_are_refused(prompt: object) -> None:
-    assert (
-        "is a list of several prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
-    )
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []]])
+def test_several_prompts_in_one_request_are_told_apart(prompt: list[object]) -> None:
+    request = accepted({"prompt": prompt, "n": 2})
+    assert [json.loads(request.with_prompt(one).decode_body(None)) for one in request.prompts] == [
+        {"prompt": one, "n": 2} for one in prompt
+    ]
+    spaced = read_client_request(b'{"prompt" : [ %b ]}' % b" , ".join(map(bytes, request.prompts)))
+    assert isinstance(spaced, ClientRequest)
+    assert spaced.prompts == request.prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"prompt": ["a", 1]}, "different kinds"),
+        ({"prompt": ["a", [1]]}, "different kinds"),
+        ({"prompt": ["a", "b"], "conversation_id": "c"}, "leave out conversation_id"),
+        ({"prompt": ["a", "b"], "prompt_embeds": "x"}, "prompt_embeds"),
+    ],
+)
+def test_several_prompts_that_no_engine_would_answer_are_refused(
+    body: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refused(json.dumps(body).encode()).message
+
+
+def test_a_prompt_list_beside_messages_is_left_to_the_engines() -> None:
+    assert accepted({"messages": [], "prompt": ["a", "b"]}).prompts == ()
+
+
+@pytest.mark.parametrize(
+    ("n", "num_choices"),
+    [(1, 1), (12, 12), (2.0, 2), ("3", 3), (None, 1), (0, 1), (-2, 1), ("x", 1), (10**30, 1)],
+)
+def test_the_number_of_choices_is_read_as_an_engine_reads_it(n: object, num_choices: int) -> None:
+    assert accepted({"prompt": "a", "n": n}).num_choices == num_choices
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.errors import RequestRefused
 
-__all__ = ["ErrorBody", "ErrorDetail", "error_body"]
+__all__ = ["ErrorBody", "ErrorDetail", "error_body", "error_message"]
 
 
 _TYPES = {
@@ -35,6 +35,18 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class _Message(msgspec.Struct):
+    message: str
+
+
+class _AnyError(msgspec.Struct):
+    error: _Message
+
+
+_error_decoder = msgspec.json.Decoder(_AnyError)
+_MAX_MESSAGE_CHARS = 1000
+
+
 def error_body(refusal: RequestRefused) -> bytes:
     detail = ErrorDetail(
         message=refusal.message,
@@ -43,6 +55,19 @@ def error_body(refusal: RequestRefused) -> bytes:
         code=refusal.status,
     )
     return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_message(body: bytes) -> str:
+    """The message in an engine's error body or error event; the start of the text if it has another
+    shape.
+    """
+    # An event ends with an empty line, and further events may follow.
+    first = body[body.find(b"{") :].replace(b"\r\n", b"\n").partition(b"\n\n")[0]
+    try:
+        message = _error_decoder.decode(first).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        message = ""
+    return (message or body.decode(errors="replace").strip())[:_MAX_MESSAGE_CHARS]
 
 
 def _type_name(status: int) -> str:

@@ -120,10 +120,9 @@ class AdmissionQueue:
         A free place goes to the new request at once. No waiting request is overtaken: while a
         place is free, only tenants at their `tenant_running` limit have requests in the queue.
         """
-        entry = AdmissionSlot(tenant)
-        if self.num_running < self.options.max_running and self._may_run(tenant):
-            self._admit(entry, now)
-            return entry
+        admitted = self.admit_if_free(tenant, now)
+        if admitted is not None:
+            return admitted
         own = self._waiting.get(tenant, ())
         if self.options.tenant_waiting is not None and len(own) >= self.options.tenant_waiting:
             return AdmissionRefused(
@@ -131,8 +130,17 @@ class AdmissionQueue:
             )
         if self.num_waiting >= self.options.max_waiting:
             return AdmissionRefused(RefusalReason.FULL, self.estimate_s(self.num_waiting))
+        entry = AdmissionSlot(tenant)
         self._waiting.setdefault(tenant, deque()).append(entry)
         self.num_waiting += 1
+        return entry
+
+    def admit_if_free(self, tenant: str, now: float) -> AdmissionSlot | None:
+        """Admit a request if a place is free for the tenant now; None otherwise."""
+        if self.num_running >= self.options.max_running or not self._may_run(tenant):
+            return None
+        entry = AdmissionSlot(tenant)
+        self._admit(entry, now)
         return entry
 
     def leave(self, entry: AdmissionSlot, now: float) -> list[AdmissionSlot]:
@@ -247,6 +255,10 @@ class AdmissionController:
         finally:
             del self._waiters[entry]
         return entry
+
+    def enter_if_free(self, tenant: str) -> AdmissionSlot | None:
+        """An admitted slot, which the caller passes to `leave`, if a place is free now."""
+        return None if self.is_closing else self.queue.admit_if_free(tenant, self._clock())
 
     def leave(self, entry: AdmissionSlot) -> None:
         for admitted in self.queue.leave(entry, self._clock()):

@@ -15,6 +15,7 @@ from kvferry.types import Address
 
 __all__ = [
     "MAX_CONVERSATION_CHARS",
+    "MAX_PROMPTS",
     "ClientRequest",
     "Handover",
     "InvalidRequest",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 MAX_CONVERSATION_CHARS = 256
+MAX_PROMPTS = 256
+"""Largest number of prompts in one request. Each prompt is served as a request of its own."""
 
 _Fields = dict[str, msgspec.Raw]
 
@@ -64,6 +67,8 @@ _PREFILL_PARAMS = {
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _NO_CONVERSATION = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+# In the spellings of a count that vLLM accepts: 2, 2.0, "2".
+_COUNT = re.compile(rb'"?0*([1-9][0-9]{0,8})(?:\.0*)?"?')
 # vLLM also accepts kv_transfer_params inside vllm_xargs.
 _EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
 _MAX_SMALL_BYTES = 1024 * 1024
@@ -86,8 +91,15 @@ class _LargeFields(msgspec.Struct):
 
 
 _large_decoder = msgspec.json.Decoder(_LargeFields)
-_one_decoder = msgspec.json.Decoder(tuple[msgspec.Raw])
-"""Decodes a list with one element; fails at the second element, however long the list is."""
+_prompts_decoder = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_Prompts",
+        [(f"prompt_{number}", msgspec.Raw, msgspec.Raw(b"")) for number in range(MAX_PROMPTS)],
+        array_like=True,
+        forbid_unknown_fields=True,
+    )
+)
+"""Decodes a list of prompts; fails at the first prompt too many, however long the list is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +158,8 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     fields: _Fields
     conversation_id: str | None = None
+    prompts: tuple[msgspec.Raw, ...] = ()
+    """The prompts of a request with several prompts; empty if the request has one."""
 
     @property
     def prompt(self) -> memoryview:
@@ -156,6 +170,16 @@ class ClientRequest(msgspec.Struct, frozen=True):
     @property
     def is_streamed(self) -> bool:
         return bytes(self.fields.get("stream", b"")) == b"true"
+
+    @property
+    def num_choices(self) -> int:
+        """The number of choices for each prompt. Engines refuse an `n` that is not a count."""
+        n = _COUNT.fullmatch(bytes(self.fields.get("n", b"")))
+        return int(n[1]) if n is not None else 1
+
+    def with_prompt(self, prompt: msgspec.Raw) -> "ClientRequest":
+        """The same request for one of its prompts."""
+        return ClientRequest(self.fields | {"prompt": prompt})
 
     def prefill_body(self, push_ticket: str = "", last_turn: bytes | None = None) -> bytes:
         """Body of the prefill leg: P computes the prompt, retains the blocks and returns one token.
@@ -238,20 +262,23 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
         return InvalidRequest(400, f"the request body is not valid JSON: {error}")
     except RecursionError:
         return InvalidRequest(400, "the request body is not valid JSON: it is nested too deeply")
-    if _has_several_prompts(fields.get("prompt")):
-        return InvalidRequest(
-            400,
-            "prompt is a list of several prompts, but the router accepts one prompt per request: "
-            "send one request for each",
-        )
+    prompts = _several_prompts(fields)
+    if isinstance(prompts, InvalidRequest):
+        return prompts
     conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
         return InvalidRequest(
             400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters"
         )
+    if prompts and conversation is not None:
+        return InvalidRequest(
+            400,
+            "a turn of a conversation has one prompt, but prompt is a list of several prompts: "
+            "leave out conversation_id, or send one prompt",
+        )
     for key in _NEVER_FORWARDED:
         fields.pop(key, None)
-    return ClientRequest(fields, conversation)
+    return ClientRequest(fields, conversation, prompts)
 
 
 def _conversation(name: msgspec.Raw | None) -> str | None:
@@ -319,17 +346,37 @@ def _side_channel(params: _Params) -> Address | None:
     return Address(params.remote_host, params.remote_port)
 
 
-def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
+def _several_prompts(fields: _Fields) -> tuple[msgspec.Raw, ...] | InvalidRequest:
+    """The prompts of a completion that has several; empty if it has one, in whatever spelling."""
     # A list of token ids is by far the longest kind of list; the first character after the bracket
-    # distinguishes token ids from prompts.
-    text = memoryview(prompt) if prompt is not None else memoryview(b"")
-    if not _LIST_OF_PROMPTS.match(text):
-        return False
+    # distinguishes token ids from prompts. A chat has messages, and no engine reads its `prompt`.
+    text = memoryview(fields.get("prompt", b""))
+    if "messages" in fields or not _LIST_OF_PROMPTS.match(text):
+        return ()
     try:
-        _one_decoder.decode(text)
+        decoded = msgspec.structs.astuple(_prompts_decoder.decode(text))
     except msgspec.ValidationError:
-        return True
-    return False
+        return InvalidRequest(
+            400,
+            f"prompt is a list of several prompts, more than the {MAX_PROMPTS} that one request "
+            "may have: send several requests",
+        )
+    prompts = tuple(prompt for prompt in decoded if bytes(memoryview(prompt)[:1]))
+    if len(prompts) == 1:
+        return ()
+    if len({bytes(memoryview(prompt)[:1]) for prompt in prompts}) != 1:
+        return InvalidRequest(
+            400,
+            "prompt is a list of several prompts of different kinds: all must be strings, or all "
+            "must be lists of token ids",
+        )
+    if "prompt_embeds" in fields:
+        return InvalidRequest(
+            400,
+            "prompt is a list of several prompts and prompt_embeds is set too: send prompt_embeds "
+            "in a request of its own",
+        )
+    return prompts
 
 
 def _is_utf8(body: bytes) -> bool:

@@ -7,13 +7,14 @@ reads the clock and writes to the client.
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.errors import RequestRefused
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.members import RoutingHints
 from kvferry.router.http.messages import Headers, ServerRequest, request_fields
+from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.http.server import ResponseWriter
 from kvferry.router.serving.client_request import ClientRequest
 from kvferry.router.timeline import RequestEvent, Timeline
@@ -88,7 +89,11 @@ class LegFailure:
 
 @dataclass(slots=True)
 class RequestContext:
-    """One client request, from the parsed body to the end of its response."""
+    """One client request, from the parsed body to the end of its response.
+
+    The legs answer through `send`, `relay` and `interrupt`. A request with several prompts has one
+    context for the client, and one for each prompt (`several_prompts.py`).
+    """
 
     http: ServerRequest
     reply: ResponseWriter
@@ -115,12 +120,45 @@ class RequestContext:
     def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the client has received a byte: no leg may be retried then."""
+        return self.reply.is_started
+
     def send(self, answer: HttpResponse) -> None:
-        self.reply.send(
-            answer.status,
-            [*answer.headers, ("X-Request-Id", self.request_id), *self.cors],
-            answer.body,
+        """Send a complete response to the client."""
+        self.reply.send(answer.status, self.client_headers(answer.headers), answer.body)
+
+    async def relay(
+        self,
+        answer: UpstreamResponse,
+        idle_timeout_s: float,
+        filter: Callable[[bytes], bytes] | None,
+    ) -> None:
+        """Pass D's stream on to the client. Raises UpstreamError if D fails."""
+        await answer.relay(
+            self.reply,
+            self.client_headers(forwarded_headers(answer.headers)),
+            idle_timeout_s=idle_timeout_s,
+            filter=filter,
         )
+
+    async def interrupt(self, status: int, message: str) -> None:
+        """End a stream that cannot be completed.
+
+        The client gets an error event if the framing allows one, else the connection is aborted. A
+        partial answer never looks complete.
+        """
+        self.stream_error = message
+        if not self.reply.can_write:
+            self.reply.abort()
+            return
+        await self.reply.write(error_event(status, message))
+        await self.reply.finish()
+
+    def client_headers(self, headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The headers of a response, with those that every response to a client has."""
+        return [*headers, ("X-Request-Id", self.request_id), *self.cors]
 
 
 def leg_headers(headers: Headers, request_id: str, authorization: str | None) -> bytes:

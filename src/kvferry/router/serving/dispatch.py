@@ -88,7 +88,7 @@ class Dispatcher:
             if failure is None:
                 return
             if (
-                context.reply.is_started
+                context.is_started
                 or not failure.needs_prefill
                 or not self._may_retry(context, failure)
             ):
@@ -197,7 +197,7 @@ class Dispatcher:
         asked: list[Instance] = []
         while (instance := self._next_decoder(context, hints, asked)) is not None:
             failure = await self.decode.run(context, held, instance, handover)
-            if failure is None or context.reply.is_started:
+            if failure is None or context.is_started:
                 return failure
             context.tried.append(instance)
             asked.append(instance)
@@ -281,7 +281,7 @@ class Dispatcher:
             failure = await self.decode.run(
                 context, parallel.held, instance, handover, parallel.has_begun
             )
-            if failure is None or context.reply.is_started:
+            if failure is None or context.is_started:
                 return failure
             context.tried.append(instance)
             asked.append(instance)

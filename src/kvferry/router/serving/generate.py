@@ -24,6 +24,7 @@ from kvferry.router.serving.context import (
     leg_headers,
 )
 from kvferry.router.serving.dispatch import Dispatcher
+from kvferry.router.serving.several_prompts import PromptsServer
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
 
@@ -100,7 +101,7 @@ class GenerateHandler:
     async def _serve_in_time(self, context: RequestContext) -> None:
         limit = self.limits.begin(self.options.timeouts.request)
         try:
-            await self.serving.serve(context)
+            await self._serve(context)
         except asyncio.CancelledError:
             # `end` is True if the deadline cancelled the task; else the client or the server did.
             if not limit.end():
@@ -121,6 +122,19 @@ class GenerateHandler:
                 )
         finally:
             limit.end()
+
+    async def _serve(self, context: RequestContext) -> None:
+        if not context.client.prompts:
+            await self.serving.serve(context)
+            return
+        headers, authorization = context.http.headers, self._authorization(context.http)
+        await PromptsServer(
+            context,
+            self.serving.serve,
+            self.admission,
+            lambda request_id: leg_headers(headers, request_id, authorization),
+            self.options.limits.max_body_bytes,
+        ).run()
 
     async def _out_of_time(self, context: RequestContext) -> None:
         message = f"the request took longer than {self.options.timeouts.request:g} s"

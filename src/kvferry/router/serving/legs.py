@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.conversations.turn_params import TurnParamsFilter, take_turn_params
@@ -26,7 +26,6 @@ from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
     RequestContext,
-    error_event,
     forwarded_headers,
 )
 from kvferry.router.serving.instance_client import (
@@ -162,7 +161,7 @@ class DecodeLeg:
         try:
             result = await self._ask(context, held, instance, handover, has_begun)
         except (UpstreamError, RemoteProtocolError) as error:
-            if context.reply.is_started:
+            if context.is_started:
                 raise
             result = self.instance_client.failure(instance, error)
         if result is not None:
@@ -210,15 +209,11 @@ class DecodeLeg:
             if answer.status == 200:
                 held.mark_handed_over()
             self._note_first(context, call)
-            headers = [
-                *forwarded_headers(answer.headers),
-                ("X-Request-Id", context.request_id),
-                *context.cors,
-            ]
             if whole is not None:
+                headers = forwarded_headers(answer.headers)
                 self._send(context, call, HttpResponse(answer.status, headers, whole))
             else:
-                await self._relay(context, held, instance, answer, headers, call)
+                await self._relay(context, held, instance, answer, call)
         return None
 
     async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
@@ -250,7 +245,7 @@ class DecodeLeg:
         if context.turn_id is not None and answer.status == 200:
             params, body = take_turn_params(body)
             self.turns.retain(context, call.leg, params)
-        context.reply.send(answer.status, answer.headers, body)
+        context.send(replace(answer, body=body))
 
     async def _relay(
         self,
@@ -258,7 +253,6 @@ class DecodeLeg:
         held: PrefilledBlocks,
         instance: Instance,
         answer: UpstreamResponse,
-        headers: list[tuple[str, str]],
         call: TrackedLeg,
     ) -> None:
         turn_filter = TurnParamsFilter() if context.turn_id is not None else None
@@ -267,12 +261,7 @@ class DecodeLeg:
         if not answer.is_chunked and answer.headers.get("content-length") is None:
             body_filter = _DoneChecker(body_filter).feed
         try:
-            await answer.relay(
-                context.reply,
-                headers,
-                idle_timeout_s=self.instance_client.options.timeouts.idle,
-                filter=body_filter,
-            )
+            await context.relay(answer, self.instance_client.options.timeouts.idle, body_filter)
         except UpstreamError as error:
             # D failed after all, so P's blocks are released by the router.
             call.outcome = Outcome.FAILED
@@ -283,20 +272,11 @@ class DecodeLeg:
             self.turns.retain(context, call.leg, turn_filter.params)
 
     async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
-        """Report that D's stream broke off.
-
-        The client gets an error event if the framing allows one, else the connection is aborted. A
-        partial answer never looks complete.
-        """
+        """Report that D's stream broke off."""
         self.instance_client.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} did not complete its answer: {what}"
-        context.stream_error = message
         _log.warning("stream aborted request=%s: %s", context.request_id, message)
-        if not context.reply.can_write:
-            context.reply.abort()
-            return
-        await context.reply.write(error_event(502, message))
-        await context.reply.finish()
+        await context.interrupt(502, message)
 
 
 class _DoneChecker:
