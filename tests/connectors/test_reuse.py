@@ -509,11 +509,16 @@ def test_a_router_can_hand_a_kept_turn_back(
     control.close()
 
 
-def ask(control: MemoryControlTransport, params: dict[str, Any], turn_id: str) -> RetainedTurnReply:
+def ask(
+    control: MemoryControlTransport, params: dict[str, Any], turn_id: str, wait_s: float = 0.0
+) -> None:
     control.send(
         f"tcp://{params['remote_host']}:{params['remote_port']}",
-        codec.encode(RetainedTurnRequest(1, turn_id)),
+        codec.encode(RetainedTurnRequest(1, turn_id, wait_s)),
     )
+
+
+def told(control: MemoryControlTransport) -> RetainedTurnReply:
     for _ in range(100):
         for news in control.poll(DEADLINE_S / 100):
             assert isinstance(news, Received)
@@ -529,11 +534,43 @@ def test_a_router_is_told_what_was_kept_of_its_turn_until_it_is_gone(
     _, d = pair
     control = MemoryControlTransport(network)
     params = kept(d, params={"conversation": WORD})
-    assert json.loads(ask(control, params, WORD).params) == params
-    assert ask(control, params, "another word") == RetainedTurnReply(1, "another word")
+    ask(control, params, WORD)
+    assert json.loads(told(control).params) == params
+    ask(control, params, "another word")
+    assert told(control) == RetainedTurnReply(1, "another word")
     d.scheduler.reclaim_blocks(1)
     step_until(lambda: "turn" in d.seen.finished_sending, d)
-    assert ask(control, params, WORD) == RetainedTurnReply(1, WORD)
+    ask(control, params, WORD, DEADLINE_S)
+    assert told(control) == RetainedTurnReply(1, WORD), "it is gone, so there is no wait"
+    control.close()
+
+
+@pytest.mark.parametrize("is_retained", [True, False])
+def test_a_router_that_asks_before_the_turn_has_ended_is_told_when_it_has(
+    network: MemoryNetwork, pair: tuple[EngineSide, EngineSide], is_retained: bool
+) -> None:
+    _, d = pair
+    control = MemoryControlTransport(network)
+    address = kept(d, name="earlier")
+    ask(control, address, WORD, DEADLINE_S)
+    # The reply to a second question shows that D has the first, and leaves it open.
+    ask(control, address, "another word")
+    assert told(control).turn_id == "another word"
+    status = RequestStatus.FINISHED_STOPPED if is_retained else RequestStatus.FINISHED_ABORTED
+    params = end_turn(d, [8, 9, 10], status=status, params={"conversation": WORD})
+    answer = told(control)
+    assert answer.turn_id == WORD
+    assert (json.loads(answer.params) if answer.params else None) == params
+    control.close()
+
+
+def test_a_question_about_a_turn_that_does_not_end_is_answered_by_its_deadline(
+    network: MemoryNetwork, pair: tuple[EngineSide, EngineSide]
+) -> None:
+    _, d = pair
+    control = MemoryControlTransport(network)
+    ask(control, kept(d), WORD, 0.01)
+    assert told(control) == RetainedTurnReply(1, WORD)
     control.close()
 
 

@@ -144,6 +144,76 @@ def test_what_a_d_says_late_of_an_old_turn_does_not_replace_what_it_says_of_the_
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize("is_in_stream", [True, False])
+def test_a_turn_that_is_faster_than_the_end_of_the_last_ones_body_finds_it(
+    is_in_stream: bool,
+) -> None:
+    """A client sends its next turn as soon as it has read `[DONE]`; under load the end of the HTTP
+    body may reach the router much later.
+    """
+
+    async def scene() -> None:
+        may_end = asyncio.Event()
+
+        async def ends_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for chunk in [*EVENTS, *([LAST] if is_in_stream else []), DONE]:
+                await response.write(chunk)
+            await may_end.wait()
+            return response
+
+        async def ask(instance: Instance, word: str) -> bytes | None:
+            return json.dumps(TURN).encode()
+
+        async with stage(prefills, ends_late, ask=None if is_in_stream else ask) as s:
+            body = TALK | {"stream": True}
+            async with s.session.post(f"{s.url}{CHAT}", json=body) as first:
+                while await first.content.readline() != DONE.removesuffix(b"\n"):
+                    continue
+                next_turn = asyncio.create_task(s.post(body, CHAT))
+                while len(s.p.calls) < 2:
+                    await asyncio.sleep(0)
+                may_end.set()
+                await next_turn
+            assert asked_of_p(s).get("ticket") == "ticket-of-d"
+
+    uvloop.run(scene())
+
+
+def test_a_next_turn_waits_for_the_word_of_a_busy_d() -> None:
+    async def scene() -> None:
+        async def ask(instance: Instance, word: str) -> bytes | None:
+            await asyncio.sleep(0.7)
+            return json.dumps(TURN).encode()
+
+        async with stage(prefills, streams([*EVENTS, DONE]), ask=ask) as s:
+            for _ in range(2):
+                await s.post(TALK | {"stream": True}, CHAT)
+            assert asked_of_p(s).get("ticket") == "ticket-of-d"
+
+    uvloop.run(scene())
+
+
+def test_a_turn_whose_d_says_nothing_stays_with_its_d() -> None:
+    async def scene() -> None:
+        async def ask(instance: Instance, word: str) -> bytes | None:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+        async with stage(
+            prefills,
+            [streams([*EVENTS, DONE])] * 3,
+            ask=ask,
+            decode_policy="conversation_affinity",
+        ) as s:
+            for _ in range(2):
+                await s.post(TALK | {"stream": True}, CHAT)
+            assert sorted(len(engine.calls) for engine in s.decoders) == [0, 0, 2]
+
+    uvloop.run(scene())
+
+
 def test_a_conversation_stays_with_the_d_that_has_it() -> None:
     async def scene() -> None:
         async with stage(

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.protocol.messages import Release, decode
+from kvferry.protocol.messages import (
+    Release,
+    RetainedTurnReply,
+    RetainedTurnRequest,
+    decode,
+    encode,
+)
 from kvferry.router.serving.client_request import Handover
 from kvferry.router.serving.side_channel import NullReleaser, SideChannelSender
 from kvferry.transports.base import ControlEvent, ControlTransport, Disconnected, Received, Route
@@ -148,6 +154,33 @@ def test_a_transport_that_refuses_a_frame_does_not_stop_the_next() -> None:
     sender.release(handover())
     eventually(lambda: sender.sent == 1)
     sender.close()
+
+
+def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
+    control = open_control()
+    sender = started(control)
+    answer = sender.query_turn(SIDE_CHANNEL, "w")
+    other = sender.query_turn(Address("10.0.0.1", 5601), "x")
+    eventually(lambda: len(control.sent) == 2)
+    control.events = [Disconnected(f"tcp://{SIDE_CHANNEL}")]
+    control.wake()
+    eventually(lambda: len(control.sent) == 3)
+    (_, first), _, (address, again) = control.sent
+    assert (address, again) == (f"tcp://{SIDE_CHANNEL}", first)
+    asked = decode(again)
+    assert isinstance(asked, RetainedTurnRequest)
+    assert asked.wait_s > 0
+    control.events = [
+        Received(Route(b"", address), encode(RetainedTurnReply(asked.nonce, "w", "params")))
+    ]
+    control.wake()
+    assert answer.result(10) == "params"
+    # An answered question is not asked again.
+    other.cancel()
+    control.events = [Disconnected(address), Disconnected("tcp://10.0.0.1:5601")]
+    control.wake()
+    sender.close()
+    assert len(control.sent) == 3
 
 
 def test_a_release_arrives_at_a_real_side_channel() -> None:

@@ -305,6 +305,8 @@ class NixlConnectorScheduler:
         self._outdated.discard(request_id)
         if isinstance(role, PrefillForPeer):
             self._commands += self._mode.finish_prefill_leg(request, role, params)
+        elif params is None and isinstance(role, LoadFromPeer | NoTransfer):
+            self._publish_turn(EndedTurn(role.retention.turn_id))
         return params is not None, params
 
     def _hold_blocks(
@@ -386,11 +388,13 @@ class NixlConnectorScheduler:
             "ttl_s": ttl_s,
         }
         self._stats.count("retained_turns")
-        if turn_id and self._side_channel is not None:
-            self._side_channel.publish_turn(
-                EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s)
-            )
+        self._publish_turn(EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s))
         return params
+
+    def _publish_turn(self, turn: EndedTurn) -> None:
+        """Let routers ask for an ended turn, unless no router has named it."""
+        if turn.turn_id and self._side_channel is not None:
+            self._side_channel.publish_turn(turn)
 
     def reclaim_blocks(self, num_blocks: int) -> None:
         """Evict the oldest retained turns, because the engine lacks `num_blocks` blocks."""
@@ -429,9 +433,9 @@ class NixlConnectorScheduler:
     def _end_lease(self, request: RequestId) -> None:
         """Process the end of a lease, which has ended on every rank."""
         turn_id = self._retained.end(request)
-        if turn_id and self._side_channel is not None:
-            self._side_channel.publish_turn(EndedTurn(turn_id))
-        if turn_id is None:
+        if turn_id is not None:
+            self._publish_turn(EndedTurn(turn_id))
+        else:
             self._commands += [AbandonLease(other) for other in self._held.free(request)]
 
     def _report_held_blocks(self) -> None:

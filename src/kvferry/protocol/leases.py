@@ -14,8 +14,9 @@ The lease of a retained turn has its own duration, and the owner evicts the turn
 needs the blocks. In push, a lease is open while prefill still fills the blocks: until `close`, an
 open lease has no deadline and can end only by `revoke`.
 
-The module also holds `EndedTurns`, the retained turns that a router can ask for. Pure: the caller
-passes `now` (local monotonic seconds) and acts on the returned values.
+The module also holds `EndedTurns`, the retained turns that a router can ask for, and
+`OpenQuestions` about turns that have not ended. Pure: the caller passes `now` (local monotonic
+seconds) and acts on the returned values.
 """
 
 import math
@@ -24,12 +25,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
 
 from kvferry.errors import LocalProtocolError
 from kvferry.events import LeaseEnded
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["MAX_TURN_ID_CHARS", "EndedTurns", "LeaseTable", "TicketStatus"]
+__all__ = ["MAX_TURN_ID_CHARS", "EndedTurns", "LeaseTable", "OpenQuestions", "TicketStatus"]
 
 
 MAX_READERS = 8192
@@ -357,7 +359,8 @@ class LeaseTable:
 
 # -- retained turns --
 # The `kv_transfer_params` of retained turns by turn id, for routers that cannot see the parameters
-# in the engine's answer (a stream).
+# in the engine's answer (a stream). A router may ask before the engine has ended the turn: the
+# client's stream ends in another process than the turn.
 
 
 MAX_TURN_ID_CHARS = 64
@@ -365,7 +368,8 @@ MAX_TURN_ID_CHARS = 64
 
 @dataclass(slots=True)
 class EndedTurns:
-    """Parameters of retained turns, by the turn id that the router chose.
+    """Parameters of ended turns, by the turn id that the router chose; empty if nothing is
+    retained.
 
     The number of turns and the total length are bounded; the oldest turn is forgotten first.
     """
@@ -381,18 +385,68 @@ class EndedTurns:
 
     def add(self, turn_id: str, params: str, until: float) -> None:
         """Remember the parameters of a turn; a repeated turn id replaces the earlier turn."""
-        self.forget(turn_id)
+        self._forget(turn_id)
         self._turns[turn_id] = (until, params)
         self._num_chars += len(params)
         while len(self._turns) > self.max_turns or self._num_chars > self.max_chars:
-            self.forget(next(iter(self._turns)))
+            self._forget(next(iter(self._turns)))
 
-    def forget(self, turn_id: str) -> None:
-        """Forget a turn that is no longer retained. Unknown ids are ignored."""
+    def find(self, turn_id: str, now: float) -> str | None:
+        """Return the parameters of a turn; empty if no blocks are retained for the turn, None if
+        the turn is unknown, because it has not ended yet or was forgotten.
+        """
+        if turn_id not in self._turns:
+            return None
+        until, params = self._turns[turn_id]
+        return params if now < until else ""
+
+    def _forget(self, turn_id: str) -> None:
         _, params = self._turns.pop(turn_id, (0.0, ""))
         self._num_chars -= len(params)
 
-    def find(self, turn_id: str, now: float) -> str:
-        """Return the parameters of a turn; empty if no blocks are retained for the turn."""
-        until, params = self._turns.get(turn_id, (0.0, ""))
-        return params if now < until else ""
+
+Asker = TypeVar("Asker")
+
+
+@dataclass(slots=True)
+class OpenQuestions(Generic[Asker]):
+    """Questions about turns that have not ended, each with a deadline."""
+
+    max_questions: int = 10_000
+    _by_turn: dict[str, list[tuple[Asker, float]]] = field(default_factory=dict, init=False)
+    """Turn id -> the askers, each with the deadline of the question."""
+    _num_questions: int = field(default=0, init=False)
+
+    def __len__(self) -> int:
+        return self._num_questions
+
+    def ask(self, turn_id: str, asker: Asker, until: float) -> bool:
+        """Add a question; False if there are too many already."""
+        if self._num_questions >= self.max_questions:
+            return False
+        self._by_turn.setdefault(turn_id, []).append((asker, until))
+        self._num_questions += 1
+        return True
+
+    def take(self, turn_id: str) -> list[Asker]:
+        """Remove the questions about a turn that has ended; return the askers."""
+        askers = [asker for asker, _ in self._by_turn.pop(turn_id, ())]
+        self._num_questions -= len(askers)
+        return askers
+
+    def expire(self, now: float) -> list[tuple[str, Asker]]:
+        """Remove the questions whose deadline has passed; return the turn and asker of each. Scans
+        all questions, so one call every second or so is enough.
+        """
+        due = [
+            (turn_id, asker)
+            for turn_id, askers in self._by_turn.items()
+            for asker, until in askers
+            if until <= now
+        ]
+        for turn_id, _ in due:
+            left = [entry for entry in self._by_turn.pop(turn_id, ()) if entry[1] > now]
+            if left:
+                self._by_turn[turn_id] = left
+        self._num_questions -= len(due)
+        return due

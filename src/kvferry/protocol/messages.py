@@ -19,7 +19,8 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
        WriteFailed, Revoke, Revoked
     6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
     7  messages and fields renamed; entries 1 to 6 use the new names
-    8  `factors` names every setting of the model instead of one hash, and is bounded
+    8  `factors` names every setting of the model instead of one hash, and is bounded; `wait_s` in
+       RetainedTurnRequest
 """
 
 from typing import Annotated, TypeVar
@@ -91,6 +92,7 @@ MAX_LEASES_PER_HEARTBEAT = 1000
 MAX_SIBLING_RANKS = 1000
 MAX_AXES = 8
 MAX_REGISTRATION_S = 1e6
+MAX_QUESTION_S = 60.0
 MAX_GROUPS = 1000
 MAX_TOKENS = 1 << 40
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -233,6 +235,8 @@ class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
 
     nonce: int
     turn_id: Name
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_QUESTION_S)] = 0.0
+    """How long the side channel may wait for the end of the turn before it replies."""
 
 
 class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
@@ -241,7 +245,7 @@ class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     turn_id: Name
     params: str = ""
-    """The parameters as JSON; empty if no blocks are retained or the turn has not finished."""
+    """The parameters as JSON; empty if no blocks are retained, or the turn did not end in time."""
 
 
 class WriteGrantInfo(msgspec.Struct, frozen=True):

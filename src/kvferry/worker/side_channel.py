@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.leases import EndedTurns
+from kvferry.protocol.leases import EndedTurns, OpenQuestions
 from kvferry.protocol.messages import (
     HandshakeRequest,
     Release,
@@ -24,7 +24,7 @@ from kvferry.protocol.messages import (
     RetainedTurnRequest,
 )
 from kvferry.protocol.tickets import TicketKey
-from kvferry.transports.base import ControlTransport, Received
+from kvferry.transports.base import ControlTransport, Received, Route
 from kvferry.worker.commands import ReleaseTicket
 
 __all__ = ["EndedTurn", "SideChannel"]
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """The retained turn that a router may ask for by `turn_id`."""
+    """A turn that has ended, and that a router may ask for by `turn_id`."""
 
     turn_id: str
     params: str = ""
-    """KV transfer parameters of the turn, as JSON; empty if nothing is retained any more."""
+    """KV transfer parameters of the turn, as JSON; empty if nothing is retained."""
     ttl_s: float = 0.0
 
 
@@ -66,6 +66,9 @@ class SideChannel:
         # The engine's thread appends; the side channel's thread pops.
         self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
         self._turns = EndedTurns(MAX_TURNS)
+        self._questions: OpenQuestions[tuple[Route, int]] = OpenQuestions()
+        """Questions about turns that have not ended; each asker is a route and a nonce."""
+        self._expire_at = 0.0
         self._num_dropped = 0
         self._num_dropped_reported = 0
         self._is_closing = False
@@ -98,6 +101,7 @@ class SideChannel:
         Called by the engine's thread.
         """
         self._published_turns.append(turn)
+        self._control.wake()
 
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
@@ -122,6 +126,7 @@ class SideChannel:
                 for received in arrived:
                     if isinstance(received, Received):
                         self._take(received)
+                self._expire_questions(time.monotonic())
         finally:
             self._control.close()
 
@@ -133,11 +138,8 @@ class SideChannel:
                     self._control.reply(received.route, codec.encode(answer(self._served, message)))
                 case Release(ticket):
                     self._release(ticket)
-                case RetainedTurnRequest(nonce, turn_id):
-                    reply = RetainedTurnReply(
-                        nonce, turn_id, self._turns.find(turn_id, time.monotonic())
-                    )
-                    self._control.reply(received.route, codec.encode(reply))
+                case RetainedTurnRequest():
+                    self._take_question(received.route, message, time.monotonic())
                 case _:
                     raise RemoteProtocolError(
                         f"a side channel does not accept a {type(message).__name__}"
@@ -149,13 +151,32 @@ class SideChannel:
             self._num_dropped += 1
             _log.exception("side channel failed on a message")
 
+    def _take_question(self, route: Route, asked: RetainedTurnRequest, now: float) -> None:
+        """Answer a router's question, or keep it until the turn ends."""
+        params = self._turns.find(asked.turn_id, now)
+        is_open = (
+            params is None
+            and asked.wait_s > 0
+            and self._questions.ask(asked.turn_id, (route, asked.nonce), now + asked.wait_s)
+        )
+        if not is_open:
+            self._reply(route, asked.nonce, asked.turn_id, params or "")
+
     def _store_published_turns(self) -> None:
         while self._published_turns:
             turn = self._published_turns.popleft()
-            if turn.params:
-                self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.ttl_s)
-            else:
-                self._turns.forget(turn.turn_id)
+            self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.ttl_s)
+            for route, nonce in self._questions.take(turn.turn_id):
+                self._reply(route, nonce, turn.turn_id, turn.params)
+
+    def _expire_questions(self, now: float) -> None:
+        if now >= self._expire_at:
+            self._expire_at = now + POLL_S
+            for turn_id, (route, nonce) in self._questions.expire(now):
+                self._reply(route, nonce, turn_id, "")
+
+    def _reply(self, route: Route, nonce: int, turn_id: str, params: str) -> None:
+        self._control.reply(route, codec.encode(RetainedTurnReply(nonce, turn_id, params)))
 
     def _release(self, text: str) -> None:
         ticket = self._key.open(text)

@@ -5,6 +5,7 @@ complete answer the parameters are one key. Everything else is passed on unchang
 """
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,30 +21,45 @@ _KEY = "kv_transfer_params"
 _MARK = b'"kv_transfer_params":'
 _MARK_SPACED = b'"kv_transfer_params" :'
 _EVENT_END = re.compile(rb"(\r?\n\r?\n)")
+# Inside a JSON string a line end would be escaped, so this text is always the last event.
+_DONE = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
 
 
 class TurnParamsFilter:
     """Filter between D's stream and the client: call `feed` with each segment, and b"" at the end.
     `params` holds the parameters found.
+
+    `on_end` is called once, with the parameters, before `feed` returns the stream's last event. A
+    client that has read this event sends its next turn at once, although the end of the HTTP body
+    may reach the router later.
     """
 
-    __slots__ = ("_rest", "params")
+    __slots__ = ("_is_ended", "_on_end", "_rest", "params")
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[bytes | None], None] = lambda params: None) -> None:
         self._rest = b""
+        self._on_end = on_end
+        self._is_ended = False
         self.params: bytes | None = None
 
     def feed(self, segment: bytes) -> bytes:
         """Return the bytes for the client; only an incomplete event is held back."""
+        events = self._strip_events(self._take_events(segment))
+        if not self._is_ended and (not segment or _DONE.search(events)):
+            self._is_ended = True
+            self._on_end(self.params)
+        return events
+
+    def _take_events(self, segment: bytes) -> bytes:
         if not segment:
             rest, self._rest = self._rest, b""
-            return self._strip_events(rest)
+            return rest
         text = self._rest + segment
         end = max(_after_last(text, b"\n\n"), _after_last(text, b"\r\n\r\n"))
         if not end and len(text) > MAX_BUFFERED_BYTES:
             end = len(text)
         whole, self._rest = text[:end], text[end:]
-        return self._strip_events(whole)
+        return whole
 
     def _strip_events(self, events: bytes) -> bytes:
         if _MARK not in events and _MARK_SPACED not in events:

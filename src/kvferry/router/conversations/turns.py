@@ -1,8 +1,8 @@
 """Remembers which blocks D retains after a conversation's turn, for the P of the next turn.
 
 Runs on the event loop. vLLM omits the parameters from streams; the tracker then asks D's side
-channel with the id of the turn. The next turn may arrive before D's reply and then waits a
-moment.
+channel with the id of the turn. The question stays open until D knows, because a busy D may need a
+while. The next turn may arrive before D's reply and then waits a moment.
 """
 
 import asyncio
@@ -20,13 +20,16 @@ from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.serving.context import RequestContext
+from kvferry.router.serving.side_channel import QUESTION_S, wait_for_answer
 from kvferry.types import Address
 
 __all__ = ["TurnTracker", "make_turn_query_by"]
 
 
-QUERY_WAIT_S = 0.5
-"""How long the next turn waits for a pending query to D's side channel."""
+QUERY_WAIT_S = 2.0
+"""How long the next turn waits for a pending query to D's side channel. D replies as soon as its
+side channel runs, so the next turn waits only if it is faster than D's reply.
+"""
 
 TurnQuery = Callable[[Instance, str], Awaitable[bytes | None]]
 """Returns D's parameters for a turn id; None if D reports none. Takes a bounded time."""
@@ -76,6 +79,8 @@ class TurnTracker:
         if params is not None or self.ask is None or not context.client.is_streamed:
             self._put(key, leg, params, context.prefiller)
             return
+        # Until D replies, the next turn at least goes to the same instances.
+        self._put(key, leg, None, context.prefiller)
         task = asyncio.create_task(self._ask(key, leg, turn_id, context.prefiller))
         self._queries[key] = task
         task.add_done_callback(
@@ -121,37 +126,20 @@ def _read(params: bytes) -> _TurnParams | None:
 # Ask D's side channel which blocks of a turn D retains.
 
 
-ASK_TIMEOUT_S = 2.0
-ASK_AGAIN_S = 0.05
-"""Pause before the next try: the end of a turn may reach the client before D's side channel."""
-MAX_ASKED = 3
+ASK_TIMEOUT_S = QUESTION_S + 2.0
+"""How long the router waits for a reply: longer than D keeps the question open."""
 
 
 def make_turn_query_by(
     query_turn: Callable[[Address, str], "Future[str]"], watcher: InstanceWatcher
-) -> Callable[[Instance, str], Awaitable[bytes | None]]:
+) -> TurnQuery:
     """Make a `TurnQuery` from the side channel's `query_turn` and the known addresses."""
 
     async def ask(instance: Instance, turn_id: str) -> bytes | None:
-        side_channel = watcher.side_channel(instance)
+        side_channel = await watcher.side_channel(instance)
         if side_channel is None:
             return None
-        try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                for _ in range(MAX_ASKED):
-                    params = await asyncio.wrap_future(query_turn(side_channel, turn_id))
-                    if params:
-                        return params.encode()
-                    await asyncio.sleep(ASK_AGAIN_S)
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-        return None
+        params = await wait_for_answer(query_turn(side_channel, turn_id), ASK_TIMEOUT_S)
+        return params.encode() or None
 
     return ask
-
-
-def _is_cancelled() -> bool:
-    """True if the current task was cancelled, not only the query."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -86,8 +86,13 @@ class InstanceWatcher:
         self._wake.set()
 
     async def supports_push(self, instance: Instance) -> bool:
-        """Whether the instance accepts push tickets. Waits for a probe only if nothing is known
-        about the instance, for a bounded time, and at most once a second.
+        """Whether the instance accepts push tickets; waits as `side_channel` does."""
+        reading = await self._reading(instance)
+        return reading is not None and reading.is_push
+
+    async def _reading(self, instance: Instance) -> InstanceReading | None:
+        """The latest reading. Waits for a probe only if nothing is known about the instance, for a
+        bounded time, and at most once a second.
         """
         if (
             instance not in self._readings
@@ -95,8 +100,7 @@ class InstanceWatcher:
         ):
             # Shielded: the probe serves other waiters even if this request is cancelled.
             await asyncio.shield(self._start_probe(instance))
-        reading = self._readings.get(instance)
-        return reading is not None and reading.is_push
+        return self._readings.get(instance)
 
     def forget(self, instance: Instance) -> None:
         """Drop what is known about a failed instance, which may return as a new incarnation."""
@@ -110,9 +114,11 @@ class InstanceWatcher:
         self.instance_client.metrics.forget(instance)
         self.on_instance_gone(instance)
 
-    def side_channel(self, instance: Instance) -> Address | None:
-        """The instance's side channel, if reported."""
-        reading = self._readings.get(instance)
+    async def side_channel(self, instance: Instance) -> Address | None:
+        """The instance's side channel, if reported. Waits for a probe if nothing is known about
+        the instance.
+        """
+        reading = await self._reading(instance)
         host, _, port = (
             reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
         )

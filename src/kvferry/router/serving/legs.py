@@ -255,8 +255,10 @@ class DecodeLeg:
         answer: UpstreamResponse,
         call: TrackedLeg,
     ) -> None:
-        turn_filter = TurnParamsFilter() if context.turn_id is not None else None
-        body_filter = turn_filter.feed if turn_filter is not None else None
+        def retain(params: bytes | None) -> None:
+            self.turns.retain(context, call.leg, params)
+
+        body_filter = TurnParamsFilter(retain).feed if context.turn_id is not None else None
         # Without a length or chunks, the end of the body looks like a crash: check for [DONE].
         if not answer.is_chunked and answer.headers.get("content-length") is None:
             body_filter = _DoneChecker(body_filter).feed
@@ -267,9 +269,6 @@ class DecodeLeg:
             call.outcome = Outcome.FAILED
             held.reclaim()
             await self._interrupt(context, instance, describe_error(error))
-            return
-        if turn_filter is not None:
-            self.turns.retain(context, call.leg, turn_filter.params)
 
     async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
         """Report that D's stream broke off."""

@@ -5,12 +5,14 @@ effort: without the messages leases expire and P computes more, so neither `rele
 `query_turn` waits, retries or raises. `SideChannelSender` owns the thread that uses the transport.
 """
 
+import asyncio
 import itertools
 import logging
 import queue
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -27,7 +29,14 @@ from kvferry.router.serving.client_request import Handover
 from kvferry.transports.base import ControlTransport, Disconnected
 from kvferry.types import Address
 
-__all__ = ["BlockReleaser", "NullReleaser", "PrefilledBlocks", "SideChannelSender"]
+__all__ = [
+    "QUESTION_S",
+    "BlockReleaser",
+    "NullReleaser",
+    "PrefilledBlocks",
+    "SideChannelSender",
+    "wait_for_answer",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +49,15 @@ _JOIN_S = 5.0
 # Time for the thread to take the stop command, and to end.
 _MAX_ASKED = 4096
 """Questions without an answer; beyond this number the oldest is cancelled."""
+QUESTION_S = 10.0
+"""How long a question about a turn stays open: D replies when it knows, however busy it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    address: str
+    message: Message
+    answer: "Future[str]" = field(default_factory=Future)
 
 
 class BlockReleaser(Protocol):
@@ -116,7 +134,7 @@ class SideChannelSender:
     def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
         self._control = control
         self._inbox: queue.Queue[tuple[str, Message] | None] = queue.Queue(capacity)
-        self._asked: dict[int, Future[str]] = {}
+        self._asked: dict[int, _Question] = {}
         self._nonces = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="kvferry-release")
         self._last_used: dict[str, float] = {}
@@ -130,26 +148,33 @@ class SideChannelSender:
         if handover.ticket is None or handover.side_channel is None:
             self.dropped += 1
             return
-        self._put(handover.side_channel, Release(ticket=handover.ticket))
+        self._put(_url(handover.side_channel), Release(ticket=handover.ticket))
 
     def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
         """Ask D which blocks of the turn are retained: JSON parameters, or "" for none.
 
-        The future may never complete, so the caller needs a deadline.
+        D may take `QUESTION_S` to reply, and the future may never complete, so the caller needs a
+        deadline.
         """
-        answer: Future[str] = Future()
         nonce = next(self._nonces)
-        self._asked[nonce] = answer
+        return self._ask(
+            nonce,
+            _Question(_url(side_channel), RetainedTurnRequest(nonce, turn_id, QUESTION_S)),
+        )
+
+    def _ask(self, nonce: int, question: _Question) -> "Future[str]":
+        answer = question.answer
+        self._asked[nonce] = question
         while len(self._asked) > _MAX_ASKED:
-            self._asked.pop(next(iter(self._asked))).cancel()
+            self._asked.pop(next(iter(self._asked))).answer.cancel()
         answer.add_done_callback(lambda _: self._asked.pop(nonce, None))
-        if not self._put(side_channel, RetainedTurnRequest(nonce, turn_id)):
+        if not self._put(question.address, question.message):
             answer.cancel()
         return answer
 
-    def _put(self, side_channel: Address, message: Message) -> bool:
+    def _put(self, address: str, message: Message) -> bool:
         try:
-            self._inbox.put_nowait((f"tcp://{side_channel}", message))
+            self._inbox.put_nowait((address, message))
         except queue.Full:
             self.dropped += 1
             return False
@@ -179,6 +204,7 @@ class SideChannelSender:
                 for event in self._control.poll(_IDLE_CLOSE_S if self._last_used else None):
                     if isinstance(event, Disconnected):
                         self._last_used.pop(event.address, None)
+                        self._ask_again(event.address)
                     else:
                         self._receive(event.frame)
         except Exception:
@@ -202,6 +228,13 @@ class SideChannelSender:
                 return False
             self._send(*item)
 
+    def _ask_again(self, address: str) -> None:
+        """Send the open questions over a new connection: they were lost with the old one."""
+        # The list is a copy, made in one step of the interpreter: another thread adds questions.
+        for question in list(self._asked.values()):
+            if question.address == address:
+                self._send(address, question.message)
+
     def _receive(self, frame: bytes) -> None:
         try:
             message = decode(frame)
@@ -209,10 +242,10 @@ class SideChannelSender:
             _log.warning("a message from a side channel cannot be decoded: %s", error)
             return
         if isinstance(message, RetainedTurnReply):
-            answer = self._asked.get(message.nonce)
+            question = self._asked.get(message.nonce)
             # The caller may cancel the future at this moment.
-            if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_result(message.params)
+            if question is not None and question.answer.set_running_or_notify_cancel():
+                question.answer.set_result(message.params)
 
     def _send(self, address: str, message: Message) -> None:
         try:
@@ -230,3 +263,17 @@ class SideChannelSender:
         ]:
             self._control.forget(address)
             del self._last_used[address]
+
+
+async def wait_for_answer(answer: "Future[str]", timeout_s: float) -> str:
+    """The answer to a question; empty if none arrives in time. Runs on the event loop."""
+    waiting = asyncio.wrap_future(answer)
+    try:
+        await asyncio.wait([waiting], timeout=timeout_s)
+        return waiting.result() if waiting.done() and not waiting.cancelled() else ""
+    finally:
+        waiting.cancel()
+
+
+def _url(side_channel: Address) -> str:
+    return f"tcp://{side_channel}"
