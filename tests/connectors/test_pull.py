@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError
 from kvferry.protocol import messages as codec
-from kvferry.protocol.messages import Release
+from kvferry.protocol.messages import FailureReply, FailureRequest, Release
 from kvferry.protocol.tickets import HOLE
+from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
 TOKENS = list(range(100, 110))
@@ -120,6 +121,63 @@ def test_only_who_needs_a_ticket_waits_for_the_one_who_reads_it(
         False,
     )
     step_until(lambda: "r" in d.seen.finished_recving, p, d)
+
+
+def test_a_ticket_that_matches_nothing_is_counted_and_logged(
+    pair: tuple[EngineSide, EngineSide], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = pair
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]), [1, *TOKENS], "mine")
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
+    step_until(lambda: "a" in p.seen.finished_sending, p, d)
+    stats = d.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["unmatched_tickets"] == 1
+    [line] = [text for text in caplog.messages if "ticket not used" in text]
+    assert "request=mine" in line
+    # The control: a ticket with a common prefix is neither counted nor logged.
+    arrive(d, p.prefill(EngineRequest("b", TOKENS), [8, 9, 10]), name="other")
+    assert d.scheduler.get_kv_connector_stats() is None
+
+
+def test_a_router_is_told_why_the_transfer_of_its_leg_failed(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork
+) -> None:
+    p, d = pair
+    own = d.prefill(EngineRequest("own", TOKENS), [11, 12, 13])
+    router = MemoryControlTransport(network)
+
+    def reason_of(leg_id: str) -> str:
+        router.send(
+            f"tcp://{own['remote_host']}:{own['remote_port']}",
+            codec.encode(FailureRequest(7, leg_id)),
+        )
+        for _ in range(100):
+            for news in router.poll(DEADLINE_S / 100):
+                assert isinstance(news, Received)
+                answer = codec.decode(news.frame)
+                assert isinstance(answer, FailureReply)
+                assert (answer.nonce, answer.leg_id) == (7, leg_id)
+                return answer.reason
+        raise AssertionError("no answer")
+
+    genuine = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    for name, ticket in (("forged", "forged"), ("good", genuine["ticket"])):
+        params = {"do_remote_prefill": True, "ticket": ticket, "leg_id": f"leg {name}"}
+        request = arrive(d, params, name=name)
+        matched, _ = d.scheduler.get_num_new_matched_tokens(request, 0)
+        assert matched == len(TOKENS)
+        d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), matched)
+        if name == "forged":
+            # vLLM ends the request before it shows the connector the failure.
+            request.status = RequestStatus.FINISHED_ERROR
+            d.scheduler.request_finished(request, [1, 2, 3])
+    step_until(lambda: d.seen.finished_recving == {"forged", "good"}, p, d)
+    assert d.seen.failed_recving == {"forged"}
+    assert reason_of("leg forged") == d.seen.failure_reasons["forged"] != ""
+    assert reason_of("leg good") == reason_of("leg of another router") == ""
+    router.close()
 
 
 def test_another_salt_matches_nothing(pair: tuple[EngineSide, EngineSide]) -> None:

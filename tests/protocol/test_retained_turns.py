@@ -5,11 +5,11 @@ turns that have not ended stay open, and that the number of both stays bounded.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.leases import EndedTurns, OpenQuestions
+from kvferry.protocol.leases import OpenQuestions, TextsById
 
 
 def test_a_turn_is_found_by_its_word_while_it_is_kept() -> None:
-    turns = EndedTurns()
+    turns = TextsById()
     turns.add("w", "params", until=10)
     assert (turns.find("w", now=9), turns.find("w", now=10), turns.find("x", now=0)) == (
         "params",
@@ -21,7 +21,7 @@ def test_a_turn_is_found_by_its_word_while_it_is_kept() -> None:
 
 
 def test_a_word_that_was_given_twice_means_the_later_turn() -> None:
-    turns = EndedTurns()
+    turns = TextsById()
     turns.add("w", "old", until=10)
     turns.add("w", "new", until=5)
     assert (turns.find("w", now=1), len(turns)) == ("new", 1)
@@ -29,7 +29,7 @@ def test_a_word_that_was_given_twice_means_the_later_turn() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9))))
 def test_the_oldest_are_forgotten_first(added: list[tuple[str, int]]) -> None:
-    turns, model = EndedTurns(max_turns=3, max_chars=20), dict[str, int]()
+    turns, model = TextsById(max_texts=3, max_chars=20), dict[str, int]()
     for word, size in added:
         turns.add(word, "x" * size, until=1)
         model.pop(word, None)

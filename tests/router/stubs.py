@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from unittest.mock import ANY
 
 import aiohttp
 from aiohttp import web
@@ -22,6 +23,7 @@ from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import RouterOptions
 from kvferry.router.server import make_server, server_tls
 from kvferry.router.serving.client_request import Handover
+from kvferry.router.serving.legs import FailureQuery
 from kvferry.router.serving.side_channel import BlockReleaser
 from kvferry.types import Address, FailurePolicy
 
@@ -163,11 +165,12 @@ async def stage(
     modes: Sequence[str] = (),
     registrar: Registrar | None = None,
     ask: TurnQuery | None = None,
+    ask_failure: FailureQuery | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """A router in front of stub engines. `modes` are the transfer modes of the decode engines, if
-    not all of them push; `ask` is the router's query to D's side channel. Everything inside must
-    end within DEADLINE_S.
+    not all of them push; `ask` is the router's query to D's side channel for turns, `ask_failure`
+    the one for failed transfers. Everything inside must end within DEADLINE_S.
     """
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         prefillers = [
@@ -184,7 +187,7 @@ async def stage(
         )
         releases = RecordedReleases()
         port = await stack.enter_async_context(
-            serving(changed(options, settings), releases, push_key, registrar, ask)
+            serving(changed(options, settings), releases, push_key, registrar, ask, ask_failure)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
@@ -224,6 +227,7 @@ async def serving(
     push_key: PushTicketKey | None = None,
     registrar: Registrar | None = None,
     ask: TurnQuery | None = None,
+    ask_failure: FailureQuery | None = None,
 ) -> AsyncIterator[int]:
     """Runs a router and yields its port."""
     tls = server_tls(options)
@@ -233,6 +237,7 @@ async def serving(
         push_key=push_key,
         registrar=registrar,
         make_turn_query=None if ask is None else lambda watcher: ask,
+        make_failure_query=None if ask_failure is None else lambda watcher: ask_failure,
     )
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))
@@ -253,8 +258,8 @@ def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
 
 # -- behaviours --
 
-KEEP_NOTHING = {"conversation": None}
-"""The parameters that tell D that a request belongs to no conversation."""
+KEEP_NOTHING = {"conversation": None, "leg_id": ANY}
+"""The parameters that tell D that a request belongs to no conversation, and the id of the leg."""
 PARAMS = {
     "do_remote_prefill": True,
     "remote_host": "127.0.0.1",

@@ -342,14 +342,16 @@ def test_a_null_is_no_word() -> None:
 
 
 def test_params_of_p_pass_unchanged() -> None:
-    """The control: the router adds the `conversation` parameter and nothing else."""
+    """The control: the router adds the `conversation` and `leg_id` parameters and nothing else."""
 
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             await s.post(TALK, CHAT)
             given_to_d = s.d.calls[0].body["kv_transfer_params"]
             assert {
-                key: value for key, value in given_to_d.items() if key != "conversation"
+                key: value
+                for key, value in given_to_d.items()
+                if key not in ("conversation", "leg_id")
             } == PARAMS
 
     uvloop.run(scene())

@@ -6,9 +6,11 @@ also the single vLLM for the comparison.
 """
 
 import asyncio
+import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -167,6 +169,57 @@ def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
                 seen["kvferry:failed_loads_total"],
                 seen["kvferry:reuse_failed_loads_total"],
             ) == (0, 0)
+
+    asyncio.run(check())
+
+
+async def stream_until_done(
+    session: aiohttp.ClientSession, answers: AsyncExitStack, engine: Engine, body: dict[str, Any]
+) -> tuple[int, ...]:
+    """Stream a completion and return its tokens as soon as `[DONE]` has arrived, as clients do;
+    `answers` keeps the connection open.
+    """
+    tokens: list[int] = []
+    response = await answers.enter_async_context(
+        session.post(f"{engine.url}/v1/completions", json={**body, "stream": True})
+    )
+    assert response.status == 200, await response.text()
+    async for line in response.content:
+        if line.strip() == b"data: [DONE]":
+            return tuple(tokens)
+        if line.startswith(b"data: "):
+            choices = json.loads(line[6:])["choices"]
+            tokens += [token for choice in choices for token in choice["token_ids"] or ()]
+    raise AssertionError("the stream has no end")
+
+
+def test_streamed_turns_under_load_find_the_last_one(scene: Scene) -> None:
+    num_talks, num_turns = 8, 5
+
+    async def found(session: aiohttp.ClientSession) -> Counter[str]:
+        """Return how many turns have found the last one, and how many have not."""
+        async with session.get(f"{scene.router.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        named = [line.split() for line in lines if line.startswith("kvferry:router_turns_total{")]
+        return Counter({name.split('"')[1]: int(float(value)) for name, value in named})
+
+    async def converse(session: aiohttp.ClientSession) -> None:
+        name, prompt = f"talk {next(_names)}", says(60)
+        async with AsyncExitStack() as answers:
+            for _ in range(num_turns):
+                body = {**Prompt(prompt, ANSWER_TOKENS).body(), "conversation_id": name}
+                answer = await stream_until_done(session, answers, scene.router, body)
+                prompt += answer + says(20)
+        assert answer == await alone(session, scene.p, prompt[: -len(answer) - 20])
+
+    async def check() -> None:
+        async with talking(scene) as (session, _):
+            before = await found(session)
+            await asyncio.gather(*(converse(session) for _ in range(num_talks)))
+            assert await found(session) - before == {
+                "yes": num_talks * (num_turns - 1),
+                "no": num_talks,
+            }
 
     asyncio.run(check())
 

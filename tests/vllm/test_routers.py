@@ -3,13 +3,16 @@ vllm-router. Tokens are right, and all blocks are free afterwards.
 """
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
+from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.vllm.abused_cluster import SOON_S
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ROOT, ready
@@ -18,6 +21,7 @@ from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router
 from kvferry.bench.vllm.servers import free_ports
+from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -208,5 +212,79 @@ def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Route
             assert [len(choice) for choice in warm.token_ids] == [16] * 4
             await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             assert (await metrics(session, routed.d))[pulls] - before == 2
+
+    asyncio.run(check())
+
+
+# -- our router alone --
+
+
+async def stream_choices(
+    session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any]
+) -> tuple[dict[int, tuple[list[int], str]], dict[str, Any]]:
+    """Stream several choices; return tokens and text of each by index, and the usage."""
+    tokens: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
+    async with session.post(f"{engine.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        *events, end, rest = (await response.read()).split(b"\n\n")
+    assert (end, rest) == (b"data: [DONE]", b"")
+    *chunks, last = (json.loads(event.removeprefix(b"data: ")) for event in events)
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        tokens.setdefault(choice["index"], []).extend(choice["token_ids"] or ())
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    return {index: (tokens[index], texts[index]) for index in tokens}, last["usage"]
+
+
+def test_several_prompts_in_one_request_get_the_answer_of_one_engine(trio: Trio) -> None:
+    async def check() -> None:
+        async with new_session() as session:
+            rng = random.Random("several prompts")
+            token_ids = [[rng.randrange(10, 500) for _ in range(size)] for size in (5, 64, 150)]
+            texts = ["Where does the transfer worker go?", "What does it carry? " * 20]
+            for prompts in (token_ids, texts):
+                body: dict[str, Any] = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 8}
+                body |= {"return_token_ids": True, "ignore_eos": True, **ONLY_THE_BEST}
+                moved = await moved_bytes(session, trio.d)
+                through, direct = [
+                    await post(session, engine, body) for engine in (trio.router, trio.p)
+                ]
+                assert through.is_ok, through.body
+                assert through.body["choices"] == direct.body["choices"]
+                assert through.body["usage"] == direct.body["usage"]
+                assert await moved_bytes(session, trio.d) > moved
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+                streamed = await stream_choices(session, trio.router, body)
+                assert streamed == await stream_choices(session, trio.p, body)
+            await assert_free(session, trio.p, trio.d, timeout_s=SOON_S)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_is_told_why_a_transfer_failed(trio: Trio, is_streamed: bool) -> None:
+    """P is a stub whose tickets D refuses; vLLM itself answers `500 Internal server error`."""
+
+    async def check() -> None:
+        async with new_session() as session, stub_engine(StubEngine(prefills)) as stub:
+            p = Engine(trio.p.process, Address("127.0.0.1", stub.port))
+            router = trio.fleet.kvferry_router([p], [trio.d])
+            await asyncio.to_thread(ready, router)
+            name = f"asked-{'in-a-stream' if is_streamed else 'whole'}"
+            async with session.post(
+                f"{router.url}/v1/completions",
+                json={**Prompt((11, 12, 13)).body(), "stream": is_streamed},
+                headers={"X-Request-Id": name},
+            ) as response:
+                status, text = response.status, (await response.json())["error"]["message"]
+            trio.fleet.stop(router)
+            [reason] = {
+                line.rpartition("reason=")[2].strip()
+                for line in trio.d.process.tail(200)
+                if "transfer failed" in line and name in line
+            }
+            assert (status, reason in text) == (502, True), text
+            await assert_free(session, trio.d, timeout_s=SOON_S)
 
     asyncio.run(check())

@@ -154,13 +154,19 @@ def _make_app(
 ) -> "RouterApp":
     from kvferry.router.app import RouterApp
     from kvferry.router.conversations.turns import make_turn_query_by
+    from kvferry.router.serving.legs import make_failure_query_by
 
     return RouterApp(
         options,
         side_channels,
         push_key=PushTicketKey(secret.key),
         registrar=Registrar(secret.key),
-        make_turn_query=lambda watcher: make_turn_query_by(side_channels.query_turn, watcher),
+        make_turn_query=lambda watcher: make_turn_query_by(
+            side_channels.query_turn, watcher.side_channel
+        ),
+        make_failure_query=lambda watcher: make_failure_query_by(
+            side_channels.query_failure, watcher.side_channel
+        ),
     )
 
 

@@ -38,10 +38,14 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
     """Requests whose optional load the retaining engine refused, with the reason."""
     being_read: set[str] = field(default_factory=set)
     """Evicted turns that a peer is still reading."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Requests whose transfer failed, with the reason. Reported beside `failed_recving`, because
+    vLLM passes on no reasons.
+    """
 
     @property
     def is_empty(self) -> bool:
-        return not (self.reserved or self.refused or self.being_read)
+        return not (self.reserved or self.refused or self.being_read or self.failed)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "NixlWorkerMetadata":
         assert isinstance(other, NixlWorkerMetadata)
@@ -49,6 +53,7 @@ class NixlWorkerMetadata(KVConnectorWorkerMetadata):
             self.reserved + other.reserved,
             {**other.refused, **self.refused},
             self.being_read | other.being_read,
+            {**other.failed, **self.failed},
         )
 
 

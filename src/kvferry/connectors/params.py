@@ -22,8 +22,11 @@ __all__ = [
     "TransferRole",
     "TurnRetention",
     "UnsignedPeer",
+    "read_leg_id",
     "read_params",
 ]
+
+MAX_LEG_ID_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,14 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_decode"]:
         return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
     return NoTransfer(_retention(params, RETAIN_NOTHING))
+
+
+def read_leg_id(params: object) -> str:
+    """The id under which the router that sent this leg may ask why its transfer failed; empty if
+    the router sent none.
+    """
+    leg_id = params.get("leg_id") if isinstance(params, Mapping) else None
+    return leg_id if isinstance(leg_id, str) and len(leg_id) <= MAX_LEG_ID_CHARS else ""
 
 
 def _retention(params: Mapping[str, Any], default: TurnRetention) -> TurnRetention:

@@ -47,6 +47,7 @@ from kvferry.connectors.params import (
     NoTransfer,
     PrefillForPeer,
     TransferRole,
+    read_leg_id,
     read_params,
 )
 from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, LoadTable, RetainedTurns
@@ -197,6 +198,9 @@ class NixlConnectorScheduler:
                 self._refuse(RequestId(request.request_id), reason)
         if isinstance(role, PrefillForPeer):
             self._mode.add_prefill_leg(request, role)
+        request_id, leg_id = RequestId(request.request_id), read_leg_id(request.kv_transfer_params)
+        if leg_id and (offer := self._loads.get(request_id)) is not None:
+            self._loads.offer(request_id, replace(offer, leg_id=leg_id))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -287,6 +291,12 @@ class NixlConnectorScheduler:
                 self._commands.append(SkipLoad(request))
         for request in map(RequestId, worker_metadata.being_read):
             self._retained.note_being_read(request)
+        for request, reason in (
+            (RequestId(name), reason) for name, reason in worker_metadata.failed.items()
+        ):
+            leg_id = self._loads.leg_id(request)
+            if leg_id and self._side_channel is not None:
+                self._side_channel.publish_failure(leg_id, reason)
 
     def is_load_optional(self, request_id: str) -> bool:
         return self._loads.is_optional(RequestId(request_id))
@@ -506,6 +516,14 @@ class NixlConnectorScheduler:
             common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt),
             request.num_prompt_tokens,
         )
+        if not matched:
+            self._stats.count("unmatched_tickets")
+            _log.warning(
+                "ticket not used request=%s peer=%s reason=no token of the prompt can be loaded "
+                "with it; this engine computes the prompt",
+                request_id,
+                ticket.engine,
+            )
         name = (ticket.engine, ticket.epoch, ticket.serial)
         self._loads.offer(request_id, LoadOffer(matched, name))
         self._commands.append(PrepareLoad(request_id, str(text)))

@@ -47,6 +47,8 @@ class LoadOffer:
     """How many tokens of the request the engine already had when it last asked for the offer; None
     before it has asked.
     """
+    leg_id: str = ""
+    """The id under which the router may ask why the load failed; empty if there is none."""
 
 
 @dataclass(slots=True)
@@ -56,9 +58,9 @@ class LoadTable:
     """
 
     _offers: dict[RequestId, LoadOffer] = field(default_factory=dict)
-    _loading: dict[RequestId, SharedTicketKey | None] = field(default_factory=dict)
-    """Requests with a load in progress, and their tickets. None: the request only waits for its
-    failure to be reported.
+    _loading: dict[RequestId, LoadOffer] = field(default_factory=dict)
+    """Requests with a load in progress, and the offers that were accepted. An offer without a
+    ticket: the request only waits for its failure to be reported.
     """
     _optional: set[RequestId] = field(default_factory=set)
     """Requests with an optional load, from the start of the load to the end of the request."""
@@ -90,6 +92,11 @@ class LoadTable:
     def is_loading(self, request: RequestId) -> bool:
         return request in self._loading
 
+    def leg_id(self, request: RequestId) -> str:
+        """The leg id of a request with a load in progress; empty if there is none."""
+        offer = self._loading.get(request)
+        return offer.leg_id if offer is not None else ""
+
     def is_optional(self, request: RequestId) -> bool:
         return request in self._optional
 
@@ -100,7 +107,7 @@ class LoadTable:
         return ticket in self._read
 
     def begin(self, request: RequestId, offer: LoadOffer) -> None:
-        self._loading[request] = offer.ticket
+        self._loading[request] = offer
         if offer.ticket is not None:
             self._reading.add(offer.ticket)
         if offer.is_optional:
@@ -110,7 +117,7 @@ class LoadTable:
         """Record the end of a load. A failed load leaves the ticket unread, so that another request
         may try.
         """
-        ticket = self._loading.pop(request)
+        ticket = self._loading.pop(request).ticket
         if ticket is None:
             return
         self._reading.discard(ticket)

@@ -56,6 +56,8 @@ COUNTERS: Mapping[str, str] = {
     "kv_expired_reqs": "Leases that expired before a peer confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or unexpected.",
     "rejected_params": "Requests whose kv_transfer_params this engine could not use.",
+    "unmatched_tickets": "Tickets with which no token of the request's prompt could be loaded, so "
+    "that this engine computed the prompt.",
 }
 
 LEVELS: Mapping[str, str] = {

@@ -231,6 +231,7 @@ class NixlConnectorWorker:
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
                 results.failure_reasons[request] = reason
+                self._worker_metadata.failed[request] = reason
             # The request will fail, but its blocks may still be written; `TransferFailed` follows.
             case TransferAbandoned(request, reason):
                 results.given_up_recving[request] = reason

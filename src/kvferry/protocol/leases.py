@@ -14,9 +14,9 @@ The lease of a retained turn has its own duration, and the owner evicts the turn
 needs the blocks. In push, a lease is open while prefill still fills the blocks: until `close`, an
 open lease has no deadline and can end only by `revoke`.
 
-The module also holds `EndedTurns`, the retained turns that a router can ask for, and
-`OpenQuestions` about turns that have not ended. Pure: the caller passes `now` (local monotonic
-seconds) and acts on the returned values.
+The module also holds `TextsById`, which routers can ask for, and `OpenQuestions` about turns that
+have not ended. Pure: the caller passes `now` (local monotonic seconds) and acts on the returned
+values.
 """
 
 import math
@@ -31,7 +31,7 @@ from kvferry.errors import LocalProtocolError
 from kvferry.events import LeaseEnded
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["MAX_TURN_ID_CHARS", "EndedTurns", "LeaseTable", "OpenQuestions", "TicketStatus"]
+__all__ = ["MAX_TURN_ID_CHARS", "LeaseTable", "OpenQuestions", "TextsById", "TicketStatus"]
 
 
 MAX_READERS = 8192
@@ -357,52 +357,52 @@ class LeaseTable:
                 del self._readers_by_transport[transport]
 
 
-# -- retained turns --
-# The `kv_transfer_params` of retained turns by turn id, for routers that cannot see the parameters
-# in the engine's answer (a stream). A router may ask before the engine has ended the turn: the
-# client's stream ends in another process than the turn.
+# -- questions of routers --
+# What routers ask a side channel for, by an id that the router chose: the `kv_transfer_params` of a
+# retained turn, if the engine's answer (a stream) does not contain them, and the reason why a
+# transfer failed. A router may ask before the engine has ended the turn: the client's stream ends
+# in another process than the turn.
 
 
 MAX_TURN_ID_CHARS = 64
 
 
 @dataclass(slots=True)
-class EndedTurns:
-    """Parameters of ended turns, by the turn id that the router chose; empty if nothing is
-    retained.
+class TextsById:
+    """Texts that routers ask for by id, each valid until a deadline.
 
-    The number of turns and the total length are bounded; the oldest turn is forgotten first.
+    The number of texts and their total length are bounded; the oldest text is forgotten first.
     """
 
-    max_turns: int = 10_000
+    max_texts: int = 10_000
     max_chars: int = 64 * 1024 * 1024
-    _turns: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict, init=False)
-    """Turn id -> (time until which the turn is retained, parameters as JSON)."""
+    _texts: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict, init=False)
+    """Id -> (time until which the text is valid, text)."""
     _num_chars: int = field(default=0, init=False)
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._texts)
 
-    def add(self, turn_id: str, params: str, until: float) -> None:
-        """Remember the parameters of a turn; a repeated turn id replaces the earlier turn."""
-        self._forget(turn_id)
-        self._turns[turn_id] = (until, params)
-        self._num_chars += len(params)
-        while len(self._turns) > self.max_turns or self._num_chars > self.max_chars:
-            self._forget(next(iter(self._turns)))
+    def add(self, text_id: str, text: str, until: float) -> None:
+        """Remember a text, which may be empty; a repeated id replaces the earlier text."""
+        self._forget(text_id)
+        self._texts[text_id] = (until, text)
+        self._num_chars += len(text)
+        while len(self._texts) > self.max_texts or self._num_chars > self.max_chars:
+            self._forget(next(iter(self._texts)))
 
-    def find(self, turn_id: str, now: float) -> str | None:
-        """Return the parameters of a turn; empty if no blocks are retained for the turn, None if
-        the turn is unknown, because it has not ended yet or was forgotten.
+    def find(self, text_id: str, now: float) -> str | None:
+        """Return a text; empty if the text is no longer valid, None if the id is unknown, because
+        it was never added or was forgotten.
         """
-        if turn_id not in self._turns:
+        if text_id not in self._texts:
             return None
-        until, params = self._turns[turn_id]
-        return params if now < until else ""
+        until, text = self._texts[text_id]
+        return text if now < until else ""
 
-    def _forget(self, turn_id: str) -> None:
-        _, params = self._turns.pop(turn_id, (0.0, ""))
-        self._num_chars -= len(params)
+    def _forget(self, text_id: str) -> None:
+        _, text = self._texts.pop(text_id, (0.0, ""))
+        self._num_chars -= len(text)
 
 
 Asker = TypeVar("Asker")

@@ -2,8 +2,8 @@
 
 P is the producer (prefill side), D the consumer (decode side). A producer's transfer worker
 receives `ToProducer`, a consumer's transfer worker receives `ToConsumer` and `PushOffer`. A side
-channel, which runs in the process of an engine's scheduler, answers `HandshakeRequest`, `Release`
-and `RetainedTurnRequest`. Pure.
+channel, which runs in the process of an engine's scheduler, answers `HandshakeRequest`, `Release`,
+`RetainedTurnRequest` and `FailureRequest`. Pure.
 
 Durations cross the wire, deadlines never do. A new field has a default. Each change bumps
 `WIRE_VERSION` and adds an entry to this history:
@@ -19,8 +19,8 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
        WriteFailed, Revoke, Revoked
     6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
     7  messages and fields renamed; entries 1 to 6 use the new names
-    8  `factors` names every setting of the model instead of one hash, and is bounded; `wait_s` in
-       RetainedTurnRequest
+    8  `factors` names every setting of the model instead of one hash, and is bounded; questions of
+       routers: `wait_s` in RetainedTurnRequest; FailureRequest, FailureReply
 """
 
 from typing import Annotated, TypeVar
@@ -42,6 +42,8 @@ __all__ = [
     "Confirmed",
     "Detach",
     "Factor",
+    "FailureReply",
+    "FailureRequest",
     "HandshakeRefused",
     "HandshakeReply",
     "HandshakeRequest",
@@ -248,6 +250,23 @@ class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
     """The parameters as JSON; empty if no blocks are retained, or the turn did not end in time."""
 
 
+class FailureRequest(msgspec.Struct, frozen=True, tag=True):
+    """A router asks a side channel why the transfer of a leg failed, when the engine's answer does
+    not contain the reason. The router chose `leg_id`.
+    """
+
+    nonce: int
+    leg_id: Name
+
+
+class FailureReply(msgspec.Struct, frozen=True, tag=True):
+    """The side channel returns the reason; empty if it knows of no failed transfer of this leg."""
+
+    nonce: int
+    leg_id: Name
+    reason: str = ""
+
+
 class WriteGrantInfo(msgspec.Struct, frozen=True):
     """A write grant, part of `PushRegistration`: the producer may write the request's KV into these
     blocks of the consumer while the consumer renews the registration, until `Revoke`.
@@ -437,6 +456,8 @@ Message = (
     | Release
     | RetainedTurnRequest
     | RetainedTurnReply
+    | FailureRequest
+    | FailureReply
     | PushRegistration
     | PushOffer
     | PushWithdrawal

@@ -34,6 +34,7 @@ from kvferry.router.serving.context import HttpResponse, build_error_response, c
 from kvferry.router.serving.dispatch import Dispatcher
 from kvferry.router.serving.generate import GenerateHandler
 from kvferry.router.serving.instance_client import InstanceClient
+from kvferry.router.serving.legs import FailureQuery
 from kvferry.router.serving.push import LegFinisher, PushSources
 from kvferry.router.serving.side_channel import BlockReleaser
 from kvferry.router.time_series import TimeSeries
@@ -62,11 +63,13 @@ class RouterApp:
         push_key: PushTicketKey | None = None,
         registrar: Registrar | None = None,
         make_turn_query: Callable[[InstanceWatcher], TurnQuery] | None = None,
+        make_failure_query: Callable[[InstanceWatcher], FailureQuery] | None = None,
     ) -> None:
         """Build the router without starting it.
 
         Without `push_key`, prefill legs always run before decode legs. `make_turn_query` makes the
-        function that asks decode instances for retained turns that are missing from streams.
+        function that asks decode instances for retained turns that are missing from streams,
+        `make_failure_query` the function that asks instances why a transfer failed.
         """
         now = time.monotonic()
         self.options = options
@@ -104,6 +107,7 @@ class RouterApp:
             self.watcher,
             self._turns,
             self._leg_finisher,
+            make_failure_query(self.watcher) if make_failure_query is not None else None,
         )
         self._generate_handler = GenerateHandler(
             options, self.access_policy, self.admission, serving, self._recent, time_series

@@ -1,9 +1,9 @@
 """The side channel of a scheduler: a socket for consumers, routers and released tickets.
 
-Consumers ask how to reach the transfer workers, routers ask for the retained blocks of a turn, and
-holders of tickets release tickets. One thread owns the socket. No message can stop the thread: a
-handshake that cannot be served is refused in the reply, and a malformed, forged or misplaced
-message is counted and dropped.
+Consumers ask how to reach the transfer workers, routers ask for the retained blocks of a turn and
+why a transfer failed, and holders of tickets release tickets. One thread owns the socket. No
+message can stop the thread: a handshake that cannot be served is refused in the reply, and a
+malformed, forged or misplaced message is counted and dropped.
 """
 
 import logging
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
 from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.leases import EndedTurns, OpenQuestions
+from kvferry.protocol.leases import OpenQuestions, TextsById
 from kvferry.protocol.messages import (
+    FailureReply,
+    FailureRequest,
     HandshakeRequest,
     Release,
     RetainedTurnReply,
@@ -32,6 +34,10 @@ __all__ = ["EndedTurn", "SideChannel"]
 MAX_RELEASED = 100_000
 """Releases that wait for the engine's thread; beyond this limit the oldest are dropped."""
 MAX_TURNS = 10_000
+MAX_FAILURES = 1000
+FAILURE_S = 60.0
+"""How long the reason of a failed transfer is kept for the router, which asks at once."""
+MAX_REASON_CHARS = 1000
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -65,7 +71,11 @@ class SideChannel:
         self._released: deque[ReleaseTicket] = deque(maxlen=MAX_RELEASED)
         # The engine's thread appends; the side channel's thread pops.
         self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
-        self._turns = EndedTurns(MAX_TURNS)
+        self._turns = TextsById(MAX_TURNS)
+        """The parameters of ended turns, by turn id; empty if nothing is retained."""
+        self._published_failures: deque[tuple[str, str]] = deque(maxlen=MAX_FAILURES)
+        self._failures = TextsById(MAX_FAILURES)
+        """The reasons of failed transfers, by leg id."""
         self._questions: OpenQuestions[tuple[Route, int]] = OpenQuestions()
         """Questions about turns that have not ended; each asker is a route and a nonce."""
         self._expire_at = 0.0
@@ -103,6 +113,14 @@ class SideChannel:
         self._published_turns.append(turn)
         self._control.wake()
 
+    def publish_failure(self, leg_id: str, reason: str) -> None:
+        """Answer questions about a router's leg with the reason why its transfer failed; never
+        waits.
+
+        Called by the engine's thread, before the engine reports the failure to its client.
+        """
+        self._published_failures.append((leg_id, reason[:MAX_REASON_CHARS]))
+
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
         if self._is_closing:
@@ -120,9 +138,10 @@ class SideChannel:
         try:
             while not self._is_closing:
                 arrived = self._control.poll(POLL_S)
-                # Turns are stored before the messages are answered, so that a router's request
-                # never overtakes an earlier published turn.
+                # What the engine has published is stored before the messages are answered, so that
+                # a router's request never overtakes it.
                 self._store_published_turns()
+                self._store_published_failures()
                 for received in arrived:
                     if isinstance(received, Received):
                         self._take(received)
@@ -140,6 +159,11 @@ class SideChannel:
                     self._release(ticket)
                 case RetainedTurnRequest():
                     self._take_question(received.route, message, time.monotonic())
+                case FailureRequest(nonce, leg_id):
+                    reason = self._failures.find(leg_id, time.monotonic()) or ""
+                    self._control.reply(
+                        received.route, codec.encode(FailureReply(nonce, leg_id, reason))
+                    )
                 case _:
                     raise RemoteProtocolError(
                         f"a side channel does not accept a {type(message).__name__}"
@@ -169,6 +193,11 @@ class SideChannel:
             for route, nonce in self._questions.take(turn.turn_id):
                 self._reply(route, nonce, turn.turn_id, turn.params)
 
+    def _store_published_failures(self) -> None:
+        while self._published_failures:
+            leg_id, reason = self._published_failures.popleft()
+            self._failures.add(leg_id, reason, time.monotonic() + FAILURE_S)
+
     def _expire_questions(self, now: float) -> None:
         if now >= self._expire_at:
             self._expire_at = now + POLL_S
@@ -176,7 +205,12 @@ class SideChannel:
                 self._reply(route, nonce, turn_id, "")
 
     def _reply(self, route: Route, nonce: int, turn_id: str, params: str) -> None:
-        self._control.reply(route, codec.encode(RetainedTurnReply(nonce, turn_id, params)))
+        try:
+            frame = codec.encode(RetainedTurnReply(nonce, turn_id, params))
+        except KVFerryError as error:  # the parameters of this turn are too long for a message
+            _log.info("side channel cannot describe a turn: %s", error)
+            frame = codec.encode(RetainedTurnReply(nonce, turn_id))
+        self._control.reply(route, frame)
 
     def _release(self, text: str) -> None:
         ticket = self._key.open(text)

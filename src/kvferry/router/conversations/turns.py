@@ -17,7 +17,6 @@ import msgspec
 from kvferry.router.conversations.store import Conversations, LastTurn
 from kvferry.router.fleet.fleet import Fleet, Leg
 from kvferry.router.fleet.instances import Instance
-from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.serving.context import RequestContext
 from kvferry.router.serving.side_channel import QUESTION_S, wait_for_answer
@@ -131,12 +130,13 @@ ASK_TIMEOUT_S = QUESTION_S + 2.0
 
 
 def make_turn_query_by(
-    query_turn: Callable[[Address, str], "Future[str]"], watcher: InstanceWatcher
+    query_turn: Callable[[Address, str], "Future[str]"],
+    find_side_channel: Callable[[Instance], Awaitable[Address | None]],
 ) -> TurnQuery:
-    """Make a `TurnQuery` from the side channel's `query_turn` and the known addresses."""
+    """Make a `TurnQuery` from `SideChannelSender.query_turn` and the known addresses."""
 
     async def ask(instance: Instance, turn_id: str) -> bytes | None:
-        side_channel = await watcher.side_channel(instance)
+        side_channel = await find_side_channel(instance)
         if side_channel is None:
             return None
         params = await wait_for_answer(query_turn(side_channel, turn_id), ASK_TIMEOUT_S)

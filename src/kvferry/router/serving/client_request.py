@@ -181,28 +181,33 @@ class ClientRequest(msgspec.Struct, frozen=True):
         """The same request for one of its prompts."""
         return ClientRequest(self.fields | {"prompt": prompt})
 
-    def prefill_body(self, push_ticket: str = "", last_turn: bytes | None = None) -> bytes:
+    def prefill_body(
+        self, push_ticket: str = "", last_turn: bytes | None = None, leg_id: str = ""
+    ) -> bytes:
         """Body of the prefill leg: P computes the prompt, retains the blocks and returns one token.
 
         `last_turn`: the parameters that D returned at the end of the conversation's last turn.
-        With the parameters P fetches the blocks that D has retained.
+        With the parameters P fetches the blocks that D has retained. `leg_id`: the router may ask
+        P under this id why the leg failed.
         """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")
         leg |= {
             "stream": msgspec.Raw(b"false"),
             "max_tokens": one,
-            "kv_transfer_params": _prefill_params(push_ticket, last_turn),
+            "kv_transfer_params": _with_leg_id(_prefill_params(push_ticket, last_turn), leg_id),
         }
         if "max_completion_tokens" in leg:
             leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
 
-    def decode_body(self, handover: Handover | None, turn_id: str | None = None) -> bytes:
+    def decode_body(
+        self, handover: Handover | None, turn_id: str | None = None, leg_id: str = ""
+    ) -> bytes:
         """Body of the decode leg: the client's request with P's blocks attached.
 
         Without `handover`, D computes the prompt itself. `turn_id`: D retains the blocks of this
-        turn under this id for the next turn."""
+        turn under this id for the next turn. `leg_id`: as for the prefill leg."""
         # With null D retains nothing; without the key D retains the turn by default.
         conversation_field = (
             _NO_CONVERSATION
@@ -215,9 +220,8 @@ class ClientRequest(msgspec.Struct, frozen=True):
                 if turn_id is None
                 else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % conversation_field)}
             )
-        return _encoder.encode(
-            self.fields | {"kv_transfer_params": _with_field(handover.params, conversation_field)}
-        )
+        params = _with_leg_id(_with_field(handover.params, conversation_field), leg_id)
+        return _encoder.encode(self.fields | {"kv_transfer_params": params})
 
 
 def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
@@ -231,12 +235,14 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(asked))
 
 
-def _with_field(params: msgspec.Raw, conversation_field: bytes) -> msgspec.Raw:
+def _with_leg_id(params: msgspec.Raw, leg_id: str) -> msgspec.Raw:
+    return _with_field(params, b'"leg_id":"%s"' % leg_id.encode("ascii")) if leg_id else params
+
+
+def _with_field(params: msgspec.Raw, field: bytes) -> msgspec.Raw:
     """Add one key to a JSON object that stays undecoded text."""
     rest = bytes(params)[1:].lstrip()
-    return msgspec.Raw(
-        b"{%s%s%s" % (conversation_field, b"" if rest.startswith(b"}") else b",", rest)
-    )
+    return msgspec.Raw(b"{%s%s%s" % (field, b"" if rest.startswith(b"}") else b",", rest))
 
 
 def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:

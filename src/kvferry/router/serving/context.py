@@ -29,6 +29,7 @@ __all__ = [
     "error_event",
     "forwarded_headers",
     "leg_headers",
+    "new_id",
 ]
 
 
@@ -40,7 +41,11 @@ _draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
 
 def choose_request_id(sent: str | None) -> str:
     """The client's `X-Request-Id` if well formed, else a random id; both legs and logs use it."""
-    return sent if sent is not None and _FIT.fullmatch(sent) else f"{_draw(128):032x}"
+    return sent if sent is not None and _FIT.fullmatch(sent) else new_id()
+
+
+def new_id() -> str:
+    return f"{_draw(128):032x}"
 
 
 # -- request context --

@@ -26,8 +26,8 @@ from kvferry.router.serving.context import (
     RequestContext,
     build_error_response,
 )
-from kvferry.router.serving.instance_client import InstanceClient
-from kvferry.router.serving.legs import DecodeLeg, PrefillLeg
+from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient
+from kvferry.router.serving.legs import DecodeLeg, FailureQuery, PrefillLeg
 from kvferry.router.serving.push import LegFinisher, PushSources, run_both_legs
 from kvferry.router.serving.side_channel import BlockReleaser, PrefilledBlocks
 from kvferry.types import FailurePolicy
@@ -68,12 +68,14 @@ class Dispatcher:
     watcher: InstanceWatcher
     turns: TurnTracker
     leg_finisher: LegFinisher
+    ask_failure: FailureQuery | None = None
+    """Asks an engine's side channel why a transfer failed; None: errors say what engines answer."""
     prefill: PrefillLeg = field(init=False)
     decode: DecodeLeg = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillLeg(self.instance_client, self.push_sources)
-        self.decode = DecodeLeg(self.instance_client, self.turns)
+        self.prefill = PrefillLeg(self.instance_client, self.push_sources, self.ask_failure)
+        self.decode = DecodeLeg(self.instance_client, self.turns, self.ask_failure)
 
     @property
     def fleet(self) -> Fleet:
@@ -97,7 +99,11 @@ class Dispatcher:
             # a new incarnation. The retry runs without the conversation's last turn.
             last_turn = None
         context.error = failure.message
-        context.send(_final_response(failure))
+        answer = _final_response(failure)
+        # A fleet that is full or gone refuses many requests; these are counted, not logged.
+        if answer.status != UNAVAILABLE:
+            _log.warning("request failed request=%s: %s", context.request_id, failure.message)
+        context.send(answer)
 
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
         if failure.is_final:

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from kvferry.errors import RemoteProtocolError
@@ -26,7 +27,9 @@ from kvferry.router.serving.context import (
     HttpResponse,
     LegFailure,
     RequestContext,
+    build_error_response,
     forwarded_headers,
+    new_id,
 )
 from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
@@ -36,10 +39,12 @@ from kvferry.router.serving.instance_client import (
     excerpt,
 )
 from kvferry.router.serving.push import PushSources
-from kvferry.router.serving.side_channel import PrefilledBlocks
+from kvferry.router.serving.side_channel import PrefilledBlocks, wait_for_answer
 from kvferry.router.timeline import RequestEvent
+from kvferry.types import Address
+from kvferry.web.errors import error_message
 
-__all__ = ["DecodeLeg", "PrefillLeg"]
+__all__ = ["DecodeLeg", "FailureQuery", "PrefillLeg", "make_failure_query_by"]
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class PrefillLeg:
 
     instance_client: InstanceClient
     push_sources: PushSources
+    ask_failure: "FailureQuery | None" = None
 
     async def run(
         self,
@@ -64,17 +70,19 @@ class PrefillLeg:
         while the answer was in flight.
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
+        leg_id = new_id()
         try:
             result = await self._ask(
                 context,
                 instance,
-                context.client.prefill_body(push_ticket, last_turn),
+                context.client.prefill_body(push_ticket, last_turn, leg_id),
                 on_late_handover,
             )
         except (UpstreamError, RemoteProtocolError) as error:
             self.push_sources.forget(instance)
             result = self.instance_client.failure(instance, error)
         if isinstance(result, LegFailure):
+            result = await _explain(result, leg_id, self.ask_failure)
             context.mark(RequestEvent.PREFILL_FAILED, result.message)
         else:
             context.mark(RequestEvent.PREFILL_ENDED, instance)
@@ -123,6 +131,55 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
         return None
 
 
+# -- why a leg failed --
+# vLLM answers `500 Internal server error` for every failed transfer, and the reason is only in its
+# log. The engine's side channel knows it.
+
+
+FAILURE_WAIT_S = 1.0
+"""How long the router waits for the reason. The engine knows it before it answers the leg."""
+
+FailureQuery = Callable[[Instance, str], Awaitable[str]]
+"""Returns why the transfer of a leg failed; empty if the engine reports no reason. Takes a bounded
+time.
+"""
+
+
+def make_failure_query_by(
+    query_failure: Callable[[Address, str], "Future[str]"],
+    find_side_channel: Callable[[Instance], Awaitable[Address | None]],
+) -> FailureQuery:
+    """Make a `FailureQuery` from `SideChannelSender.query_failure` and the known addresses."""
+
+    async def ask(instance: Instance, leg_id: str) -> str:
+        side_channel = await find_side_channel(instance)
+        if side_channel is None:
+            return ""
+        return await wait_for_answer(query_failure(side_channel, leg_id), FAILURE_WAIT_S)
+
+    return ask
+
+
+async def _explain(failure: LegFailure, leg_id: str, ask: FailureQuery | None) -> LegFailure:
+    """The failure with the reason why KV could not be transferred, if the engine answered with an
+    error that does not contain the reason.
+    """
+    instance, answer = failure.instance, failure.answer
+    # After a 503 the engine has done nothing, and without an answer it may not be there.
+    if ask is None or instance is None or not failure.needs_prefill:
+        return failure
+    reason = await ask(instance, leg_id)
+    if not reason or (answer is not None and reason in error_message(answer.body)):
+        return failure
+    message = f"{instance} failed: {reason}"
+    # The client does not know about P: it gets P's reason only if the router has no other answer.
+    return replace(
+        failure,
+        message=message,
+        answer=build_error_response(502, message) if answer is not None else None,
+    )
+
+
 # -- decode leg --
 # D takes P's blocks and generates; the response is relayed to the client.
 
@@ -143,6 +200,7 @@ class DecodeLeg:
 
     instance_client: InstanceClient
     turns: TurnTracker
+    ask_failure: "FailureQuery | None" = None
 
     async def run(
         self,
@@ -158,13 +216,16 @@ class DecodeLeg:
         response of a prefill leg that runs in parallel takes precedence.
         """
         context.mark(RequestEvent.DECODE_BEGAN, instance)
+        leg_id = new_id()
+        body = context.client.decode_body(handover, context.turn_id, leg_id)
         try:
-            result = await self._ask(context, held, instance, handover, has_begun)
+            result = await self._ask(context, held, instance, body, has_begun)
         except (UpstreamError, RemoteProtocolError) as error:
             if context.is_started:
                 raise
             result = self.instance_client.failure(instance, error)
         if result is not None:
+            result = await _explain(result, leg_id, self.ask_failure)
             context.mark(RequestEvent.DECODE_FAILED, result.message)
         return result
 
@@ -173,10 +234,9 @@ class DecodeLeg:
         context: RequestContext,
         held: PrefilledBlocks,
         instance: Instance,
-        handover: Handover | None,
+        body: bytes,
         has_begun: asyncio.Event | None,
     ) -> LegFailure | None:
-        body = context.client.decode_body(handover, context.turn_id)
         with (
             self.instance_client.track_leg(instance, context.hints) as call,
             await self.instance_client.post(context, instance, body) as answer,

@@ -1,8 +1,9 @@
 """Messages from the router to side channels of engines.
 
-The router releases P's blocks as soon as no reader will come, and asks D for retained turns. Best
-effort: without the messages leases expire and P computes more, so neither `release` nor
-`query_turn` waits, retries or raises. `SideChannelSender` owns the thread that uses the transport.
+The router releases P's blocks as soon as no reader will come, asks D for retained turns, and asks
+engines why a transfer failed. Best effort: without the messages leases expire, P computes more and
+errors say less, so no method waits, retries or raises. `SideChannelSender` owns the thread that
+uses the transport.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.protocol.messages import (
+    FailureReply,
+    FailureRequest,
     Message,
     Release,
     RetainedTurnReply,
@@ -128,7 +131,7 @@ class PrefilledBlocks:
 class SideChannelSender:
     """One thread that owns a control transport and sends messages to side channels.
 
-    `release` and `query_turn` may be called from any thread.
+    `release`, `query_turn` and `query_failure` may be called from any thread.
     """
 
     def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
@@ -161,6 +164,14 @@ class SideChannelSender:
             nonce,
             _Question(_url(side_channel), RetainedTurnRequest(nonce, turn_id, QUESTION_S)),
         )
+
+    def query_failure(self, side_channel: Address, leg_id: str) -> "Future[str]":
+        """Ask an engine why the transfer of a leg failed: the reason, or "" if it knows none.
+
+        The future may never complete, so the caller needs a deadline.
+        """
+        nonce = next(self._nonces)
+        return self._ask(nonce, _Question(_url(side_channel), FailureRequest(nonce, leg_id)))
 
     def _ask(self, nonce: int, question: _Question) -> "Future[str]":
         answer = question.answer
@@ -241,11 +252,13 @@ class SideChannelSender:
         except RemoteProtocolError as error:
             _log.warning("a message from a side channel cannot be decoded: %s", error)
             return
-        if isinstance(message, RetainedTurnReply):
+        if isinstance(message, RetainedTurnReply | FailureReply):
             question = self._asked.get(message.nonce)
             # The caller may cancel the future at this moment.
             if question is not None and question.answer.set_running_or_notify_cancel():
-                question.answer.set_result(message.params)
+                question.answer.set_result(
+                    message.params if isinstance(message, RetainedTurnReply) else message.reason
+                )
 
     def _send(self, address: str, message: Message) -> None:
         try:
