@@ -50,6 +50,8 @@ class StubEngine:
     """The advertised mode; if it is empty, there is no `/metrics` page."""
     num_looks: int = 0
     """Number of requests for the `/metrics` page."""
+    num_ignored: int = 0
+    """Number of health checks that arrived while the engine was stopped."""
     is_stopped: bool = False
     """The engine accepts connections but does not answer health checks, like a process that is
     stopped.
@@ -61,6 +63,7 @@ class StubEngine:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.is_stopped and request.path in ("/metrics", "/health"):
+            self.num_ignored += 1
             return await hangs(request, {})
         if request.path == "/metrics":
             return self.show_mode()

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Behaviour, Stage, completes, hangs, prefills, stage, streams
+from tests.router.stubs import (
+    Behaviour,
+    Stage,
+    StubEngine,
+    completes,
+    hangs,
+    prefills,
+    stage,
+    streams,
+)
 
 from kvferry.types import FailurePolicy
 
@@ -68,37 +77,80 @@ def test_where_nobody_looks_instances_are_taken_on_trust() -> None:
     uvloop.run(scene())
 
 
+PATIENT = QUICK | {"probe": 0.5}
+"""A probe fails only if the engine is stopped, also on a busy machine."""
+TWO_OF_EACH: tuple[list[Behaviour], list[Behaviour]] = (
+    [prefills, prefills],
+    [completes, completes],
+)
+
+
+async def until_probed(engine: StubEngine) -> None:
+    """Wait until the engine has answered probes for longer than a request needs to take effect."""
+    num_looks = engine.num_looks + 1.5 / QUICK["probe_interval_s"]
+    while engine.num_looks < num_looks:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill: bool) -> None:
     """The leg is retried long before `timeouts.answer`, which is 600 s here, because health probes
-    show that the instance no longer answers.
+    show that the instance no longer answers. The leg is not to blame: the instance answered probes
+    after it.
     """
 
     async def scene() -> None:
-        behaviours: tuple[list[Behaviour], list[Behaviour]] = (
-            [prefills, prefills],
-            [completes, completes],
-        )
-        async with stage(*behaviours, **QUICK) as s:
-            engines = s.prefillers if is_prefill else s.decoders
+        async with stage(*TWO_OF_EACH, **PATIENT) as s:
+            asked = (s.prefillers if is_prefill else s.decoders)[0]
             await until_ready(s, (200, 2, 2))
-
-            def stop(engine: Any) -> Behaviour:
-                async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                    engine.is_stopped = True
-                    return await hangs(request, body)
-
-                return behave
-
-            # The first instance stops when it is asked; the other one is healthy.
-            asked = engines[0]
-            asked.behaviour = stop(asked)
-            while not asked.calls:
-                assert (await s.post(ONE))[0] == 200
+            asked.behaviour = hangs
+            sent = [asyncio.create_task(s.post(ONE)) for _ in range(2)]
+            await asked.entered.wait()
+            await until_probed(asked)
+            asked.is_stopped = True
+            assert [(await task)[0] for task in sent] == [200, 200]
             assert await s.metric("kvferry:router_retries_total") == 1
             await asked.cancelled.wait()
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_request_that_may_have_silenced_an_instance_is_sent_to_no_other(is_prefill: bool) -> None:
+    """Requests sent when the instance had already gone silent are not to blame."""
+
+    async def scene() -> None:
+        settings = PATIENT | {
+            "max_failed_probes": 4,
+            "without_prefill": FailurePolicy.RECOMPUTE,
+        }
+        async with stage(*TWO_OF_EACH, **settings) as s:
+            await until_ready(s, (200, 2, 2))
+            asked, other = s.prefillers if is_prefill else s.decoders
+
+            async def falls_silent(request: web.Request, body: Any) -> web.StreamResponse:
+                asked.is_stopped = True
+                return await hangs(request, body)
+
+            asked.behaviour = falls_silent
+            while not asked.calls:
+                bad = asyncio.create_task(s.post(ONE | {"user": "bad"}))
+                entered = asyncio.create_task(asked.entered.wait())
+                await asyncio.wait([bad, entered], return_when=asyncio.FIRST_COMPLETED)
+            before = num_bad(other, *s.decoders)
+            while asked.num_ignored < 2:
+                await asyncio.sleep(0.01)
+            later = [asyncio.create_task(s.post(ONE)) for _ in range(2)]
+            status, _, body = await bad
+            assert (status, b"it may be the cause" in body) == (502, True)
+            assert [(await task)[0] for task in later] == [200, 200]
+            assert num_bad(other, *s.decoders) == before
+
+    uvloop.run(scene())
+
+
+def num_bad(*engines: StubEngine) -> int:
+    return sum(call.body.get("user") == "bad" for engine in engines for call in engine.calls)
 
 
 def test_a_leg_at_the_last_instance_waits_for_it() -> None:

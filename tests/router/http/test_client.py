@@ -12,6 +12,7 @@ from tests.router.http.kit import answering, ask, chunked, instance, read_reques
 from kvferry.router.http.messages import (
     AnswerTooLong,
     ConnectFailed,
+    InstanceSilent,
     InvalidResponse,
     UpstreamDisconnected,
     UpstreamError,
@@ -554,6 +555,7 @@ def test_errors_of_instances_have_one_parent() -> None:
             UpstreamTimeout,
             UpstreamDisconnected,
             AnswerTooLong,
+            InstanceSilent,
             InvalidResponse,
         )
     )

@@ -31,6 +31,26 @@ _log = logging.getLogger(__name__)
 _IDLE_S = 1.0
 _CLEANUP_INTERVAL_S = 30.0
 _REPROBE_INTERVAL_S = 1.0
+_SETTLE_S = 1.0
+"""Time in which an instance begins to work on a request that was sent to it."""
+
+
+@dataclass(slots=True)
+class _SignsOfLife:
+    """What the probes of one instance have shown."""
+
+    answered_at: float = -inf
+    """When the last probe began that the instance answered."""
+    silent_since: float = inf
+    """End of the first failed probe since which the instance has sent nothing."""
+    received_when_ill: int | None = None
+    """`num_received` at the last failed probe; None if the last probe was answered."""
+
+    def is_suspect(self, sent_at: float) -> bool:
+        """True if a request sent at this time may have made the instance silent: the instance
+        answered no probe after the request, and was not silent before it.
+        """
+        return self.answered_at - _SETTLE_S < sent_at < self.silent_since
 
 
 @dataclass(slots=True)
@@ -50,8 +70,7 @@ class InstanceWatcher:
     """Latest transfer mode and side channel of each instance. Unlike figures, a reading stays valid
     until a leg fails or another incarnation answers.
     """
-    _received_when_ill: dict[Instance, int] = field(default_factory=dict)
-    """`num_received` of each instance at its last failed probe."""
+    _signs: dict[Instance, _SignsOfLife] = field(default_factory=dict)
     _process_start: dict[Instance, float] = field(default_factory=dict)
     """Start time of each instance's process; a change means a restart."""
     _probes: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -104,7 +123,7 @@ class InstanceWatcher:
 
     def forget(self, instance: Instance) -> None:
         """Drop what is known about a failed instance, which may return as a new incarnation."""
-        for known in (self.latest, self._readings, self._received_when_ill, self._probed_at):
+        for known in (self.latest, self._readings, self._signs, self._probed_at):
             known.pop(instance, None)
 
     def forget_instance(self, instance: Instance) -> None:
@@ -148,6 +167,7 @@ class InstanceWatcher:
             self._probed_at[instance] = time.monotonic()
 
     async def _probe_pages(self, instance: Instance, watcher: MetricsWatcher) -> None:
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self.instance_client.options.timeouts.probe):
                 status, _ = await self._get(instance, "/health")
@@ -160,7 +180,7 @@ class InstanceWatcher:
             self._fail_pending_if_silent(instance)
             return
         now = time.monotonic()
-        self._received_when_ill.pop(instance, None)
+        self._signs[instance] = _SignsOfLife(answered_at=began)
         if status == 200:
             self.instance_client.fleet.note_probe_passed(instance, now)
         else:
@@ -177,21 +197,18 @@ class InstanceWatcher:
         """Fail pending requests of an instance that is ejected and silent.
 
         If no bytes arrived between two failed probes, requests without the beginning of an answer
-        are retried elsewhere at once instead of at the end of a long timeout. Streams that have
-        begun continue, because no other instance can take over a stream.
+        are retried elsewhere at once instead of at the end of a long timeout, except those that may
+        have made the instance silent. Streams that have begun continue, because no other instance
+        can take over a stream.
         """
-        before, received = (
-            self._received_when_ill.get(instance),
-            self.instance_client.num_received(instance),
-        )
-        self._received_when_ill[instance] = received
+        signs = self._signs.setdefault(instance, _SignsOfLife())
+        received = self.instance_client.num_received(instance)
+        if signs.received_when_ill != received:
+            signs.received_when_ill, signs.silent_since = received, time.monotonic()
+            return
         member = self.instance_client.fleet.get(instance)
-        if (
-            before == received
-            and member is not None
-            and member.breaker.phase is BreakerPhase.EJECTED
-        ):
-            num_given_up = self.instance_client.fail_pending(instance)
+        if member is not None and member.breaker.phase is BreakerPhase.EJECTED:
+            num_given_up = self.instance_client.fail_pending(instance, signs.is_suspect)
             if num_given_up:
                 _log.warning(
                     "failed %d waiting legs, because the instance does not answer instance=%s",

@@ -7,6 +7,7 @@ Pure. Errors of an instance are sorted by what the router can still do:
       UpstreamTimeout        connected, but silent for too long
       UpstreamDisconnected   closed too early; `has_answered`: whether any byte arrived
       AnswerTooLong          the answer has more bytes than the router reads as a whole
+      InstanceSilent         silent to health checks too; `is_suspect`: perhaps by this request
       InvalidResponse        the bytes received are not an HTTP response
 """
 
@@ -22,6 +23,7 @@ __all__ = [
     "ConnectFailed",
     "Fields",
     "Headers",
+    "InstanceSilent",
     "InvalidResponse",
     "ServerLimits",
     "ServerRequest",
@@ -58,6 +60,15 @@ class UpstreamDisconnected(UpstreamError):
 
 class AnswerTooLong(UpstreamError):
     """The answer has more bytes than the caller wants to read as a whole."""
+
+
+class InstanceSilent(UpstreamError):
+    """The instance answers neither requests nor health checks."""
+
+    def __init__(self, message: str, is_suspect: bool) -> None:
+        """`is_suspect`: the request may be what made the instance silent."""
+        self.is_suspect = is_suspect
+        super().__init__(message)
 
 
 class InvalidResponse(UpstreamError):

@@ -409,8 +409,10 @@ class UpstreamPool:
         pool = self._pools.get(target)
         return 0 if pool is None else pool.num_received
 
-    def fail_pending(self, target: Target, error: UpstreamError) -> int:
-        """Fail the requests to the target whose answer was not passed on; return how many."""
+    def fail_pending(self, target: Target, make_error: Callable[[float], UpstreamError]) -> int:
+        """Fail the requests to the target whose answer was not passed on; return how many.
+        `make_error` gets the time at which a request was sent.
+        """
         pool = self._pools.get(target)
         waiting = (
             []
@@ -418,7 +420,7 @@ class UpstreamPool:
             else [one for one in self._connections if one.pool is pool and one.is_pending]
         )
         for connection in waiting:
-            connection.fail(error)
+            connection.fail(make_error(connection.sent_at))
         return len(waiting)
 
     def release(self, pool: TargetPool, connection: UpstreamConnection) -> None:

@@ -213,6 +213,7 @@ class UpstreamConnection(asyncio.Protocol):
         "loop",
         "pool",
         "receiver",
+        "sent_at",
         "transport",
     )
 
@@ -240,6 +241,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Why the connection was lost; None also if the instance closed it in an orderly way."""
         self.has_answered = False
         """Whether any byte of the current response has arrived."""
+        self.sent_at = 0.0
+        """When the current request was handed to the kernel completely (`time.monotonic`)."""
         self.receiver: Receiver | None = None
         """Gets the bytes of the body directly; None: bytes are stored until `take`."""
 
@@ -284,6 +287,7 @@ class UpstreamConnection(asyncio.Protocol):
         )
         self._phase = _HEAD
         self.has_answered = False
+        self.sent_at = time.monotonic()
         self.deadline = self.loop.time() + timeout_s
         waiter = self._head_waiter = self.loop.create_future()
         # Data that arrived before the request was sent: see FRESH.
@@ -389,6 +393,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
+
+    def resume_writing(self) -> None:
+        """Note the end of a large request: asyncio calls this when its buffer is nearly empty."""
+        self.sent_at = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         self.pool.num_received += 1

@@ -5,7 +5,7 @@ Runs on the event loop.
 
 import ssl
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.router.http.messages import (
     AnswerTooLong,
     ConnectFailed,
+    InstanceSilent,
     UpstreamDisconnected,
     UpstreamError,
     UpstreamTimeout,
@@ -39,6 +40,7 @@ UNAVAILABLE = 503
 _DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
+_SILENT = "it answered neither the request nor health checks"
 _OF_THE_REQUEST = (UpstreamTimeout, AnswerTooLong)
 """Errors that the request causes by asking for too much. They say nothing about the instance's
 health: that is for probes to find out.
@@ -112,12 +114,21 @@ class InstanceClient:
     def num_received(self, instance: Instance) -> int:
         return self.upstreams.num_received(self.target(instance))
 
-    def fail_pending(self, instance: Instance) -> int:
-        """Fail the requests for which the instance has not begun an answer; return their number."""
-        return self.upstreams.fail_pending(
-            self.target(instance),
-            UpstreamError("it answered neither the request nor health checks"),
-        )
+    def fail_pending(self, instance: Instance, is_suspect: Callable[[float], bool]) -> int:
+        """Fail the requests for which the instance has not begun an answer; return their number.
+        `is_suspect` tells from the time at which a request was sent whether the request may have
+        made the instance silent; no other instance gets such a request.
+        """
+
+        def make_error(sent_at: float) -> InstanceSilent:
+            if not is_suspect(sent_at):
+                return InstanceSilent(_SILENT, is_suspect=False)
+            return InstanceSilent(
+                f"{_SILENT}; no other instance gets the request, because it may be the cause",
+                is_suspect=True,
+            )
+
+        return self.upstreams.fail_pending(self.target(instance), make_error)
 
     def read(self, answer: UpstreamResponse) -> Coroutine[Any, Any, bytes]:
         return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
@@ -165,6 +176,7 @@ class InstanceClient:
             instance,
             f"{instance} failed: {describe_error(error)}",
             is_unsent=isinstance(error, ConnectFailed),
+            is_final=isinstance(error, InstanceSilent) and error.is_suspect,
         )
 
     async def server_error(
