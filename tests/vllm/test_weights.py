@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import ConfigError
-from kvferry.vllm.weights import sample_adapter, sample_weights
+from kvferry.vllm.weights import sample_weights
 
 
 @pytest.fixture
@@ -163,19 +163,3 @@ def test_what_cannot_be_read_is_refused_by_name(model: Path, tmp_path: Path) -> 
 
 def test_a_name_that_means_the_same_everywhere_is_its_own_fingerprint() -> None:
     assert sample_weights("s3://bucket/model", "v1") == "s3://bucket/model@v1"
-
-
-def test_an_adapter_is_known_by_its_weights_and_read_again_when_they_change(tmp_path: Path) -> None:
-    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
-        (tmp_path / name).mkdir()
-        save_file(
-            {"lora_A": np.full(5000, value, np.float32)},
-            tmp_path / name / "adapter_model.safetensors",
-        )
-    a, b, c = (sample_adapter(str(tmp_path / name)) for name in "abc")
-    assert a == b != c
-    save_file(
-        {"lora_A": np.full(5000, 2.0, np.float32)}, tmp_path / "a" / "adapter_model.safetensors"
-    )
-    assert sample_adapter(str(tmp_path / "a")) == c
-    assert sample_adapter("hub/adapter") == "hub/adapter"

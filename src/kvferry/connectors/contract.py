@@ -99,9 +99,9 @@ class Request(Protocol):
         """The token ids of the prompt and the output."""
 
     @property
-    def cache_salt(self) -> str:
+    def cache_salt(self) -> str | None:
         """Everything besides the token ids that decides the KV (LoRA, multimodal hashes, a tenant's
-        salt); empty for none.
+        salt); empty for nothing. None: the engine cannot tell, so the KV must not be exchanged.
         """
 
     @property

@@ -100,8 +100,10 @@ class PrefillStreams:
         return len(self._streams)
 
     def add(self, request: Request, match_id: str) -> None:
-        tokens = fingerprint(request.prompt_token_ids, self.block_size, request.cache_salt)
-        self._streams[RequestId(request.request_id)] = PrefillStream(request, match_id, tokens)
+        """Publish a prefill leg from now on, unless its KV must not be exchanged."""
+        if (salt := request.cache_salt) is not None:
+            tokens = fingerprint(request.prompt_token_ids, self.block_size, salt)
+            self._streams[RequestId(request.request_id)] = PrefillStream(request, match_id, tokens)
 
     def get(self, request: RequestId) -> PrefillStream | None:
         return self._streams.get(request)
@@ -318,7 +320,9 @@ class PushMode:
         return self._issuer.address
 
     def _fingerprint(self, request: Request) -> Fingerprint:
-        return fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
+        salt, size = request.cache_salt, self._cache.block_size
+        # A fingerprint of no tokens shares no prefix with any other.
+        return fingerprint(() if salt is None else request.prompt_token_ids, size, salt or "")
 
     def _expect(
         self,
@@ -333,7 +337,7 @@ class PushMode:
         # itself: see `NixlConnectorScheduler._usable`.
         has_local_attention = any(group.has_local_attention for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - has_local_attention
-        if self._producer_frees_last_window(num_tokens):
+        if command.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.
             return LoadPlan((command, SkipLoad(RequestId(request.request_id))))
@@ -432,6 +436,8 @@ class PushMode:
             reason = (
                 "the prefill side holds no blocks for this request: the prefill leg ended as "
                 f"{request.status.name.lower()}"
+                if request.cache_salt is not None
+                else "the prefill side does not exchange the KV of this request; its log says why"
             )
             return [FailPush(request_id, match_id, reason)]
         if match_id in self._declined_match_ids:

@@ -60,7 +60,12 @@ from kvferry.connectors.transfer_mode import (
     TransferMode,
 )
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
-from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, common_prefix, fingerprint
+from kvferry.protocol.fingerprints import (
+    MAX_CHAIN_POINTS,
+    Fingerprint,
+    common_prefix,
+    fingerprint,
+)
 from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, Ticket
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
@@ -353,14 +358,20 @@ class NixlConnectorScheduler:
             or not self._config.kv_transfer.is_kv_producer
         ):
             return None
+        salt = request.cache_salt
+        if salt is None:
+            return None
         num_blocks = -(-num_tokens // self._cache.block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
+        all_tokens = request.all_token_ids[:num_tokens]
         num_held = sum(block != HOLE for group in held for block in group)
         if isinstance(role, LoadFromPeer | NoTransfer):
-            params = self._retain(request, held, num_tokens, role.retention.turn_id)
+            tokens = fingerprint(all_tokens, self._cache.block_size, salt, MAX_CHAIN_POINTS)
+            params = self._retain(request, held, tokens, role.retention.turn_id)
             self._retained.retain(request_id, num_held, role.retention.turn_id)
         else:
-            params = self._mode.ticket_params(self._issue(request, held, num_tokens))
+            tokens = fingerprint(all_tokens, self._cache.block_size, salt)
+            params = self._mode.ticket_params(self._issue(request, held, tokens))
             self._held.hold(request_id, num_held, request.family)
         self._report_held_blocks()
         return params
@@ -370,18 +381,12 @@ class NixlConnectorScheduler:
         return self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_producer
 
     def _retain(
-        self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, turn_id: str
+        self, request: Request, blocks: tuple[list[int], ...], tokens: Fingerprint, turn_id: str
     ) -> dict[str, Any]:
         """Command the transfer workers to retain a finished turn's blocks, and return the
         parameters for the next turn.
         """
         ttl_s = self._extra.decoder_kv_blocks_ttl
-        tokens = fingerprint(
-            request.all_token_ids[:num_tokens],
-            self._cache.block_size,
-            request.cache_salt,
-            MAX_CHAIN_POINTS,
-        )
         serial = self._issuer.next_serial()
         self._commands.append(
             RetainTurn(
@@ -456,10 +461,9 @@ class NixlConnectorScheduler:
     def request_abandoned(self, request_id: str) -> None:
         self._commands.append(AbandonLease(RequestId(request_id)))
 
-    def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
-        tokens = fingerprint(
-            request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt
-        )
+    def _issue(
+        self, request: Request, blocks: tuple[list[int], ...], tokens: Fingerprint
+    ) -> Ticket:
         grant = self._mode.grant_lease(RequestId(request.request_id), blocks)
         self._commands += grant.commands
         return self._issuer.ticket(request, grant.serial, blocks, tokens)
@@ -511,11 +515,7 @@ class NixlConnectorScheduler:
             self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
             self._refuse(request_id, self._describe_other_weights(ticket))
             return
-        matched = self._usable(
-            ticket,
-            common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt),
-            request.num_prompt_tokens,
-        )
+        matched = self._usable(ticket, _shared_tokens(ticket, request), request.num_prompt_tokens)
         if not matched:
             self._stats.count("unmatched_tickets")
             _log.warning(
@@ -546,8 +546,7 @@ class NixlConnectorScheduler:
             self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
             self._skip_reuse(request_id, "other_tokens", self._describe_other_weights(ticket))
             return
-        matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
-        matched = self._usable(ticket, matched, request.num_prompt_tokens)
+        matched = self._usable(ticket, _shared_tokens(ticket, request), request.num_prompt_tokens)
         min_tokens = max(1, self._extra.kv_recompute_threshold)
         if not (self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_consumer):
             self._skip_reuse(
@@ -627,6 +626,12 @@ class NixlConnectorScheduler:
         _log.warning("kv_transfer_params refused request=%s reason=%s", request, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
             self._loads.offer(request, LoadOffer(0, refusal=reason))
+
+
+def _shared_tokens(ticket: Ticket, request: Request) -> int:
+    """How many leading tokens of the request have the same KV as the ticket's."""
+    salt = request.cache_salt
+    return 0 if salt is None else common_prefix(ticket.tokens, request.prompt_token_ids, salt)
 
 
 def _no_wakeup() -> None:

@@ -8,7 +8,7 @@ thread. See docs/decisions/011-inside-vllm.md.
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -35,6 +35,7 @@ from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVer
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
+from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.translate import (
     BlocksView,
     VllmRequestView,
@@ -253,6 +254,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's requests that arrived while the version of the weights was unknown."""
         self._loaded_weights = LoadedWeights()
         self._weights_sample: WeightsSample | None = None
+        self._salts = CacheSalts.from_config(vllm_config)
+        if not is_worker and vllm_config.lora_config is not None:
+            self._salts.adapters.watch_engine()
         cache = cache_config(vllm_config, kv_cache_config, formats)
         self._needs = BlockDemand(cache.block_size, len(cache.groups))
         self._loads = RemoteLoads()
@@ -296,7 +300,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler --
 
     def _view(self, request: Any) -> VllmRequestView:
-        return VllmRequestView(request, self._weights.version)
+        return VllmRequestView(request, self._salts, self._weights.version)
 
     def reset_cache(self) -> bool | None:
         """Drop all KV that was computed so far. vLLM calls this when cached KV is no longer valid,
@@ -317,6 +321,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs.watermark = kv_cache_manager.watermark_blocks
 
     def on_new_request(self, request: Any) -> None:
+        self._salts.note_request(request)
         if self._weights.is_known:
             self._accept(request)
         else:
@@ -522,11 +527,8 @@ class KVFerryPushConnector(KVFerryConnector):
 
     def _accept(self, request: Any) -> None:
         is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
-        self._inner.on_new_request(
-            VllmRequestView(
-                request, self._weights.version, self._prefills.add(request) if is_for_peer else None
-            )
-        )
+        progress = self._prefills.add(request) if is_for_peer else None
+        self._inner.on_new_request(replace(self._view(request), progress=progress))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))

@@ -15,7 +15,6 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
-from vllm.v1.utils import tensor_data
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
@@ -32,7 +31,7 @@ from kvferry.vllm.compatibility import layer_specs
 from kvferry.vllm.factors import model_identity
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
-from kvferry.vllm.weights import sample_adapter
+from kvferry.vllm.salts import CacheSalts
 
 __all__ = [
     "BlocksView",
@@ -83,6 +82,7 @@ class VllmRequestView:
     """A vLLM request, read through the contract's names."""
 
     request: Any
+    salts: CacheSalts
     weights_version: str = ""
     """The version of weights that replaced those of the start; see `WeightsVersion`."""
     progress: PrefillProgress | None = None
@@ -133,23 +133,8 @@ class VllmRequestView:
         return params
 
     @property
-    def cache_salt(self) -> str:
-        request = self.request
-        parts: list[object] = [str(feature.identifier) for feature in request.mm_features]
-        if request.lora_request:
-            parts += [
-                request.lora_request.lora_name,
-                sample_adapter(request.lora_request.lora_path),
-            ]
-        if request.prompt_embeds is not None:
-            parts.append(
-                hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest()
-            )
-        if not parts and not request.cache_salt and not self.weights_version:
-            return ""
-        return json.dumps(
-            [request.cache_salt, self.weights_version, bool(request.lora_request), *parts]
-        )
+    def cache_salt(self) -> str | None:
+        return self.salts.salt(self.request, self.weights_version)
 
     @property
     def family(self) -> str | None:

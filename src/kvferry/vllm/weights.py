@@ -15,12 +15,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from kvferry.errors import ConfigError
 
-__all__ = ["find_model", "sample_adapter", "sample_weights"]
+__all__ = ["find_model", "sample_weights"]
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 PATTERNS_OF_FORMATS = {
@@ -57,28 +56,6 @@ def sample_weights(
     if is_hub_name and any(folder.glob("consolidated*.safetensors")):
         load_format = "mistral"
     return _digest(folder, load_format)
-
-
-def sample_adapter(path: str) -> str:
-    """A digest of a LoRA adapter, or the adapter's path if it is not a local folder. The files are
-    read again when one has changed.
-    """
-    folder = Path(path)
-    try:
-        stamp = (
-            tuple((file.name, file.stat().st_mtime_ns) for file in _weight_files(folder))
-            if folder.is_dir()
-            else ()
-        )
-        return _digest_once(folder, stamp) if stamp else path
-    except (OSError, ConfigError):
-        return path
-
-
-@lru_cache(maxsize=1024)
-def _digest_once(folder: Path, stamp: object) -> str:
-    """The digest of a folder, cached until `stamp` (file names and modification times) changes."""
-    return _digest(folder)
 
 
 def find_model(model: str, revision: str | None, download_dir: str | None) -> Path | None:

@@ -4,9 +4,11 @@ checked.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.adapters import write_adapter
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
 from tests.vllm.inside.legs import PUSH, push_ticket
@@ -148,13 +150,14 @@ def test_only_what_both_texts_have_in_common_is_fetched(
 
 
 def test_what_was_said_under_another_adapter_or_salt_is_not_fetched(
-    start_engine: StartEngine,
+    start_engine: StartEngine, tmp_path: Path
 ) -> None:
     p, d = start_pair(start_engine)
+    adapter = str(write_adapter(tmp_path / "x"))
     kinds: list[dict[str, Any]] = [
         {},
         {"cache_salt": "a tenant's", "seed": 1},
-        {"lora_request": LoRARequest("x", 1, "/nowhere"), "seed": 2},
+        {"lora_request": LoRARequest("x", 1, adapter), "seed": 2},
     ]
     for made, more in enumerate(kinds):
         for used, others in enumerate(kinds):
