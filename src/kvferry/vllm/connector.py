@@ -339,9 +339,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._weights.is_known:
             self._needs.note_skipped()
             return None, False
-        count, is_async = self._inner.get_num_new_matched_tokens(
-            self._view(request), num_computed_tokens
-        )
+        count: int | None = 0
+        is_async = False
+        # While the request was queued, its LoRA adapter may have been replaced by another.
+        if not self._salts.has_lost_adapter(request):
+            count, is_async = self._inner.get_num_new_matched_tokens(
+                self._view(request), num_computed_tokens
+            )
         if count is None:
             self._needs.note_skipped()
         else:

@@ -235,6 +235,10 @@ class CacheSalts:
         if request.lora_request:
             self.adapters.note_loaded(request.lora_request)
 
+    def has_lost_adapter(self, request: Any) -> bool:
+        """Whether vLLM may serve another adapter than that of the request."""
+        return self._adapter(request.lora_request) is None
+
     def salt(self, request: Any, weights_version: str) -> str | None:
         """Return the salt of a request; None if this engine cannot tell what the KV depends on."""
         adapter = self._adapter(request.lora_request)

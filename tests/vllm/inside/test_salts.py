@@ -150,6 +150,19 @@ def test_a_prompt_during_which_its_adapter_was_replaced_gets_no_ticket(
     settle(p)
 
 
+def test_a_queued_request_whose_adapter_was_replaced_loads_nothing(
+    pair: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    p, d = pair
+    first, second = write_adapter(tmp_path / "1"), write_adapter(tmp_path / "2", seed=5)
+    params = p.prefill("a", prompt(100), **lora(first, seed=1))
+    d.add("b", prompt(100), params, **lora(first, seed=2))
+    d.add("c", prompt(10), max_tokens=1, **lora(second, seed=2, load_inplace=True))
+    assert finish(d, "b", p) == greedy(prompt(100), 4, 2)
+    assert d.loaded_tokens == 0
+    settle(p, d)
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_push_under_an_adapter_that_is_not_exchanged(
