@@ -8,6 +8,7 @@ also the single vLLM for the comparison.
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,7 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
+from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, prefill, until
 from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
@@ -40,6 +41,11 @@ KEPT, EVICTED, LAPSED = (
     "kvferry:retained_turns_expired_total",
 )
 REFUSED = "kvferry:reuse_skipped_refused_total"
+CALM_S, IDLE_S, MAX_CORE = 4.5, 5.0, 0.3
+"""How long after the last request idle engines are watched, for how long, and how much of a core
+they may use: an engine that steps all the time uses a whole one. vLLM's ranks alone are busy for a
+second after each step, and steps become rare only after some seconds.
+"""
 
 _rng = random.Random(60)
 _names = count()
@@ -220,6 +226,45 @@ def test_streamed_turns_under_load_find_the_last_one(scene: Scene) -> None:
                 "yes": num_talks * (num_turns - 1),
                 "no": num_talks,
             }
+
+    asyncio.run(check())
+
+
+def cpu_s(engine: Engine) -> float:
+    """Return the CPU time of all processes of an engine so far."""
+    times = [process.cpu_times() for process in engine.family()]
+    return float(sum(each.user + each.system for each in times))
+
+
+def test_engines_that_only_hold_blocks_for_their_peers_are_idle(scene: Scene) -> None:
+    async def check() -> None:
+        async with talking(scene) as (session, name):
+            await take_turn(session, scene, name, says(100))
+            prompts = [Prompt(says(100), 4) for _ in range(4)]
+            tickets = [await prefill(session, scene.p, prompt) for prompt in prompts]
+
+            async def holds() -> bool:
+                p, d = await metrics(session, scene.p), await metrics(session, scene.d)
+                return p["kvferry:num_leases"] == 4 and d["kvferry:num_retained_turns"] > 0
+
+            await until("both engines hold blocks", holds)
+            engines = (scene.p, scene.d)
+            await asyncio.sleep(CALM_S)
+            before, began = [cpu_s(engine) for engine in engines], time.monotonic()
+            await asyncio.sleep(IDLE_S)
+            watched_s = time.monotonic() - began
+            for engine, spent_s in zip(engines, before, strict=True):
+                used = (cpu_s(engine) - spent_s) / watched_s
+                assert used < MAX_CORE, (engine.process.name, used)
+            # They still hold the blocks, and what is held is as good as before.
+            for prompt, ticket in zip(prompts, tickets, strict=True):
+                got = await ask(session, scene.d, prompt, kv_transfer_params=ticket)
+                assert got == await ask(session, scene.p, prompt), got.body
+
+            async def is_free() -> bool:
+                return (await metrics(session, scene.p))["kvferry:num_leases"] == 0
+
+            await until("P has noticed that D has fetched everything", is_free)
 
     asyncio.run(check())
 

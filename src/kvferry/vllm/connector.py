@@ -31,6 +31,7 @@ from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported, warn_if_untested
+from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
@@ -262,7 +263,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
         self._has_unreported_stats = False
+        self._idle = IdleWait(
+            None if is_worker else find_engine_loop(),
+            longest_wait_s(vllm_config.parallel_config.distributed_executor_backend),
+        )
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache)
+        self._inner.set_wakeup(self._idle.wake)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -369,6 +375,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the step's message. `plan` is the step in the form that kvferry's scheduler half
         expects.
         """
+        self._idle.wait(self.has_pending_push_work)
         lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
             self._inner.reclaim_blocks(lacking)
