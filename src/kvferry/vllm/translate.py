@@ -4,8 +4,6 @@ Pure translation, except that `connector_config` reads the environment, the clus
 weight files.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
