@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -61,15 +61,15 @@ check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: environments setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: environments setup-browser setup-nginx  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-all: environments setup-browser  ## the same and the exhaustive tests: full products, long soaks and chaos
+test-all: environments setup-browser setup-nginx  ## the same and the exhaustive tests: full products, long soaks and chaos
 	@$(COMPILE)
 	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
 
-test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
+test-embedded: $(STAMP) setup-browser setup-nginx  ## all tests but those with real vLLM
 	@$(COMPILE)
 	$(PYTEST) -m 'not vllm' $(PYTEST_FLAGS)
 
@@ -89,6 +89,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real 
 
 setup-browser:  ## Chromium for the tests of the dashboard's page, where it is missing and can be had (Debian, Ubuntu: as root)
 	@sh scripts/setup_browser.sh
+
+setup-nginx:  ## nginx for the test of a router behind it, where it is missing and can be installed (Debian, Ubuntu: as root)
+	@sh scripts/setup_nginx.sh
 
 screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from a real `kvferry up` under load (two minutes)
 	$(BIN)/python -m tests.dashboard

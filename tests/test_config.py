@@ -519,6 +519,15 @@ def test_two_sources_of_the_secret_are_one_too_many() -> None:
         ClusterSecret.load({"KVFERRY_SECRET": SECRET, "KVFERRY_SECRET_FILE": "/dev/null"})
 
 
+@pytest.mark.parametrize("name", ["KVFERRY_SECRET", "KVFERRY_SECRET_FILE"])
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_an_empty_variable_is_not_taken_for_one_that_is_not_set(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is empty; give it a value or unset it"):
+        ClusterSecret.load({name: value, "XDG_RUNTIME_DIR": str(tmp_path)})
+
+
 def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(SECRET)
@@ -598,12 +607,9 @@ def test_processes_that_start_at_once_agree_on_the_secret(tmp_path: Path) -> Non
         "import os; from kvferry.config import ClusterSecret; input(); "
         "print(ClusterSecret.load(os.environ).key.hex())"
     )
-    environ = {
-        **os.environ,
-        "XDG_RUNTIME_DIR": str(tmp_path),
-        "KVFERRY_SECRET": "",
-        "KVFERRY_SECRET_FILE": "",
-    }
+    given = ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE")
+    environ = {name: value for name, value in os.environ.items() if name not in given}
+    environ["XDG_RUNTIME_DIR"] = str(tmp_path)
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", code],

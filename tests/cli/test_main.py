@@ -172,6 +172,33 @@ def test_what_is_wrong_is_said_in_one_sentence(
     assert complaint(capsys, *arguments).startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (["proxy"], "--config"),
+        (["proxy"], "--host"),
+        (["proxy"], "--api-key-file"),
+        (["proxy"], "--admin-key-file"),
+        (["proxy"], "--instance-key-file"),
+        (["proxy"], "--instance-ca-file"),
+        (["proxy"], "--ssl-certfile"),
+        (["proxy"], "--ssl-keyfile"),
+        (["proxy"], "--prefiller-hosts"),
+        (["serve", "m"], "--host"),
+        (["serve", "m"], "--router"),
+    ],
+)
+def test_an_empty_value_is_not_taken_for_a_flag_that_was_not_given(
+    command: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The value is empty when a variable in a script is not set. Without the key or the address
+    that its user meant, the server would be open.
+    """
+    sentence = f"kvferry: {flag} is empty; give it a value or leave it out"
+    assert complaint(capsys, *command, flag, "") == sentence
+    assert complaint(capsys, *command, f"{flag}=") == sentence
+
+
 def test_every_flag_says_what_it_does() -> None:
     rows = [row for name in COMMANDS for row in make_parser(name).flag_rows()]
     assert rows

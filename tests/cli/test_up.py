@@ -23,6 +23,7 @@ from kvferry.errors import ConfigError, TransportError
 from kvferry.types import Address
 
 ROOT = Path(__file__).parents[2]
+KEY_FILE = Path("/run/admin-key")
 
 
 def value_of(command: list[str], flag: str) -> str:
@@ -34,7 +35,7 @@ def value_of(command: list[str], flag: str) -> str:
 
 def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_path: Path) -> None:
     command = LocalLaunch(
-        UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path
+        UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path, KEY_FILE
     ).engine()
     assert command[:5] == [sys.executable, "-m", "kvferry", "serve", str(tmp_path)]
     assert value_of(command, "--port") == "0"
@@ -48,19 +49,19 @@ def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_p
 
 def test_the_transport_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
     assert "transports" not in value_of(
-        LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config"
+        LocalLaunch(UpOptions(), tmp_path, KEY_FILE).engine(), "--kv-transfer-config"
     )
 
 
 def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(device="cuda:1"), tmp_path).engine()
+    command = LocalLaunch(UpOptions(device="cuda:1"), tmp_path, KEY_FILE).engine()
     assert value_of(command, "--device") == "cuda:1"
     assert value_of(command, "--kv-cache-memory-bytes") == "1G"
-    assert "--device" not in LocalLaunch(UpOptions(), tmp_path).engine()
+    assert "--device" not in LocalLaunch(UpOptions(), tmp_path, KEY_FILE).engine()
 
 
 def test_push_is_another_connector(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(mode="push"), tmp_path).engine()
+    command = LocalLaunch(UpOptions(mode="push"), tmp_path, KEY_FILE).engine()
     assert (
         json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
     )
@@ -68,9 +69,11 @@ def test_push_is_another_connector(tmp_path: Path) -> None:
 
 def test_the_router_is_told_of_every_engine(tmp_path: Path) -> None:
     addresses = [Address("127.0.0.1", port) for port in (1, 2, 3)]
-    command = LocalLaunch(UpOptions(port=99), tmp_path).router(addresses[:2], addresses[2:])
+    command = LocalLaunch(UpOptions(port=99), tmp_path, KEY_FILE).router(
+        addresses[:2], addresses[2:]
+    )
     assert command[3:] == [
-        *("proxy", "--host", "127.0.0.1", "--port", "99"),
+        *("proxy", "--host", "127.0.0.1", "--port", "99", "--admin-key-file", str(KEY_FILE)),
         *("--prefiller-hosts", "127.0.0.1", "127.0.0.1", "--prefiller-ports", "1", "2"),
         *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "3"),
     ]
@@ -103,9 +106,15 @@ def test_options_that_cannot_be_meant_are_refused_in_one_sentence(
 
 
 def test_the_tiny_model_has_heads_for_every_rank(tmp_path: Path) -> None:
-    assert "--heads" not in LocalLaunch(UpOptions(tensor_parallel_size=2), tmp_path).make_model()
     assert (
-        value_of(LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path).make_model(), "--heads")
+        "--heads"
+        not in LocalLaunch(UpOptions(tensor_parallel_size=2), tmp_path, KEY_FILE).make_model()
+    )
+    assert (
+        value_of(
+            LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path, KEY_FILE).make_model(),
+            "--heads",
+        )
         == "8"
     )
 

@@ -49,8 +49,10 @@ PICTURES = (
 
 
 @asynccontextmanager
-async def kvferry_up() -> AsyncIterator[str]:
-    """Run `kvferry up` with NIXL and yield the router's URL; end all its processes afterwards."""
+async def kvferry_up() -> AsyncIterator[tuple[str, str]]:
+    """Run `kvferry up` with NIXL and yield the router's URL and the link to its dashboard; end all
+    its processes afterwards.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvferry", "up", "--port", "0", "--prefill", "2", "--decode", "2"),
         *("--transports", "nixl"),
@@ -59,19 +61,20 @@ async def kvferry_up() -> AsyncIterator[str]:
     )
     try:
         async with asyncio.timeout(START_S):
-            url = await _router_url(process)
-        yield url
+            url = (await _rest_of_line(process, "serving on ")).partition(";")[0]
+            link = await _rest_of_line(process, "dashboard: ")
+        yield url, link
     finally:
         if process.returncode is None:
             process.terminate()
         await process.communicate()
 
 
-async def _router_url(process: asyncio.subprocess.Process) -> str:
+async def _rest_of_line(process: asyncio.subprocess.Process, start: str) -> str:
     assert process.stdout is not None
     async for line in process.stdout:
-        if line.startswith(b"serving on "):
-            return line.decode().split()[2].rstrip(";")
+        if line.decode().startswith(start):
+            return line.decode().removeprefix(start).strip()
     raise RuntimeError("kvferry up ended before it served")
 
 
@@ -129,7 +132,7 @@ class Load:
 
 
 async def take_all(browser_port: int) -> None:
-    async with kvferry_up() as url, aiohttp.ClientSession(url) as session:
+    async with kvferry_up() as (url, link), aiohttp.ClientSession(url) as session:
         async with session.get("/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
         load = Load(session, model)
@@ -139,19 +142,19 @@ async def take_all(browser_port: int) -> None:
             for picture in PICTURES:
                 if running.done():
                     running.result()
-                print(await take(browser_port, url, picture, load.long_ids[-1]))
+                print(await take(browser_port, link, picture, load.long_ids[-1]))
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def take(browser_port: int, url: str, picture: Picture, long_id: str) -> str:
+async def take(browser_port: int, link: str, picture: Picture, long_id: str) -> str:
     path = IMAGES / f"{picture.name}.png"
     async with open_page(browser_port) as page:
         await page.resize(*picture.size)
         await page.set_scheme(picture.scheme)
-        fragment = f"#request={long_id}" if picture.shows_timeline else ""
-        await page.open(f"{url}/dashboard{fragment}")
+        fragment = f"&request={long_id}" if picture.shows_timeline else ""
+        await page.open(f"{link}{fragment}")
         await page.until("document.getElementById('connection').textContent === 'live'")
         await page.until("document.querySelectorAll('#requests tbody tr').length > 0")
         if picture.shows_timeline:

@@ -8,7 +8,16 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.dashboard.browser import Page, open_page
-from tests.router.stubs import Stage, answers, completes, drops_connection, prefills, stage, streams
+from tests.router.stubs import (
+    AS_ADMIN,
+    Stage,
+    answers,
+    completes,
+    drops_connection,
+    prefills,
+    stage,
+    streams,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +55,7 @@ async def told(request: Any, body: dict[str, Any]) -> Any:
 
 async def watcher(browser: int, s: Stage, page: Page, hash_: str = "") -> None:
     await page.resize(1280, 900)
-    await page.open(f"{s.url}/dashboard{hash_}")
+    await page.open(f"{s.url}/dashboard#key=sk-admin{hash_}")
     await page.until(LIVE)
 
 
@@ -58,7 +67,7 @@ def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser:
         ):
             assert (await s.post(ASK, X_Request_Id="a:1"))[0] == 200
             assert (await s.post(ASK, X_Request_Id="a:2"))[0] == 502
-            await watcher(browser, s, page, "#request=a%3A1")
+            await watcher(browser, s, page, "&request=a%3A1")
             shown = {row[0]: row for row in await page.run(rows("requests"))}
             assert (shown["a:1"][1:3], shown["a:2"][1:3]) == (
                 ["answered", "200"],
@@ -96,7 +105,7 @@ def test_a_d_that_tells_nothing_is_said_to_tell_nothing(browser: int) -> None:
         async with stage(prefills, d) as s, open_page(browser) as page:
             s.d.behaviour = unless_transfers(d)
             assert (await s.post({**ASK, "stream": True}, X_Request_Id="b"))[0] == 200
-            await watcher(browser, s, page, "#request=b")
+            await watcher(browser, s, page, "&request=b")
             assert [phase[0] for phase in await page.until(PHASES)] == [
                 "queued",
                 "prefill",
@@ -171,7 +180,7 @@ def test_a_refused_request_says_why_in_the_errors() -> None:
             assert (await s.post(ASK))[0] == 503
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            async with s.session.get(f"{s.url}/dashboard/state") as answer:
+            async with s.session.get(f"{s.url}/dashboard/state", headers=AS_ADMIN) as answer:
                 errors = (await answer.json())["errors"]
             assert [("queue is full" in error["text"], error["status"]) for error in errors] == [
                 (True, 503)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
+from tests.router.stubs import AS_ADMIN
 
 __all__ = [
     "ADMIN",
@@ -260,6 +261,8 @@ def _frame(
         "Host: localhost",
         *(f"{name}: {value}" for name, value in fields),
     ]
+    if all(name != "Authorization" for name, _ in fields):
+        lines.append(f"Authorization: {AS_ADMIN['Authorization']}")
     if is_chunked:
         lines.append("Transfer-Encoding: chunked")
         segments = [body[at : at + 700] for at in range(0, min(len(body), 7000), 700)] + (

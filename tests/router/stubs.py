@@ -200,7 +200,10 @@ TURNS = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
 PLAIN: Mapping[str, Mapping[str, Any]] = {
     "routing": {**TURNS, "without_prefill": FailurePolicy.FAIL, "max_retries": 0},
     "health": {"probe_interval_s": 0.0},
+    "access": {"admin_key": "sk-admin"},
 }
+AS_ADMIN = {"Authorization": "Bearer sk-admin"}
+"""The header that makes a request one of the operator."""
 
 
 def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOptions:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Stage, StubEngine, completes, prefills, stage, stub_engine
+from tests.router.stubs import AS_ADMIN, Stage, StubEngine, completes, prefills, stage, stub_engine
 from tests.router.test_proxy import ONE, message
 
 from kvferry.router.fleet.instances import Role
@@ -19,12 +19,10 @@ from kvferry.router.fleet.registration import Registrar, Statement
 REGISTRAR = Registrar(b"a secret of the cluster")
 
 
-async def ask(
-    s: Stage, method: str, path: str, body: object = None, **headers: str
-) -> tuple[int, Any]:
+async def ask(s: Stage, method: str, path: str, body: object = None) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with s.session.request(
-        method, s.url + path, data=None if body is None else data, headers=headers
+        method, s.url + path, data=None if body is None else data, headers=AS_ADMIN
     ) as answer:
         return answer.status, await answer.json()
 

@@ -88,6 +88,13 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
         ('[routing]\nwithout_prefill = "pray"', "routing in the configuration file"),
         ('[access]\nadmin_key_file = "empty"', "access.admin_key_file holds no key"),
         ('[access]\nssl_keyfile = "k"', "without ssl_certfile"),
+        ('[access]\napi_key_file = ""', "access.api_key_file is empty"),
+        ('[access]\nadmin_key_file = ""', "access.admin_key_file is empty"),
+        ('[access]\ninstance_key_file = ""', "access.instance_key_file is empty"),
+        ('[access]\ninstance_ca_file = ""', "access.instance_ca_file is empty"),
+        ('[access]\nssl_certfile = ""', "access.ssl_certfile is empty"),
+        ("[access]\napi_key_file = false", "access.api_key_file in the configuration file"),
+        ('host = ""', "host is empty, which would mean every address"),
         ("port = 70000", "port must be from 0 to 65535"),
     ],
 )

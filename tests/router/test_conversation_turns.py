@@ -13,6 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.stubs import (
+    AS_ADMIN,
     PARAMS,
     Behaviour,
     Stage,
@@ -232,7 +233,7 @@ def test_what_a_d_has_kept_is_forgotten_when_it_is_removed() -> None:
             await s.post(TALK, CHAT)
             [used] = [engine for engine in s.decoders if engine.calls]
             order = {"role": "decode", "url": f"http://127.0.0.1:{used.port}"}
-            async with s.session.delete(f"{s.url}/admin/instances", json=order) as answer:
+            async with s.session.delete(f"{s.url}/admin/instances", json=order, headers=AS_ADMIN) as answer:
                 assert answer.status == 200
             await s.post(TALK, CHAT)
             assert asked_of_p(s).get("ticket") is None

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import uvloop
 from tests.router.http.kit import read_request
-from tests.router.stubs import prefills, stage
+from tests.router.stubs import AS_ADMIN, prefills, stage
 from tests.router.test_proxy import ONE
 
 NUM_INSTANCES = 6
@@ -70,7 +70,9 @@ def test_a_deadly_request_takes_no_more_instances_with_it_than_there_are_tries(
             )
             for mortal in mortals:
                 new = {"role": "decode", "url": f"http://127.0.0.1:{mortal.port}"}
-                async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+                async with s.session.post(
+                    f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
+                ) as answer:
                     assert answer.status == 201
             if is_warm:
                 for _ in mortals:

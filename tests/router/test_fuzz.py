@@ -29,7 +29,15 @@ from tests.router.fuzzing import (
     values,
     wrong_chunks,
 )
-from tests.router.stubs import PARAMS, RecordedReleases, changed, instance, listening, serving
+from tests.router.stubs import (
+    AS_ADMIN,
+    PARAMS,
+    RecordedReleases,
+    changed,
+    instance,
+    listening,
+    serving,
+)
 
 from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.registration import Registrar
@@ -54,7 +62,10 @@ class Standing:
         assert (seen.status, json.loads(seen.body)["choices"]) == (200, [{"text": "ok"}])
 
     def admin(self, method: str, path: str, body: bytes = b"") -> bytes:
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+            f"Authorization: {AS_ADMIN['Authorization']}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         seen = send(self.port, head.encode() + body)
         assert seen is not None
         assert seen.status < 300, seen

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Stage, StubEngine, answers, completes, prefills, stage, stub_engine
+from tests.router.stubs import (
+    AS_ADMIN,
+    Stage,
+    StubEngine,
+    answers,
+    completes,
+    prefills,
+    stage,
+    stub_engine,
+)
 from tests.router.test_proxy import ONE, free_port
 
 from kvferry.types import FailurePolicy
@@ -33,7 +42,9 @@ async def becomes(s: Stage, status: int) -> str:
 
 async def join(s: Stage, role: str, port: int) -> None:
     async with s.session.post(
-        f"{s.url}/admin/instances", json={"role": role, "url": f"http://127.0.0.1:{port}"}
+        f"{s.url}/admin/instances",
+        json={"role": role, "url": f"http://127.0.0.1:{port}"},
+        headers=AS_ADMIN,
     ) as answer:
         assert answer.status == 201
 

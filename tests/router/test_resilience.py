@@ -10,6 +10,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.router.stubs import (
+    AS_ADMIN,
     Behaviour,
     answers,
     completes,
@@ -114,7 +115,9 @@ def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
         async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
             for _ in range(4):
                 new = {"role": role, "url": f"http://127.0.0.1:{free_port()}"}
-                async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+                async with s.session.post(
+                    f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
+                ) as answer:
                     assert answer.status == 201
             for _ in range(10):
                 status, _, body = await s.post(ONE)
@@ -141,7 +144,9 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
             prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100
         ) as s:
             new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
-            async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+            async with s.session.post(
+                f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
+            ) as answer:
                 assert answer.status == 201
             assert (await s.post(ONE))[0] == 200
             assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
@@ -385,7 +390,9 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
         async with stage(prefills, completes, **PERSISTENT) as s:
             gone = f"http://127.0.0.1:{free_port()}"
             async with s.session.post(
-                f"{s.url}/admin/instances", json={"role": "decode", "url": gone}
+                f"{s.url}/admin/instances",
+                json={"role": "decode", "url": gone},
+                headers=AS_ADMIN,
             ) as answer:
                 assert answer.status == 201
             for _ in range(6):

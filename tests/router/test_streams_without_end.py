@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 from tests.router.http.kit import instance, read_request
-from tests.router.stubs import prefills, stage
+from tests.router.stubs import AS_ADMIN, prefills, stage
 from tests.router.test_proxy import STREAMED
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -32,6 +32,7 @@ def test_a_part_never_looks_whole(
             async with s.session.post(
                 f"{s.url}/admin/instances",
                 json={"role": "decode", "url": f"http://{target.address}"},
+                headers=AS_ADMIN,
             ) as answer:
                 assert answer.status == 201
             status, _, body = await s.post(STREAMED | conversation)

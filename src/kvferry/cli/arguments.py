@@ -110,7 +110,20 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(
                 f"{show_argument(word)} is an unexpected argument of `{self.prog}`; remove it"
             )
+        self._refuse_empty(found)
         return found
+
+    def _refuse_empty(self, found: argparse.Namespace) -> None:
+        """Refuse an empty value: it comes from a shell variable that is not set, and the command
+        would run without the key, certificate or address that the user meant.
+        """
+        for action in filter(lambda action: action.option_strings, self._actions):
+            value = getattr(found, action.dest, None)
+            values = value if isinstance(value, list) else [value]
+            if value != action.default and "" in values:
+                raise ConfigError(
+                    f"{action.option_strings[0]} is empty; give it a value or leave it out"
+                )
 
     def _refuse_unsupported(self, arguments: Sequence[str]) -> None:
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):

@@ -55,7 +55,8 @@ from kvferry.cli.findings import (
     ucx_settings_finding,
 )
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
-from kvferry.config.secret import FILE_NAME, runtime_directory
+from kvferry.config.private_files import runtime_directory
+from kvferry.config.secret import FILE_NAME
 from kvferry.errors import ConfigError
 from kvferry.transports.copy.native import missing_native_functions
 from kvferry.transports.nixl.agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
@@ -480,7 +481,7 @@ def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
 
 def _secret(environ: Mapping[str, str]) -> Finding:
     """Look for the secret without creating a secret: `doctor` must not change what it reports."""
-    is_given = any(environ.get(name) for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
+    is_given = any(name in environ for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
     own: Path = runtime_directory(environ) / FILE_NAME
     if not is_given and not os.path.lexists(own):
         return Finding(

@@ -6,6 +6,7 @@ proxy.
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -16,6 +17,11 @@ from kvferry.cli.arguments import Parser, parse_port
 from kvferry.cli.cluster.addresses import announce_address, dialable
 from kvferry.cli.runtime import configure_logs
 from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.config.private_files import (
+    read_or_make_private_file,
+    read_private_file,
+    runtime_directory,
+)
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.config_file import read_access, read_config_file
@@ -26,6 +32,7 @@ from kvferry.router.options import AccessOptions, RouterOptions, RoutingOptions
 from kvferry.router.serving.side_channel import SideChannelSender
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address, FailurePolicy
+from kvferry.web.api_keys import check_key
 
 if TYPE_CHECKING:
     from kvferry.router.app import RouterApp
@@ -41,6 +48,7 @@ EXAMPLES = """\
   kvferry proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 --decoder-host 10.0.0.3 --decoder-port 8000
   kvferry proxy --config router.toml --api-key-file keys --ssl-certfile cert.pem --ssl-keyfile key.pem"""  # noqa: E501
 
+_ADMIN_KEY_NAME = "admin-key"
 _DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 _FLAGS = {Role.PREFILL: "prefiller", Role.DECODE: "decoder"}
 _ACCESS_FILES = (
@@ -102,7 +110,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--admin-key-file",
         metavar="FILE",
-        help="file with the key for /admin and /dashboard (default: this machine only, no key)",
+        help="file with the key for /admin and /dashboard (default: a key that is created in the "
+        "runtime directory, for this user only)",
     )
     parser.add_argument(
         "--instance-key-file",
@@ -138,13 +147,13 @@ def run(arguments: argparse.Namespace) -> int:
     from kvferry.router.server import run_router
 
     configure_logs(arguments.log_format == "json")
-    options = router_options(arguments)
+    options, made_key = _with_admin_key(router_options(arguments))
     secret = ClusterSecret.load(os.environ)
     with _releases(secret) as releases:
         run_router(
             options,
             lambda: _make_app(options, releases, secret),
-            lambda address: _announce(address, bool(options.access.ssl_certfile)),
+            lambda address: _announce(address, bool(options.access.ssl_certfile), made_key),
         )
     return 0
 
@@ -173,8 +182,8 @@ def _make_app(
 def router_options(arguments: argparse.Namespace) -> RouterOptions:
     """Return the settings of the config file, overridden by the flags."""
     path = getattr(arguments, "config", None)
-    options = read_config_file(_read(path), _read) if path else RouterOptions()
-    instances = {role: _instances(arguments, role, is_default=not path) for role in Role}
+    options = RouterOptions() if path is None else read_config_file(_read(path), _read_key_file)
+    instances = {role: _instances(arguments, role, is_default=path is None) for role in Role}
     return replace(
         options,
         prefillers=instances[Role.PREFILL] or options.prefillers,
@@ -206,7 +215,19 @@ def _overridden(routing: RoutingOptions, arguments: argparse.Namespace) -> Routi
 
 
 def _access(arguments: argparse.Namespace) -> AccessOptions:
-    return read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read)
+    return read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read_key_file)
+
+
+def _with_admin_key(options: RouterOptions) -> tuple[RouterOptions, Path | None]:
+    """Return the options with an admin key, and the file of the key if kvferry makes the key."""
+    if options.access.admin_key:
+        return options, None
+    directory = runtime_directory(os.environ)
+    path = directory / _ADMIN_KEY_NAME
+    made = read_or_make_private_file(directory, _ADMIN_KEY_NAME, "give --admin-key-file")
+    key = made.decode("ascii", "replace")
+    check_key(key, f"the key in {path}")
+    return replace(options, access=replace(options.access, admin_key=key)), path
 
 
 def _merged(below: T, above: T) -> T:
@@ -221,6 +242,10 @@ def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, A
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
+def _read_key_file(path: str) -> str:
+    return read_private_file(path, "the key file is").decode("utf-8", "surrogateescape")
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -230,15 +255,21 @@ def _read(path: str) -> str:
         ) from None
 
 
-def _announce(address: Address, is_tls: bool) -> None:
+def _announce(address: Address, is_tls: bool, made_key: Path | None) -> None:
     where = dialable(address)
     everywhere = "" if where == address else " and on every other address of this machine"
     scheme = "https" if is_tls else "http"
-    print(
+    lines = [
         f"kvferry proxy listens on {scheme}://{where}{everywhere}; dashboard: "
-        f"{scheme}://{where}/dashboard",
-        flush=True,
-    )
+        f"{scheme}://{where}/dashboard"
+    ]
+    if made_key is not None:
+        shown_path = shlex.quote(str(made_key))
+        lines.append(
+            f"the admin key for /admin and /dashboard is in {shown_path}; try curl -H "
+            f'"Authorization: Bearer $(cat {shown_path})" {scheme}://{where}/admin/instances'
+        )
+    print("\n".join(lines), flush=True)
     announce_address(where, os.environ)
 
 

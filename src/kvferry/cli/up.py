@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         totals = _show_sample(cluster, router, options)
         if arguments.once:
             return 0 if totals else 1
-        _show_address(router, options)
+        _show_address(router, launch)
         return _serve_until_stopped(cluster)
 
 
@@ -149,10 +149,11 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
     directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
     with ProcessGroup(directory) as group:
         directory.mkdir(mode=0o700)
-        secret_file = directory / "secret"
-        secret_file.touch(mode=0o600)
-        secret_file.write_text(secrets.token_hex(32))
-        launch = LocalLaunch(options, options.model or directory / "model")
+        secret_file, key_file = directory / "secret", directory / "admin-key"
+        for file in (secret_file, key_file):
+            file.touch(mode=0o600)
+            file.write_text(secrets.token_hex(32))
+        launch = LocalLaunch(options, options.model or directory / "model", key_file)
         cluster = LocalCluster(
             launch, child_environment(os.environ, secret_file), group.id, START_TIMEOUT_S
         )
@@ -205,9 +206,11 @@ def _show_sample(
     return totals
 
 
-def _show_address(router: Address, options: UpOptions) -> None:
-    _print(f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
-    _print(f"dashboard: http://{router}/dashboard\nCtrl-C stops all processes.")
+def _show_address(router: Address, launch: LocalLaunch) -> None:
+    model_name, key = launch.options.model_name, launch.admin_key_file.read_text()
+    _print(f"\nserving on http://{router}; try\n  {curl_command(router, model_name)}")
+    # A browser does not send the part after # to the server.
+    _print(f"dashboard: http://{router}/dashboard#key={key}\nCtrl-C stops all processes.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:

@@ -4,20 +4,19 @@ The operator provides the secret, or kvferry makes one per user on a single host
 `ClusterSecret.load` reads the environment it is given, and the file system.
 """
 
-import os
-import secrets
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
-from kvferry.config.fields import shown
+from kvferry.config.private_files import (
+    read_or_make_private_file,
+    read_private_file,
+    runtime_directory,
+)
 from kvferry.config.side_channel import SideChannelConfig
 from kvferry.errors import ConfigError
 
-__all__ = ["MIN_SECRET_BYTES", "ClusterSecret", "runtime_directory"]
+__all__ = ["MIN_SECRET_BYTES", "ClusterSecret"]
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
@@ -59,17 +58,23 @@ class ClusterSecret:
         """The secret in KVFERRY_SECRET_FILE or KVFERRY_SECRET; otherwise this user's own secret,
         made on first use. Safe when two processes start at once.
         """
-        path, text = environ.get(FILE_VARIABLE, ""), environ.get(TEXT_VARIABLE, "")
-        if path and text:
+        path, text = environ.get(FILE_VARIABLE), environ.get(TEXT_VARIABLE)
+        for name, value in ((FILE_VARIABLE, path), (TEXT_VARIABLE, text)):
+            # An operator who sets the variable does not want the secret that kvferry makes instead.
+            if value is not None and not value.strip():
+                raise ConfigError(f"{name} is empty; give it a value or unset it")
+        if path is not None and text is not None:
             raise ConfigError(f"{FILE_VARIABLE} and {TEXT_VARIABLE} are both set; keep one of them")
-        if path:
-            return cls(_read_given(Path(path)), f"{FILE_VARIABLE} {path}", is_explicit=True)
-        if text:
+        if path is not None:
+            key = read_private_file(path, f"{FILE_VARIABLE} names")
+            return cls(key, f"{FILE_VARIABLE} {path}", is_explicit=True)
+        if text is not None:
             return cls(
                 text.strip().encode("utf-8", "surrogateescape"), TEXT_VARIABLE, is_explicit=True
             )
         directory = runtime_directory(environ)
-        return cls(_read_or_make(directory), str(directory / FILE_NAME), is_explicit=False)
+        key = read_or_make_private_file(directory, FILE_NAME, f"set {FILE_VARIABLE}")
+        return cls(key, str(directory / FILE_NAME), is_explicit=False)
 
     def check_reach(self, side_channel: SideChannelConfig) -> None:
         """Raise `ConfigError` if other hosts could reach the side channel and the operator provided
@@ -83,131 +88,4 @@ class ClusterSecret:
         raise ConfigError(
             f"{FILE_VARIABLE} must be set to the file with the cluster's secret when the side "
             f"channel is {reach}; without a secret use localhost"
-        )
-
-
-def runtime_directory(environ: Mapping[str, str]) -> Path:
-    """This user's private directory for files that live as long as a login session: in
-    XDG_RUNTIME_DIR, else in the temporary directory.
-    """
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/") and _is_ours(Path(runtime)):
-        return Path(runtime) / "kvferry"
-    return Path(environ.get("TMPDIR") or "/tmp") / f"kvferry-{os.geteuid()}"
-
-
-def _is_ours(directory: Path) -> bool:
-    try:
-        found = directory.stat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _read_given(path: Path) -> bytes:
-    """Read the operator's file. Symbolic links are followed, because mounted secrets are links."""
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(
-                    f"{FILE_VARIABLE} names {path}, which is not a file; name the file that holds "
-                    "the secret"
-                )
-            # The group may read the file but not write it; other users have no access.
-            if found.st_mode & 0o027:
-                raise ConfigError(
-                    f"{FILE_VARIABLE} names {path}, which other users may read or write; run "
-                    f"`chmod 600 {path}`"
-                )
-            return file.read(MAX_SECRET_BYTES + 2).strip()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(
-            f"{FILE_VARIABLE} names {shown(str(path))}, which cannot be read ({reason}); correct "
-            "the path or its mode"
-        ) from error
-
-
-def _read_or_make(directory: Path) -> bytes:
-    try:
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        # All later calls use this descriptor, so replacing the directory meanwhile has no effect.
-        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be used for the secret ({error.strerror}); remove it or set "
-            f"{FILE_VARIABLE}"
-        ) from error
-    try:
-        _check_private(os.fstat(opened), directory)
-        if (found := _read_own(opened, directory)) is None:
-            _make(opened)
-            found = _read_own(opened, directory)
-        if found is None:
-            raise ConfigError(
-                f"{directory / FILE_NAME} disappeared while kvferry made it; set {FILE_VARIABLE}"
-            )
-        return found
-    except OSError as error:
-        raise ConfigError(
-            f"{directory / FILE_NAME} cannot be made or read ({error.strerror}); remove it or set "
-            f"{FILE_VARIABLE}"
-        ) from error
-    finally:
-        os.close(opened)
-
-
-def _read_own(directory_fd: int, directory: Path) -> bytes | None:
-    try:
-        opened = os.open(
-            FILE_NAME,
-            # O_NONBLOCK: opening a FIFO in place of the file must not block.
-            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-            dir_fd=directory_fd,
-        )
-    except FileNotFoundError:
-        return None
-    with open(opened, "rb") as file:
-        found = os.fstat(file.fileno())
-        _check_private(found, directory / FILE_NAME)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{directory / FILE_NAME} is not a file; remove it")
-        return file.read(MAX_SECRET_BYTES + 2).strip()
-
-
-def _make(directory_fd: int) -> None:
-    """Create the secret file atomically: write it under another name, then link it. The first
-    process to link has made the secret; all others read that file.
-    """
-    name = f".{FILE_NAME}.{secrets.token_hex(8)}"
-    opened = os.open(
-        name,
-        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-        0o600,
-        dir_fd=directory_fd,
-    )
-    try:
-        with open(opened, "wb") as file:
-            file.write(secrets.token_hex(32).encode())
-        with suppress(FileExistsError):
-            os.link(
-                name,
-                FILE_NAME,
-                src_dir_fd=directory_fd,
-                dst_dir_fd=directory_fd,
-                follow_symlinks=False,
-            )
-    finally:
-        os.unlink(name, dir_fd=directory_fd)
-
-
-def _check_private(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to another user; remove it or set {FILE_VARIABLE}")
-    if found.st_mode & 0o077:
-        raise ConfigError(
-            f"{path} can be opened by other users; run `chmod go= {path}`, or remove it if you "
-            "did not make it"
         )

@@ -195,19 +195,13 @@ class RouterApp:
         if (
             access_policy.is_admin_path(path)
             and path != "/admin/register"
-            and not access_policy.is_admin(request.headers, request.peer)
+            and not access_policy.is_admin(request.headers)
         ):
-            message = (
-                "this path needs the admin key"
-                if access_policy.access.admin_key
-                else (
-                    "without an admin key this path is open to the router's own machine only; set "
-                    "an admin key"
-                )
-            )
             return self._refuse(
                 request,
-                build_error_response(401, message, headers=[("WWW-Authenticate", "Bearer")]),
+                build_error_response(
+                    401, "this path needs the admin key", headers=[("WWW-Authenticate", "Bearer")]
+                ),
             )
         return None
 

@@ -20,7 +20,6 @@ import msgspec
 
 from kvferry.config.fields import RENAMED
 from kvferry.errors import ConfigError
-from kvferry.router.access import ApiKeys, check_key, read_key_file
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
 from kvferry.router.options import (
@@ -32,6 +31,7 @@ from kvferry.router.options import (
     Timeouts,
 )
 from kvferry.router.serving.admission import AdmissionOptions
+from kvferry.web.api_keys import ApiKeys, check_key, read_key_file
 
 __all__ = ["read_access", "read_config_file"]
 
@@ -81,17 +81,21 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
     configuration file.
     """
     _check_keys(given, _ACCESS_KEYS, "access.")
+    for name, value in given.items():
+        # The router would start without the key or certificate that the operator wanted.
+        if value == "":
+            raise ConfigError(f"access.{name} is empty; give it a value or remove it")
     made: dict[str, Any] = {
         name: _convert(given[name], str, f"access.{name}")
         for name in ("instance_ca_file", "ssl_certfile", "ssl_keyfile")
-        if given.get(name)
+        if name in given
     }
-    if given.get("cors_origins"):
+    if "cors_origins" in given:
         made["cors_origins"] = tuple(
             _convert(given["cors_origins"], list[str], "access.cors_origins")
         )
     for name, option in _KEY_FILES.items():
-        if not given.get(name):
+        if name not in given:
             continue
         text = read_file(_convert(given[name], str, f"access.{name}"))
         made[option] = _read_keys(text) if option == "api_keys" else text.strip()

@@ -108,12 +108,12 @@ class ConversationOptions:
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Keys, certificates and allowed origins. An empty value is not used."""
+    """Keys, certificates and allowed origins. An empty value means that the option is not set."""
 
     api_keys: tuple[tuple[str, str], ...] = ()
     """API keys as pairs of tenant and key."""
     admin_key: str = field(default="", repr=False)
-    """Key for /admin and /dashboard. Without a key, both accept only local clients."""
+    """Key for /admin and the data of /dashboard. Without a key, both refuse every request."""
     instance_key: str = field(default="", repr=False)
     """Key sent to instances instead of the client's credentials."""
     instance_ca_file: str = ""
@@ -153,6 +153,8 @@ class RouterOptions:
     access: AccessOptions = field(default_factory=AccessOptions)
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty, which would mean every address; name the address")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
 

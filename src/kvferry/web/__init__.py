@@ -1,3 +1,3 @@
-"""HTTP bodies that the engine's front-end and the router share: OpenAI-style errors and transfer
-records.
+"""What the engine's front-end and the router share of HTTP: OpenAI-style errors, transfer records
+and API keys.
 """

@@ -24,6 +24,7 @@ REUSE: dict[str, Any] = {
     "kv_recompute_threshold": 0,
     "decoder_kv_blocks_ttl": 10,
 }
+ADMIN_KEY = "sk-admin"
 DRAIN_S = 60.0
 BACK_S = 60.0
 BURIED_S = 20.0
@@ -71,8 +72,12 @@ class RouterChaosCluster:
         cls, directory: Path, model: Path, size: int, mode: Mode
     ) -> Iterator["RouterChaosCluster"]:
         (directory / "router.toml").write_text('[routing]\nwithout_prefill = "recompute"\n')
+        key_file = directory / "admin-key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(ADMIN_KEY)
         with Cluster(directory, model) as cluster:
-            router = cluster.proxy([], [], "--config", str(directory / "router.toml")).ready()
+            flags = ("--config", str(directory / "router.toml"), "--admin-key-file", str(key_file))
+            router = cluster.proxy([], [], *flags).ready()
             connectors = {
                 "prefill": mode.prefill_connectors(1)[0],
                 "decode": mode.decode_connectors[0],
@@ -168,7 +173,12 @@ class RouterChaosCluster:
     async def admin(self, method: str, path: str, body: object = None) -> Any:
         async with (
             new_session() as session,
-            session.request(method, f"{self.router.url}{path}", json=body) as answer,
+            session.request(
+                method,
+                f"{self.router.url}{path}",
+                json=body,
+                headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+            ) as answer,
         ):
             found = await answer.json()
             assert answer.status < 300, found

@@ -91,6 +91,7 @@ class LocalLaunch:
 
     options: UpOptions
     model: Path
+    admin_key_file: Path
 
     def engine(self) -> list[str]:
         extra = (
@@ -119,7 +120,10 @@ class LocalLaunch:
         )
 
     def router(self, prefillers: Sequence[Address], decoders: Sequence[Address]) -> list[str]:
-        command = _kvferry("proxy", "--host", LOOPBACK, "--port", str(self.options.port))
+        command = _kvferry(
+            *("proxy", "--host", LOOPBACK, "--port", str(self.options.port)),
+            *("--admin-key-file", str(self.admin_key_file)),
+        )
         for name, addresses in (("prefiller", prefillers), ("decoder", decoders)):
             command += [f"--{name}-hosts", *(address.host for address in addresses)]
             command += [f"--{name}-ports", *(str(address.port) for address in addresses)]
@@ -148,7 +152,7 @@ def child_environment(environ: Mapping[str, str], secret_file: Path) -> dict[str
         "KVFERRY_SIDE_CHANNEL_PORT": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    if not environ.get("KVFERRY_SECRET") and not environ.get("KVFERRY_SECRET_FILE"):
+    if "KVFERRY_SECRET" not in environ and "KVFERRY_SECRET_FILE" not in environ:
         own["KVFERRY_SECRET_FILE"] = str(secret_file)
     return {**environ, **own}
 

@@ -144,6 +144,15 @@ function showLoss(error) {
 // -- API key -----------------------------------------------------------------------------------------------------------
 
 function readKey() {
+  // `kvferry up` prints a link with the key after the #. The key must not stay in the address.
+  const named = new URLSearchParams(location.hash.slice(1));
+  const linked = named.get("key") ?? "";
+  if (linked) {
+    named.delete("key");
+    history.replaceState(null, "", location.pathname + location.search + (named.size ? `#${named}` : ""));
+    keepKey(linked);
+    return linked;
+  }
   try {
     return sessionStorage.getItem(KEY) ?? "";
   } catch {
@@ -166,12 +175,16 @@ function useKey(event) {
   event.preventDefault();
   apiKey = byId("key").value;
   byId("key").value = "";
+  keepKey(apiKey);
+  poll();
+}
+
+function keepKey(key) {
   try {
-    sessionStorage.setItem(KEY, apiKey);
+    sessionStorage.setItem(KEY, key);
   } catch {
     // kept in memory
   }
-  poll();
 }
 
 // -- timeline ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ __all__ = [
     "forwarded_headers",
     "leg_headers",
     "new_id",
+    "stream_headers",
 ]
 
 
@@ -143,7 +144,7 @@ class RequestContext:
         """Pass D's stream on to the client. Raises UpstreamError if D fails."""
         await answer.relay(
             self.reply,
-            self.client_headers(forwarded_headers(answer.headers)),
+            self.client_headers(stream_headers(answer.headers)),
             idle_timeout_s=idle_timeout_s,
             filter=filter,
         )
@@ -186,6 +187,12 @@ def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
         if value is not None:
             passed.append((name, value))
     return passed
+
+
+def stream_headers(headers: Headers) -> list[tuple[str, str]]:
+    """Headers of a stream of events that are passed on to the client."""
+    # Without this header nginx collects events until its buffer of 4 KiB is full.
+    return [*forwarded_headers(headers), ("X-Accel-Buffering", "no")]
 
 
 # -- errors --

@@ -25,7 +25,7 @@ from kvferry.router.serving.context import (
     HttpResponse,
     RequestContext,
     build_error_response,
-    forwarded_headers,
+    stream_headers,
 )
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import error_message
@@ -191,7 +191,7 @@ class _PromptContext(RequestContext):
         idle_timeout_s: float,
         filter: Callable[[bytes], bytes] | None,
     ) -> None:
-        headers, rest, is_over = forwarded_headers(answer.headers), b"", False
+        headers, rest, is_over = stream_headers(answer.headers), b"", False
         while not is_over:
             segment = await answer.read_some(idle_timeout_s)
             is_over = not segment
