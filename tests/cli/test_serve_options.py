@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.arguments import Parser, parse_size, split_transfer_arguments
-from kvferry.cli.serve import add_arguments, api_host, engine_options
+from kvferry.cli.serve import (
+    add_arguments,
+    api_host,
+    engine_options,
+    open_to_all,
+    read_api_keys,
+)
 from kvferry.config import SideChannelConfig, find_checkpoint
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
+from kvferry.web.api_keys import ApiKeys
 
 PULL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"fail"}'
 
@@ -153,11 +160,39 @@ def test_a_wrong_option_is_named_by_its_flag(model: Path, flags: str, sentence: 
 
 def test_the_api_is_as_reachable_as_the_side_channel() -> None:
     local, remote = SideChannelConfig(), SideChannelConfig("10.0.0.1", "10.0.0.1")
-    assert [api_host(None, local), api_host(None, remote), api_host("127.0.0.5", remote)] == [
+    everywhere = SideChannelConfig("*", "10.0.0.1")
+    assert [api_host(None, local), api_host(None, remote), api_host(None, everywhere)] == [
         "localhost",
+        "10.0.0.1",
         "0.0.0.0",
-        "127.0.0.5",
     ]
+    assert api_host("127.0.0.5", remote) == "127.0.0.5"
+
+
+def test_an_engine_that_other_machines_can_use_without_a_key_warns_about_it() -> None:
+    keys = ApiKeys.of([("one", "sk-one")])
+    assert "without API keys" in open_to_all("10.0.0.1", ApiKeys())[0]
+    assert "without API keys" in open_to_all("0.0.0.0", ApiKeys())[0]
+    assert open_to_all("10.0.0.1", keys) == open_to_all("localhost", ApiKeys()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "sentence"),
+    [
+        ("sk-one", 0o644, "which other users may read or write; run `chmod 600 {path}`"),
+        ("# none\n", 0o600, "which holds no key"),
+        ("a b c", 0o600, "has 3 words"),
+    ],
+)
+def test_a_key_file_that_keeps_nobody_out_is_refused(
+    tmp_path: Path, text: str, mode: int, sentence: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError) as caught:
+        read_api_keys(str(path))
+    assert sentence.format(path=path) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class Stage:
             return answer.status, answer.headers, await answer.read()
 
     async def metric(self, name: str) -> float:
-        async with self.session.get(f"{self.url}/metrics") as answer:
+        async with self.session.get(f"{self.url}/metrics", headers=AS_ADMIN) as answer:
             lines = (await answer.text()).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 

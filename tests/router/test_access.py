@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import uvloop
-from tests.router.stubs import completes, prefills, stage
+from tests.router.stubs import AS_ADMIN, completes, prefills, stage
 from tests.router.test_proxy import ONE, message
 
+from kvferry.cli.main import main
 from kvferry.errors import ConfigError
 from kvferry.router.access import tenant_of_header
+from kvferry.router.options import AccessOptions, RouterOptions
+from kvferry.router.server import server_tls
 from kvferry.web.api_keys import ApiKeys, read_key_file
 
 KEYS = (("one", "sk-one"), ("two", "sk-two"))
@@ -97,16 +100,52 @@ def test_the_routers_keys_are_not_shown_to_instances_that_are_asked_for_their_mo
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/metrics"])
-def test_probes_need_no_key(path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz"])
+def test_probes_need_no_key_but_only_those_with_a_key_see_counts(path: str) -> None:
     async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            for sent, sees_counts in (
+                ({}, False),
+                ({"Authorization": "Bearer sk-three"}, False),
+                ({"Authorization": "Bearer sk-one"}, True),
+                (AS_ADMIN, True),
+            ):
+                async with s.session.get(s.url + path, headers=sent) as answer:
+                    assert answer.status == 200
+                    assert (set(await answer.json()) != {"status"}) is sees_counts
+
+    uvloop.run(scene())
+
+
+def test_metrics_need_a_key_where_the_router_has_keys() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            for sent, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer sk-three"}, 401),
+                ({"Authorization": "Bearer sk-one"}, 200),
+                (AS_ADMIN, 200),
+            ):
+                async with s.session.get(f"{s.url}/metrics", headers=sent) as answer:
+                    assert answer.status == status
         async with (
-            stage(prefills, completes, api_keys=KEYS) as s,
-            s.session.get(s.url + path) as answer,
+            stage(prefills, completes) as s,
+            s.session.get(f"{s.url}/metrics") as answer,
         ):
             assert answer.status == 200
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--admin-key-file", "--instance-key-file"])
+def test_a_key_file_that_all_users_can_read_is_refused(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "key"
+    path.write_text("sk-one")
+    path.chmod(0o604)
+    assert main(["proxy", flag, str(path)]) == 2
+    assert f"run `chmod 600 {path}`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["/admin/instances", "/dashboard/state", "/dashboard/requests/x"])
@@ -253,6 +292,19 @@ def test_the_router_serves_tls(certificate: tuple[Path, Path]) -> None:
             writer.close()
 
     uvloop.run(scene())
+
+
+def test_a_key_of_a_certificate_that_all_users_can_read_is_refused(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = certificate
+    public = tmp_path / "key.pem"
+    public.write_bytes(key.read_bytes())
+    public.chmod(0o644)
+    with pytest.raises(ConfigError, match="run `chmod 600"):
+        server_tls(
+            RouterOptions(access=AccessOptions(ssl_certfile=str(cert), ssl_keyfile=str(public)))
+        )
 
 
 def test_a_certificate_that_cannot_be_read_is_an_error_of_the_operator(tmp_path: Path) -> None:

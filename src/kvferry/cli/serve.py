@@ -21,8 +21,11 @@ from kvferry.config import (
     SideChannelConfig,
     find_checkpoint,
     ignored_variables,
+    is_loopback,
     kv_cache_layout_from_environment,
 )
+from kvferry.config.private_files import read_private_file
+from kvferry.config.side_channel import is_wildcard
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.client import EngineClient
 from kvferry.engine.model.config import read_model_config
@@ -32,6 +35,7 @@ from kvferry.router.fleet.instances import Role, parse_instance
 from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address
+from kvferry.web.api_keys import ApiKeys, read_key_file
 
 __all__ = [
     "DESCRIPTION",
@@ -40,6 +44,8 @@ __all__ = [
     "api_host",
     "check_before_start",
     "engine_options",
+    "open_to_all",
+    "read_api_keys",
     "run",
 ]
 
@@ -74,8 +80,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--host",
-        help="address to listen on (default: localhost; every interface if other hosts can reach "
-        "the side channel)",
+        help="address to listen on (default: localhost; the side channel's address if other hosts "
+        "can reach the side channel)",
     )
     parser.add_argument(
         "--port",
@@ -88,6 +94,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME",
         default="",
         help="model name that clients use (default: MODEL)",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="file with the keys that clients must send, `TENANT KEY` or `KEY` in each line; "
+        "routers send the key in their --instance-key-file",
     )
     _add_model_arguments(parser)
     _add_cache_arguments(parser)
@@ -260,14 +272,15 @@ def run(arguments: argparse.Namespace) -> int:
         side_channel, secret, options.kv_transfer, os.environ
     )
     address = Address(api_host(arguments.host, side_channel), arguments.port)
+    api_keys = read_api_keys(arguments.api_key_file)
     check_before_start(options, address)
-    for sentence in ignored_variables(os.environ):
+    for sentence in [*ignored_variables(os.environ), *open_to_all(address.host, api_keys)]:
         logging.getLogger(__name__).warning(sentence)
     on_listening = _listening if not arguments.router else _registering(arguments, side_channel)
     # Imported here, as below, because `kvferry serve --help` must work without the extra [engine].
     from kvferry.engine.api.serve import run_on_fast_loop
 
-    return run_on_fast_loop(_serve(options, kit, side_channel, address, on_listening))
+    return run_on_fast_loop(_serve(options, kit, side_channel, address, api_keys, on_listening))
 
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
@@ -332,10 +345,33 @@ def check_before_start(options: EngineOptions, address: Address) -> None:
 def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
     """Return the address on which the API listens.
 
-    An operator who opens the side channel to other machines wants the API reachable from other
-    machines too, as with vLLM.
+    An operator who opens the side channel to other machines wants the API reachable from the same
+    machines too.
     """
-    return given or ("localhost" if side_channel.is_local else "0.0.0.0")
+    if given is not None or side_channel.is_local:
+        return given or "localhost"
+    return "0.0.0.0" if is_wildcard(side_channel.bind_host) else side_channel.bind_host
+
+
+def read_api_keys(path: str | None) -> ApiKeys:
+    """Return the keys in the file of `--api-key-file`; ConfigError if the file holds none."""
+    if path is None:
+        return ApiKeys()
+    text = read_private_file(path, "--api-key-file names").decode("utf-8", "surrogateescape")
+    keys = ApiKeys.of(read_key_file(text))
+    if not keys:
+        raise ConfigError(f"--api-key-file names {path}, which holds no key; write one into it")
+    return keys
+
+
+def open_to_all(host: str, api_keys: ApiKeys) -> list[str]:
+    """Return a warning if other machines can reach the API and no client needs a key."""
+    if api_keys or is_loopback(host):
+        return []
+    return [
+        f"the API listens on {host} without API keys, so every machine that can reach it can use "
+        "it; give --api-key-file"
+    ]
 
 
 def _registering(
@@ -368,12 +404,14 @@ async def _serve(
     kit: ConfiguredTransportKit,
     side_channel: SideChannelConfig,
     address: Address,
+    api_keys: ApiKeys,
     on_listening: Callable[[str, Address], None],
 ) -> int:
     """Start and serve an engine; return the exit code.
 
     The code is 0, or the signal's exit code when a signal arrived before the engine was ready.
     """
+    from kvferry.engine.api.context import ApiSettings
     from kvferry.engine.api.serve import StoppedBySignal, serve, stop_signals
 
     # The core logs its start-up stages at INFO; printing the stages too would show each stage
@@ -393,6 +431,7 @@ async def _serve(
                 address.host,
                 address.port,
                 signals=signals,
+                settings=ApiSettings(api_keys=api_keys),
                 on_listening=on_listening,
             )
         finally:

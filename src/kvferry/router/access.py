@@ -26,7 +26,8 @@ def tenant_of_header(authorization: str | None) -> str:
 # -- access policy --
 
 
-_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz", "/metrics"})
+# Load balancers, which have no key, ask for the health.
+_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz"})
 _ADMIN_PREFIXES = ("/admin", "/dashboard")
 # The page and its files contain no data; the page fetches data with a key. The files are directly
 # below /dashboard: deeper paths contain request ids.
@@ -51,9 +52,21 @@ class AccessPolicy:
         authorization = headers.get("authorization")
         return self.keys.find(authorization) if self.keys else tenant_of_header(authorization)
 
-    def needs_key(self, path: str) -> bool:
-        """Whether a path requires an API key."""
-        return bool(self.keys) and path not in _OPEN_PATHS and not path.startswith(_ADMIN_PREFIXES)
+    def is_refused(self, path: str, headers: Headers) -> bool:
+        """Whether a path requires an API key that the request does not have."""
+        if path == "/metrics":
+            return not self.sees_details(headers)
+        return (
+            path not in _OPEN_PATHS
+            and not path.startswith(_ADMIN_PREFIXES)
+            and self.tenant(headers) is None
+        )
+
+    def sees_details(self, headers: Headers) -> bool:
+        """Whether a request may see counts and instances: with an API key or the admin key, or if
+        there are no API keys.
+        """
+        return self.tenant(headers) is not None or self.is_admin(headers)
 
     def is_admin_path(self, path: str) -> bool:
         """Whether a path requires the admin key; the dashboard page and its files do not."""

@@ -115,6 +115,7 @@ class RouterApp:
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
         pages = Pages(
             options,
+            self.access_policy,
             self.fleet,
             self.watcher,
             self.admission,
@@ -184,7 +185,7 @@ class RouterApp:
                     headers=cors,
                 ),
             )
-        if access_policy.needs_key(path) and access_policy.tenant(request.headers) is None:
+        if access_policy.is_refused(path, request.headers):
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(
                 request,

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 import kvferry
+from kvferry.router.access import AccessPolicy
 from kvferry.router.conversations.store import Conversations
 from kvferry.router.dashboard.files import DATA_HEADERS, DashboardFiles
 from kvferry.router.dashboard.request_view import view_request
@@ -40,6 +41,7 @@ class Pages:
     """Handlers of the pages."""
 
     options: RouterOptions
+    access_policy: AccessPolicy
     fleet: Fleet
     watcher: InstanceWatcher
     admission: AdmissionController
@@ -65,10 +67,12 @@ class Pages:
             "/dashboard/requests/": self.show_request,
         }
 
-    async def health(self, _: ServerRequest) -> HttpResponse:
+    async def health(self, request: ServerRequest) -> HttpResponse:
         """Health of the router, independent of the instances. No instance is called; the counts
         are the outcomes of the last legs.
         """
+        if not self.access_policy.sees_details(request.headers):
+            return _json(200, {"status": "ok"})
         counts = {f"{role}_instances": len(self.fleet.members(role)) for role in Role}
         shown = (Outcome.ANSWERED, Outcome.REFUSED, Outcome.FAILED)
         last = {
@@ -78,7 +82,7 @@ class Pages:
         }
         return _json(200, {"status": "ok", **counts, **last})
 
-    async def ready(self, _: ServerRequest) -> HttpResponse:
+    async def ready(self, request: ServerRequest) -> HttpResponse:
         """Whether a request sent now would find usable instances. With probes enabled, only
         instances that were reached count.
         """
@@ -100,10 +104,10 @@ class Pages:
             if is_ready
             else f"no {' or '.join(missing)} instance is available"
         )
-        return _json(
-            200 if is_ready else UNAVAILABLE,
-            {"status": why, **{f"{role}_usable": usable[role] for role in Role}},
-        )
+        counts = {f"{role}_usable": usable[role] for role in Role}
+        if not self.access_policy.sees_details(request.headers):
+            counts = {}
+        return _json(200 if is_ready else UNAVAILABLE, {"status": why, **counts})
 
     async def show_metrics(self, _: ServerRequest) -> HttpResponse:
         now, metrics = time.monotonic(), self.instance_client.metrics

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from kvferry.config.private_files import check_private_file
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.http.messages import ServerLimits
@@ -64,6 +65,7 @@ def server_tls(options: RouterOptions) -> ssl.SSLContext | None:
     access = options.access
     if not access.ssl_certfile:
         return None
+    check_private_file(access.ssl_keyfile or access.ssl_certfile, "the key of the certificate is")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(access.ssl_certfile, access.ssl_keyfile or None)

@@ -109,8 +109,9 @@ async def handle_health(http: web.Request) -> web.Response:
         state = Draining(
             requests=context.drain.num_live, leases=left.num_leases, blocks=left.num_blocks
         )
+        shown = state if _has_key(http) else {"status": state.status}
         return web.Response(
-            status=503, body=msgspec.json.encode(state), content_type="application/json"
+            status=503, body=msgspec.json.encode(shown), content_type="application/json"
         )
     return web.Response()
 
@@ -272,6 +273,12 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     REQUEST_ID.set("")
     try:
         REQUEST_ID.set(_request_id(request))
+        # Load balancers, which have no key, ask for the health.
+        if request.path != "/health" and not _has_key(request):
+            return error_response(
+                RequestRefused("the API key is missing or unknown", status=401),
+                {"WWW-Authenticate": "Bearer"},
+            )
         if request.method in ("GET", "HEAD"):
             # Health checks and scrapes must still work while the server stops, and must not delay
             # the stop.
@@ -296,6 +303,12 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(
             RequestRefused("the server failed to serve this request; its log says why", status=500)
         )
+
+
+def _has_key(http: web.Request) -> bool:
+    """Return whether the client may use this server: it sent a key, or the server has no keys."""
+    keys = context_of(http).settings.api_keys
+    return not keys or keys.find(http.headers.get("Authorization")) is not None
 
 
 def _shown_route(request: web.Request) -> str:

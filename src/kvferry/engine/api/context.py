@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from aiohttp import web
@@ -23,6 +23,7 @@ from kvferry.engine.api.tokenizer import ModelTokenizer
 from kvferry.engine.client import OutputStream
 from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
 from kvferry.errors import RequestRefused
+from kvferry.web.api_keys import ApiKeys
 from kvferry.web.transfer_records import TransferRecord
 
 __all__ = [
@@ -190,13 +191,15 @@ class RequestDrain:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Limits of the HTTP front-end."""
+    """Limits of the HTTP front-end, and who may use it."""
 
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0
     """The time a client has to send its body."""
     stall_timeout_s: float = 120.0
     """The time a client may leave the sent data unread before its request is aborted."""
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    """The keys of which a client must send one; without keys every client is served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,12 @@ __all__ = ["EventStream", "Generation", "GenerationResponder", "Submission"]
 # own request, and only until the stall timeout.
 
 
-_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Without this header nginx collects events until its buffer of 4 KiB is full.
+    "X-Accel-Buffering": "no",
+}
 
 
 class EventStream:
