@@ -16,7 +16,7 @@ from tests.router.test_proxy import ONE, message
 
 from kvferry.cli.main import main
 from kvferry.errors import ConfigError
-from kvferry.router.access import tenant_of_header
+from kvferry.router.access import tenant_without_keys
 from kvferry.router.options import AccessOptions, RouterOptions
 from kvferry.router.server import server_tls
 from kvferry.web.api_keys import ApiKeys, read_key_file
@@ -203,8 +203,10 @@ def test_a_key_file_that_makes_no_sense_is_refused(text: str) -> None:
         ApiKeys.of(read_key_file(text))
 
 
-def test_where_the_router_has_no_keys_clients_are_told_apart_by_their_credentials() -> None:
-    assert len({tenant_of_header(sent) for sent in (None, "Bearer a", "Bearer b")}) == 3
+def test_where_the_router_has_no_keys_clients_are_told_apart_by_credentials_or_address() -> None:
+    pairs = [(None, "::1"), (None, "10.0.0.1"), ("Bearer a", "::1"), ("Bearer b", "::1")]
+    assert len({tenant_without_keys(*pair) for pair in pairs}) == 4
+    assert tenant_without_keys("Bearer a", "::1") == tenant_without_keys("Bearer a", "10.0.0.1")
 
 
 # -- browsers --

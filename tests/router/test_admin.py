@@ -13,8 +13,16 @@ from aiohttp import web
 from tests.router.stubs import AS_ADMIN, Stage, StubEngine, completes, prefills, stage, stub_engine
 from tests.router.test_proxy import ONE, message
 
-from kvferry.router.fleet.instances import Role
-from kvferry.router.fleet.registration import Registrar, Statement
+from kvferry.cli.register import Registration
+from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.registration import (
+    MAX_CLOCK_SKEW_S,
+    ROUTER_ID_HEADER,
+    AcceptedStatements,
+    Registrar,
+    Statement,
+)
+from kvferry.types import Address
 
 REGISTRAR = Registrar(b"a secret of the cluster")
 
@@ -138,24 +146,103 @@ def statement(engine: StubEngine, **changes: Any) -> dict[str, str]:
     return {"statement": REGISTRAR.sign(Statement(**{**values, **changes}))}
 
 
+async def router_id(s: Stage) -> str:
+    """The id that the router reports to an instance that does not know it."""
+    async with s.session.post(f"{s.url}/admin/register", json=statement(s.p)) as answer:
+        assert answer.status == 409
+        return answer.headers[ROUTER_ID_HEADER]
+
+
 def test_an_instance_registers_itself_and_leaves() -> None:
     async def scene() -> None:
         async with (
             stage(prefills, [], registrar=REGISTRAR) as s,
             stub_engine(StubEngine(completes)) as new,
         ):
+            to = await router_id(s)
+
+            async def says(**changes: Any) -> int:
+                sent = statement(new, router_id=to, **changes)
+                return (await ask(s, "POST", "/admin/register", sent))[0]
+
             assert (await s.post(ONE))[0] == 503
-            assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
+            assert await says() == 200
             assert (await s.post(ONE))[0] == 200
-            assert (await ask(s, "POST", "/admin/register", statement(new, is_leaving=True)))[
-                0
-            ] == 200
+            assert await says(is_leaving=True) == 200
             assert (await s.post(ONE))[0] == 503
             # The next incarnation at the same address.
-            assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
+            assert await says() == 200
             assert (await s.post(ONE))[0] == 200
 
     uvloop.run(scene())
+
+
+def test_kvferry_register_keeps_an_instance_in_the_fleet_until_it_is_stopped() -> None:
+    async def scene() -> None:
+        async with (
+            stage(prefills, [], registrar=REGISTRAR) as s,
+            stub_engine(StubEngine(completes)) as new,
+        ):
+            one = Instance(Role.DECODE, Address("127.0.0.1", new.port))
+            registration = Registration(one, [s.url], REGISTRAR, ttl_s=0.3)
+            running = asyncio.create_task(asyncio.to_thread(registration.run))
+            try:
+                while (await s.post(ONE))[0] != 200:
+                    await asyncio.sleep(0.01)
+                deadline = time.monotonic() + 3 * registration.ttl_s
+                while time.monotonic() < deadline:
+                    assert (await s.post(ONE))[0] == 200, "it renews its registration"
+            finally:
+                registration.stop()
+                await running
+            assert (await s.post(ONE))[0] == 503
+
+    uvloop.run(scene())
+
+
+def test_a_statement_is_good_for_one_time() -> None:
+    """An eavesdropper must not bring an instance back that has left, nor make one leave."""
+
+    async def scene() -> None:
+        async with (
+            stage(prefills, [], registrar=REGISTRAR) as s,
+            stub_engine(StubEngine(completes)) as new,
+        ):
+            to = await router_id(s)
+            joins = statement(new, router_id=to)
+            leaves = statement(new, router_id=to, is_leaving=True)
+            assert (await ask(s, "POST", "/admin/register", joins))[0] == 200
+            assert (await ask(s, "POST", "/admin/register", leaves))[0] == 200
+            status, error = await ask(s, "POST", "/admin/register", joins)
+            assert (status, "was accepted before" in error["error"]["message"]) == (403, True)
+            assert (await s.post(ONE))[0] == 503, "it has not come back"
+            again = statement(new, router_id=to)
+            assert (await ask(s, "POST", "/admin/register", again))[0] == 200
+            assert (await ask(s, "POST", "/admin/register", leaves))[0] == 403
+            assert (await s.post(ONE))[0] == 200, "it has not left"
+
+    uvloop.run(scene())
+
+
+def test_a_statement_for_one_router_is_not_good_for_another_or_its_next_incarnation() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, registrar=REGISTRAR) as s:
+            heard = statement(s.d, router_id=await router_id(s))
+            assert (await ask(s, "POST", "/admin/register", heard))[0] == 200
+        async with stage(prefills, [], registrar=REGISTRAR) as s:
+            assert (await ask(s, "POST", "/admin/register", heard))[0] == 409
+            assert len((await ask(s, "GET", "/admin/instances"))[1]["instances"]) == 1
+
+    uvloop.run(scene())
+
+
+def test_only_recent_statements_are_remembered() -> None:
+    accepted = AcceptedStatements("router")
+    for port in range(100):
+        one = Instance(Role.DECODE, Address("10.0.0.1", 1000 + port))
+        made_at = port * MAX_CLOCK_SKEW_S
+        accepted.accept(Statement(Role.DECODE, one.url, 30.0, made_at), one, now=made_at)
+    assert len(accepted._made_at) == 2  # noqa: SLF001
 
 
 def test_an_instance_that_does_not_renew_is_forgotten() -> None:
@@ -164,7 +251,8 @@ def test_an_instance_that_does_not_renew_is_forgotten() -> None:
             stage(prefills, [], registrar=REGISTRAR) as s,
             stub_engine(StubEngine(completes)) as new,
         ):
-            await ask(s, "POST", "/admin/register", statement(new, ttl_s=0.2))
+            sent = statement(new, router_id=await router_id(s), ttl_s=0.2)
+            assert (await ask(s, "POST", "/admin/register", sent))[0] == 200
             while (await ask(s, "GET", "/admin/instances"))[1]["instances"][1:]:
                 await asyncio.sleep(0.01)
             assert (await s.post(ONE))[0] == 503

@@ -4,9 +4,11 @@ other tenant.
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
@@ -227,13 +229,30 @@ def test_a_conversation_stays_with_the_d_that_has_it() -> None:
     uvloop.run(scene())
 
 
+def test_clients_without_a_key_do_not_share_a_conversation_because_they_chose_one_name() -> None:
+    async def scene() -> None:
+        other = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0)), auto_decompress=False
+        )
+        async with stage(prefills, ends_with_ticket) as s, other:
+            await s.post(TALK, CHAT)
+            await replace(s, session=other).post(TALK, CHAT)
+            assert asked_of_p(s).get("ticket") is None
+            await s.post(TALK, CHAT)
+            assert asked_of_p(s).get("ticket") is not None, "its own turn is still there"
+
+    uvloop.run(scene())
+
+
 def test_what_a_d_has_kept_is_forgotten_when_it_is_removed() -> None:
     async def scene() -> None:
         async with stage(prefills, [ends_with_ticket] * 2) as s:
             await s.post(TALK, CHAT)
             [used] = [engine for engine in s.decoders if engine.calls]
             order = {"role": "decode", "url": f"http://127.0.0.1:{used.port}"}
-            async with s.session.delete(f"{s.url}/admin/instances", json=order, headers=AS_ADMIN) as answer:
+            async with s.session.delete(
+                f"{s.url}/admin/instances", json=order, headers=AS_ADMIN
+            ) as answer:
                 assert answer.status == 200
             await s.post(TALK, CHAT)
             assert asked_of_p(s).get("ticket") is None

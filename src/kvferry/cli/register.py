@@ -23,7 +23,12 @@ from kvferry.cli.runtime import configure_logs
 from kvferry.config import ClusterSecret
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
-from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar, Statement
+from kvferry.router.fleet.registration import (
+    DEFAULT_TTL_S,
+    ROUTER_ID_HEADER,
+    Registrar,
+    Statement,
+)
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "Registration", "add_arguments", "check_router_url", "run"]
 
@@ -70,6 +75,8 @@ class Registration:
     ttl_s: float
     _stop: threading.Event = field(default_factory=threading.Event)
     _joined: set[str] = field(default_factory=set)
+    _router_ids: dict[str, str] = field(default_factory=dict)
+    """The present incarnation of each router, as the router reported it."""
 
     def run(self) -> None:
         while not self._stop.is_set():
@@ -95,16 +102,17 @@ class Registration:
             return False
 
     def _send(self, router: str, is_leaving: bool = False) -> None:
-        statement = Statement(
-            self.instance.role, self.instance.url, self.ttl_s, time.time(), is_leaving
-        )
-        body = json.dumps({"statement": self.registrar.sign(statement)}).encode()
-        request = urllib.request.Request(
-            f"{router}/admin/register", body, {"Content-Type": "application/json"}
-        )
         try:
-            with _open(request, timeout=_CALL_S) as answer:
-                answer.read()
+            try:
+                self._post_statement(router, is_leaving)
+            except urllib.error.HTTPError as error:
+                # The first statement to a router, also after a restart, does not know the
+                # router's id; the refusal contains it.
+                router_id = error.headers.get(ROUTER_ID_HEADER)
+                if router_id is None:
+                    raise
+                self._router_ids[router] = router_id
+                self._post_statement(router, is_leaving)
         except (OSError, ValueError) as error:
             self._joined.discard(router)
             _log.warning("not registered router=%s: %s", router, _error_text(error))
@@ -112,6 +120,22 @@ class Registration:
         if router not in self._joined and not is_leaving:
             self._joined.add(router)
             _log.info("registered router=%s as %s", router, self.instance)
+
+    def _post_statement(self, router: str, is_leaving: bool) -> None:
+        statement = Statement(
+            role=self.instance.role,
+            url=self.instance.url,
+            ttl_s=self.ttl_s,
+            made_at=time.time(),
+            is_leaving=is_leaving,
+            router_id=self._router_ids.get(router, ""),
+        )
+        body = json.dumps({"statement": self.registrar.sign(statement)}).encode()
+        request = urllib.request.Request(
+            f"{router}/admin/register", body, {"Content-Type": "application/json"}
+        )
+        with _open(request, timeout=_CALL_S) as answer:
+            answer.read()
 
 
 def _error_text(error: Exception) -> str:

@@ -9,18 +9,18 @@ import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.router.http.messages import Headers
+from kvferry.router.http.messages import Headers, ServerRequest
 from kvferry.router.options import AccessOptions
 from kvferry.web.api_keys import ApiKeys, key_digest
 
-__all__ = ["AccessPolicy", "tenant_of_header"]
+__all__ = ["AccessPolicy", "tenant_without_keys"]
 
 
-def tenant_of_header(authorization: str | None) -> str:
-    """Tenant of a client if the router has no API keys: clients with different credentials are
-    different tenants.
+def tenant_without_keys(authorization: str | None, peer: str) -> str:
+    """Tenant of a client if the router has no API keys: clients with different credentials, or
+    without credentials from different addresses, are different tenants.
     """
-    return "" if not authorization else key_digest(authorization).hex()[:16]
+    return key_digest(authorization).hex()[:16] if authorization else peer
 
 
 # -- access policy --
@@ -47,26 +47,28 @@ class AccessPolicy:
     def of(cls, access: AccessOptions) -> "AccessPolicy":
         return cls(access, ApiKeys.of(access.api_keys))
 
-    def tenant(self, headers: Headers) -> str | None:
+    def tenant(self, request: ServerRequest) -> str | None:
         """The tenant of a request; None if the request has no valid key."""
-        authorization = headers.get("authorization")
-        return self.keys.find(authorization) if self.keys else tenant_of_header(authorization)
+        authorization = request.headers.get("authorization")
+        if self.keys:
+            return self.keys.find(authorization)
+        return tenant_without_keys(authorization, request.peer)
 
-    def is_refused(self, path: str, headers: Headers) -> bool:
-        """Whether a path requires an API key that the request does not have."""
-        if path == "/metrics":
-            return not self.sees_details(headers)
+    def is_refused(self, request: ServerRequest) -> bool:
+        """Whether the path requires an API key that the request does not have."""
+        if request.path == "/metrics":
+            return not self.sees_details(request)
         return (
-            path not in _OPEN_PATHS
-            and not path.startswith(_ADMIN_PREFIXES)
-            and self.tenant(headers) is None
+            request.path not in _OPEN_PATHS
+            and not request.path.startswith(_ADMIN_PREFIXES)
+            and self.tenant(request) is None
         )
 
-    def sees_details(self, headers: Headers) -> bool:
+    def sees_details(self, request: ServerRequest) -> bool:
         """Whether a request may see counts and instances: with an API key or the admin key, or if
         there are no API keys.
         """
-        return self.tenant(headers) is not None or self.is_admin(headers)
+        return self.tenant(request) is not None or self.is_admin(request.headers)
 
     def is_admin_path(self, path: str) -> bool:
         """Whether a path requires the admin key; the dashboard page and its files do not."""

@@ -10,16 +10,17 @@ An engine that registers itself sends a statement sealed with the cluster secret
 effects are on the fleet and the callbacks.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import ConfigError, InvalidTicket
 from kvferry.router.fleet.fleet import Fleet, Member
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
-from kvferry.router.fleet.registration import Registrar
+from kvferry.router.fleet.registration import ROUTER_ID_HEADER, AcceptedStatements, Registrar
 from kvferry.router.serving.context import HttpResponse, build_error_response
 
 __all__ = ["Admin"]
@@ -58,6 +59,9 @@ class Admin:
     """Called after every change of the fleet."""
     on_instance_gone: Callable[[Instance], object]
     """Called when an instance was removed."""
+    statements: AcceptedStatements = field(
+        default_factory=lambda: AcceptedStatements(secrets.token_hex(8))
+    )
 
     def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], HttpResponse]]]:
         return {
@@ -88,10 +92,18 @@ class Admin:
                 "KVFERRY_SECRET_FILE",
             )
         try:
+            now = time.time()
             statement = self.registrar.open(
-                msgspec.json.decode(body, type=_Registration).statement, time.time()
+                msgspec.json.decode(body, type=_Registration).statement, now
             )
             instance = parse_instance(statement.role, statement.url)
+            if statement.router_id != self.statements.router_id:
+                return build_error_response(
+                    409,
+                    f"the statement must name this router in router_id; {ROUTER_ID_HEADER} has it",
+                    headers=[(ROUTER_ID_HEADER, self.statements.router_id)],
+                )
+            self.statements.accept(statement, instance, now)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return build_error_response(
                 400, 'send {"statement": "…"}, signed with the cluster\'s secret'
@@ -100,11 +112,10 @@ class Admin:
             return build_error_response(400, str(error))
         except InvalidTicket as error:
             return build_error_response(403, str(error))
-        now = time.monotonic()
         if statement.is_leaving:
             self.fleet.leave(instance)
         else:
-            self.fleet.renew(instance, statement.ttl_s, now)
+            self.fleet.renew(instance, statement.ttl_s, time.monotonic())
         self.on_change()
         return _json(200, {"ttl_s": statement.ttl_s})
 

@@ -185,7 +185,7 @@ class RouterApp:
                     headers=cors,
                 ),
             )
-        if access_policy.is_refused(path, request.headers):
+        if access_policy.is_refused(request):
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(
                 request,

@@ -71,7 +71,7 @@ class Pages:
         """Health of the router, independent of the instances. No instance is called; the counts
         are the outcomes of the last legs.
         """
-        if not self.access_policy.sees_details(request.headers):
+        if not self.access_policy.sees_details(request):
             return _json(200, {"status": "ok"})
         counts = {f"{role}_instances": len(self.fleet.members(role)) for role in Role}
         shown = (Outcome.ANSWERED, Outcome.REFUSED, Outcome.FAILED)
@@ -105,7 +105,7 @@ class Pages:
             else f"no {' or '.join(missing)} instance is available"
         )
         counts = {f"{role}_usable": usable[role] for role in Role}
-        if not self.access_policy.sees_details(request.headers):
+        if not self.access_policy.sees_details(request):
             counts = {}
         return _json(200 if is_ready else UNAVAILABLE, {"status": why, **counts})
 

@@ -1,24 +1,33 @@
 """Self-registration: an instance joins a fleet with a statement sealed with the cluster secret.
 
-The instance renews the statement while it is healthy. A statement carries its creation time, so
-an intercepted statement soon becomes useless; the clocks of two hosts may differ by minutes.
-Pure.
+The instance renews the statement while it is healthy. A statement names the incarnation of the
+router for which it was made, and a router accepts no statement twice, so an intercepted statement
+is useless. The clocks of two hosts may differ by minutes. Pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.tickets import Seal
-from kvferry.router.fleet.instances import Role
+from kvferry.router.fleet.instances import Instance, Role
 
-__all__ = ["DEFAULT_TTL_S", "MAX_CLOCK_SKEW_S", "Registrar", "Statement"]
+__all__ = [
+    "DEFAULT_TTL_S",
+    "MAX_CLOCK_SKEW_S",
+    "ROUTER_ID_HEADER",
+    "AcceptedStatements",
+    "Registrar",
+    "Statement",
+]
 
 MAX_CLOCK_SKEW_S = 300.0
 """Largest age of a statement, clock difference included."""
 DEFAULT_TTL_S = 15.0
 _MAX_TTL_S = 3600.0
+ROUTER_ID_HEADER = "Kvferry-Router-Id"
+"""Header with which a router answers a statement that was made for another incarnation."""
 
 
 class Statement(msgspec.Struct, frozen=True):
@@ -33,6 +42,8 @@ class Statement(msgspec.Struct, frozen=True):
     """Creation time in seconds since 1970, by the instance's clock."""
     is_leaving: bool = False
     """The instance is stopping and takes no new legs."""
+    router_id: str = ""
+    """The incarnation of the router for which the statement was made."""
 
 
 @dataclass(slots=True)
@@ -66,3 +77,29 @@ class Registrar:
                 "both hosts"
             )
         return statement
+
+
+@dataclass(slots=True)
+class AcceptedStatements:
+    """The newest statement of each instance that one incarnation of a router has accepted."""
+
+    router_id: str
+    _made_at: dict[Instance, float] = field(default_factory=dict, init=False)
+
+    def accept(self, statement: Statement, instance: Instance, now: float) -> None:
+        """Note a statement; InvalidTicket if it is not newer than the last one of its instance.
+
+        An eavesdropper could otherwise bring back an instance that has left, or repeat that an
+        instance leaves. `now`: seconds since 1970.
+        """
+        # Older statements are refused for their age, so only recent ones have to be remembered.
+        for known, made_at in list(self._made_at.items()):
+            if made_at < now - MAX_CLOCK_SKEW_S:
+                del self._made_at[known]
+        newest = self._made_at.get(instance)
+        if newest is not None and statement.made_at <= newest:
+            raise InvalidTicket(
+                "this statement, or a newer one of the same instance, was accepted before; if the "
+                "instance's clock was set back, wait until it has caught up"
+            )
+        self._made_at[instance] = statement.made_at

@@ -70,7 +70,7 @@ class GenerateHandler:
             reply,
             client,
             request_id,
-            self.access_policy.tenant(headers) or "",
+            self.access_policy.tenant(request) or "",
             timeline,
             fields,
             cors=cors,
