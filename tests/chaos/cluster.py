@@ -29,6 +29,7 @@ DEADLINES = {
     "read_timeout": 5,
     "receive_timeout": 10,
     "push_registration_timeout": 10,
+    "step_timeout": LEASE_S,
 }
 EXTRA: dict[str, Any] = {"kv_lease_duration": LEASE_S, **DEADLINES}
 CHUNKED = ("--max-num-batched-tokens", "64")

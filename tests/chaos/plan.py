@@ -21,6 +21,7 @@ class Kind(StrEnum):
     KILL_ROUTER = "router killed, restarted"
     SHORT_PAUSE = "engine stopped, shorter than its lease"
     LONG_PAUSE = "engine stopped, longer than its lease"
+    HANG = "engine hangs, its processes live"
     SHORT_CUT = "cable cut, shorter than a lease"
     LONG_CUT = "cable cut, longer than a lease"
 
@@ -31,12 +32,14 @@ WEIGHTS = {
     Kind.KILL_ROUTER: 1,
     Kind.SHORT_PAUSE: 6,
     Kind.LONG_PAUSE: 3,
+    Kind.HANG: 3,
     Kind.SHORT_CUT: 6,
     Kind.LONG_CUT: 4,
 }
 LENGTHS_S = {
     Kind.SHORT_PAUSE: (0.1, 0.6 * LEASE_S),
     Kind.LONG_PAUSE: (1.2 * LEASE_S, 2.5 * LEASE_S),
+    Kind.HANG: (1.2 * LEASE_S, 4 * LEASE_S),
     Kind.SHORT_CUT: (0.1, 0.6 * LEASE_S),
     Kind.LONG_CUT: (1.2 * LEASE_S, 4 * LEASE_S),
 }
@@ -49,7 +52,7 @@ class Fault:
     target: str
     """Name of an engine, or of the router."""
     length_s: float = 0.0
-    """Duration of a fault that is undone afterwards (a pause or a cut)."""
+    """Duration of a fault that is undone afterwards (a pause, a hang or a cut)."""
 
 
 def make_plan(

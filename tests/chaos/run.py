@@ -16,6 +16,7 @@ from tests.chaos.load import Load, Question
 from tests.chaos.mode import Mode
 from tests.chaos.plan import Fault, Kind, make_plan
 from tests.e2e.harness import Cluster, Prompt, ask_all, metrics, new_session
+from tests.e2e.hung_engine import hung
 
 __all__ = ["Report", "Settings", "run"]
 
@@ -185,6 +186,10 @@ class _Run:
                     engine.pause()
                     await asyncio.sleep(fault.length_s)
                     engine.resume()
+                case Kind.HANG:
+                    # The thread that stops an engine must be the one that lets it go on.
+                    with hung(self._chaos_cluster.engines[fault.target]):
+                        await asyncio.sleep(fault.length_s)
                 case Kind.SHORT_CUT | Kind.LONG_CUT:
                     self._chaos_cluster.cut(fault.target)
                     await asyncio.sleep(fault.length_s)

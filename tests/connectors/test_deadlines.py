@@ -4,6 +4,8 @@ that names it. The tests control the clock.
 Each setting has a value of its own, so a deadline that uses the wrong setting fails its test.
 """
 
+import math
+
 import msgspec
 import pytest
 from tests.protocol.caches import no_writers, take_replies
@@ -21,6 +23,7 @@ from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,
     Confirm,
+    Detach,
     HandshakeReply,
     HandshakeRequest,
     Heartbeat,
@@ -45,6 +48,8 @@ VALUES = {
     "receive_timeout": 19,
     "grant_wait": 23,
     "engine_ttl": 29,
+    "queue_timeout": 31,
+    "step_timeout": 37,
 }
 SIDE, CONTROL = "tcp://p-host:5600", "tcp://p-host:6000"
 P, R, A = PeerId(EngineId("p"), Epoch("e1"), 0), RequestId("r"), RequestId("a")
@@ -91,6 +96,8 @@ class Reader:
 
     def __init__(self, **changes: float) -> None:
         self.consumer = Consumer(settings(**changes).consumer)
+        self.sent: list[tuple[float, object]] = []
+        """The messages sent by `advance`, and when."""
 
     def track(self) -> "Reader":
         self.consumer.track(R, ticket(), "T", now=0)
@@ -120,10 +127,12 @@ class Reader:
         self.consumer.start(R, [[5, 6]], range(0, 8), now=0)
         return self
 
-    def advance(self, now: float) -> list[str]:
+    def advance(self, now: float, engine_seen_at: float = math.inf) -> list[str]:
         """Return the reasons for which the request has failed or was abandoned, if any."""
-        self.consumer.advance(now)
+        self.consumer.advance(now, engine_seen_at)
         for action in self.consumer.take_actions():
+            if isinstance(action, Send):
+                self.sent.append((now, action.message))
             if isinstance(action, Send) and isinstance(action.message, Heartbeat):
                 self.consumer.receive(CONTROL, HeartbeatReply("e1", action.message.beat, []), now)
             elif isinstance(action, StopRead):
@@ -167,6 +176,36 @@ def test_receive_timeout_bounds_the_whole_whatever_the_parts_may_take(stage: str
     assert reader.advance(19 - EARLIER) == []
     assert reader.advance(19) == ["the KV did not arrive within 19 s"]
     assert reader.consumer.num_transfers == 0
+
+
+def test_queue_timeout_bounds_how_long_blocks_are_held_for_a_request_in_the_queue() -> None:
+    reader = Reader().track().shake_hands()
+    reader.advance(31 - EARLIER)
+    assert not any(map(_is_detach, reader.sent))
+    reader.advance(31)
+    assert any(map(_is_detach, reader.sent))
+    reader.start()
+    assert reader.advance(32) == ["the decode engine allocated no blocks within 31 s"]
+
+
+def test_step_timeout_bounds_how_long_leases_are_renewed_for_an_engine_that_hangs() -> None:
+    reader = Reader(queue_timeout=1000).track().shake_hands()
+    for now in range(10, 100, 10):
+        reader.advance(now, engine_seen_at=20)
+    # A heartbeat is due every 10 s: a sixth of the lease.
+    assert [now for now, message in reader.sent if isinstance(message, Heartbeat)] == [
+        10,
+        20,
+        30,
+        40,
+        50,
+    ]
+    reader.advance(100, engine_seen_at=99)
+    assert isinstance(reader.sent[-1][1], Heartbeat)
+
+
+def _is_detach(sent: tuple[float, object]) -> bool:
+    return isinstance(sent[1], Detach)
 
 
 def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:

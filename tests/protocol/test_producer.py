@@ -167,6 +167,18 @@ def test_a_ticket_handed_back_ends_its_own_lease_and_no_later_one_of_that_name()
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
+def test_a_ticket_handed_back_ends_its_lease_although_a_reader_that_hangs_is_attached() -> None:
+    """The router knows that the request is over; only its reader does not."""
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    producer.release_ticket(A, 1)
+    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
+    [reply] = take_replies(producer.outbox)
+    assert isinstance(reply.message, Refused)
+
+
 def test_a_ticket_is_good_for_its_own_lease_only_though_an_engine_uses_a_name_again() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)

@@ -141,6 +141,14 @@ class NixlExtraConfig(ExtraConfig):
     """
     handshake_timeout: Seconds = 5.0
     """How long D waits for a peer's handshake reply."""
+    queue_timeout: Seconds = 480.0
+    """How long a request may wait in D's queue while P holds its blocks; then P gets the blocks
+    back, and `kv_load_failure_policy` decides.
+    """
+    step_timeout: Seconds = 60.0
+    """How long D's engine may take for one step. An engine that takes longer counts as hung: D
+    renews no lease until the engine steps again.
+    """
     read_timeout: Seconds = 30.0
     """How long one read may take."""
     confirm_timeout: Seconds = 5.0

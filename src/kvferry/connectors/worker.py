@@ -321,6 +321,8 @@ def transfer_worker_settings(
         engine=engine,
         epoch=epoch,
         peers=peers,
+        queue_timeout_s=extra.queue_timeout,
+        step_timeout_s=extra.step_timeout,
         read_timeout_s=extra.read_timeout,
         confirm_timeout_s=extra.confirm_timeout,
         receive_timeout_s=extra.receive_timeout,

@@ -20,6 +20,7 @@ Pure: the caller feeds commands, messages and completions, passes `now` (local m
 and takes actions and events.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -156,6 +157,7 @@ class Consumer:
             origin,
         )
         self._transfers.add(transfer)
+        self._transfers.set_deadline(transfer, now + self._settings.queue_timeout_s)
         self._context.timings.start(request, now)
         peer = self._peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
@@ -351,8 +353,12 @@ class Consumer:
             )
             self._process_events(now)
 
-    def advance(self, now: float) -> None:
-        """Act on every deadline that has passed."""
+    def advance(self, now: float, engine_seen_at: float = math.inf) -> None:
+        """Act on every deadline that has passed.
+
+        `engine_seen_at` is when our engine last showed that it is alive. Heartbeats hold blocks of
+        a producer for the engine, so an engine that hangs must not have them renewed for ever.
+        """
         for lost in self._peers.advance(now):
             self._lose(lost)
         for peer_id in self._client.silent_peers(now):
@@ -367,7 +373,10 @@ class Consumer:
                 reason = self._settings.overdue_reason(transfer, now)
                 self._context.post(transfer, _E.DEADLINE_PASSED, reason)
         self._process_events(now)
-        self._client.send_heartbeats(now)
+        if now < engine_seen_at + self._settings.step_timeout_s:
+            self._client.send_heartbeats(now)
+        else:
+            self._client.skip_heartbeats(now)
         self._peers.evict_idle(
             now,
             self._transfers.incarnations().union(

@@ -63,6 +63,10 @@ class ConsumerSettings:
     """
     uses_host_buffer: bool = False
     """Whether transports write into a host buffer, from which blocks are copied to the engine."""
+    queue_timeout_s: float = 480.0
+    """How long a request may wait for blocks of our engine while the producer holds its KV."""
+    step_timeout_s: float = 60.0
+    """How long our engine may be silent before the consumer stops its heartbeats."""
     push_registration_timeout_s: float = 480.0
     """How long a push request with blocks waits for the producer's offer, or for more tokens."""
     lease_ttl_s: float = 30.0
@@ -90,10 +94,12 @@ class ConsumerSettings:
                     "the prefill engine offered no blocks within "
                     f"{self.push_registration_timeout_s:g} s"
                 )
-            case TransferState.TRACKED:
+            case TransferState.TRACKED if transfer.origin.is_optional:
                 return f"the producer did not answer within {self.confirm_timeout_s:g} s"
-            case TransferState.READY:
+            case TransferState.READY if transfer.origin.is_optional:
                 return f"the decode engine allocated no blocks within {self.confirm_timeout_s:g} s"
+            case TransferState.TRACKED | TransferState.READY:
+                return f"the decode engine allocated no blocks within {self.queue_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"
 
@@ -249,6 +255,10 @@ class ProducerClient:
                     part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_HEARTBEAT])
                     message = Heartbeat(beat.peer.epoch, beat.number, part)
                     self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
+
+    def skip_heartbeats(self, now: float) -> None:
+        """Let the leases run out, because the engine that needs the KV may never use it."""
+        self._heartbeats.skip_due(now)
 
     def note_answer(self, peer_id: PeerId, beat: int) -> None:
         self._heartbeats.answered(peer_id, beat)

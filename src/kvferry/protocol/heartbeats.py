@@ -163,6 +163,12 @@ class HeartbeatSchedule(Generic[P]):
             beats.append(DueHeartbeat(peer, peer_state.number, list(peer_state.leases)))
         return beats
 
+    def skip_due(self, now: float) -> None:
+        """Send none of the heartbeats that are due now; each is due again one interval later."""
+        for peer_state in self._peer_states.values():
+            if peer_state.next_at <= now:
+                peer_state.next_at = now + peer_state.interval_s
+
     def lost(self, now: float) -> list[P]:
         """Return the peers that have left beats unanswered for `max_unanswered` intervals."""
         return [

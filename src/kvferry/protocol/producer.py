@@ -286,10 +286,16 @@ class Producer:
             self._offer(copied.request, copied.publication, now)
 
     def release_ticket(self, request: RequestId, serial: int) -> None:
-        """Abandon the lease of a ticket whose holder gave it up, such as a router whose client
-        has disconnected.
+        """End the lease of a ticket whose holder gave it up, such as a router whose client has
+        disconnected.
+
+        Attached readers are not waited for: their request is over, and one that hangs would hold
+        the blocks. They are refused when they ask for confirmation.
         """
-        if self._leases.ticket_status(request, serial) is not TicketStatus.GONE:
+        status = self._leases.ticket_status(request, serial)
+        if status is TicketStatus.HELD and not self._leases.is_open(request):
+            self._revoke(request)
+        elif status is not TicketStatus.GONE:
             self.abandon(request)
 
     def abandon(self, request: RequestId) -> None:

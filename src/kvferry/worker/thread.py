@@ -5,6 +5,7 @@ The engine's thread submits commands and takes events. The two threads share not
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ MARK_INTERVAL_S = 0.001
 """How often the engine's stream is queried while commands wait for a mark.
 
 In most cases the stream has already passed the mark.
+"""
+PROBE_AFTER_S = 1.0
+"""An engine that sleeps while its transfers run is woken after this time, and so shows that it does
+not hang.
 """
 
 _log = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class TransferWorkerThread:
         transfer_worker: TransferWorker,
         wake_worker: Callable[[], None],
         name: str = "kvferry",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transfer_worker = transfer_worker
         self._wake_worker = wake_worker
@@ -75,6 +81,11 @@ class TransferWorkerThread:
         self._outbox: deque[Event] = deque()
         self._num_submitted, self._num_taken = 0, 0
         """Numbers of commands. The engine's thread writes the first, this thread the second."""
+        self._clock = clock
+        self._engine_seen_at = clock()
+        """When the engine's thread last submitted commands or took events: an engine does one or
+        the other in every step.
+        """
         self._is_closing = False
         self._failure: str | None = None
         self._snapshot = TransferWorkerSnapshot()
@@ -92,6 +103,7 @@ class TransferWorkerThread:
 
         Commands run in order, and not before the engine's stream has passed `mark`.
         """
+        self._engine_seen_at = self._clock()
         if self._failure is not None:
             raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
         batch = _Batch(tuple(commands), mark)
@@ -107,6 +119,7 @@ class TransferWorkerThread:
 
     def take_events(self) -> list[Event]:
         """Take the events since the last call. KVFerryError if the transfer worker has died."""
+        self._engine_seen_at = self._clock()
         if self._failure is not None:
             raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
         return [self._outbox.popleft() for _ in range(len(self._outbox))]
@@ -146,9 +159,14 @@ class TransferWorkerThread:
         # MARK_INTERVAL_S.
         wait_s = min(MARK_INTERVAL_S, self._transfer_worker.idle_s()) if self._inbox else None
         events = self._transfer_worker.step(
-            commands, wait_s=wait_s, late_commands=self._take_commands
+            commands,
+            wait_s=wait_s,
+            late_commands=self._take_commands,
+            engine_seen_at=self._engine_seen_at,
         )
         self._snapshot = self._transfer_worker.snapshot()
+        if self._snapshot.transfers and self._clock() > self._engine_seen_at + PROBE_AFTER_S:
+            self._wake_engine()
         if not events:
             return
         self._outbox.extend(events)

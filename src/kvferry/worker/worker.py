@@ -6,6 +6,7 @@ resulting actions on the transports, the block store and the control transport. 
 (`TransferWorkerThread`); a test may call `step` directly. See docs/decisions/005-worker-thread.md.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -176,6 +177,7 @@ class TransferWorker:
         *,
         wait_s: float | None = None,
         late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
+        engine_seen_at: float = math.inf,
     ) -> list[Event]:
         """Run one tick: wait for input, process the input, perform actions, return events.
 
@@ -185,6 +187,8 @@ class TransferWorker:
         `late_commands` is called after the wait, and the late commands run before the received
         messages. A peer that asks whether blocks were valid until now is therefore answered with
         everything the engine had submitted by that time.
+
+        `engine_seen_at` is the time of the engine's last sign of life.
         """
         timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
         if 0.0 < timeout < CONTROL_RESOLUTION_S:
@@ -210,7 +214,7 @@ class TransferWorker:
         for command in self._postponed.take_due():
             self._execute_for_consumer(command, now)
         self._producer.advance(now)
-        self._consumer.advance(now)
+        self._consumer.advance(now, engine_seen_at)
         self._perform(now)
         return self._outbox.take_events()
 
