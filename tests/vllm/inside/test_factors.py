@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.vllm.inside.engines import vllm_config
+from transformers import configuration_utils
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -218,6 +219,14 @@ def test_variables_that_change_kv_are_compared(
     plain = factors_of(config)
     monkeypatch.setattr(envs, name, "something else", raising=False)
     assert differing(plain, factors_of(config)) == {name}
+
+
+def test_another_version_of_transformers_makes_no_difference(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = factors(model)
+    monkeypatch.setattr(configuration_utils, "__version__", "9.9")
+    assert differing(plain, factors(model)) == set()
 
 
 def test_the_same_model_in_another_folder_is_the_same(model: Path, tmp_path: Path) -> None:
