@@ -433,8 +433,9 @@ class NixlConnectorScheduler:
                 self._refuse(request, _WEIGHTS_CHANGED)
         for request in self._loads.loading:
             self._commands.append(AbortLoad(request, _WEIGHTS_CHANGED))
-            # The load may end before the command arrives. The engine then starts over.
-            if not self._loads.is_optional(request):
+            # The load may end before the command arrives; the engine then starts the request over.
+            # A request that has ended only waits for the end of its load.
+            if request in self._live and not self._loads.is_optional(request):
                 self._refuse(request, _WEIGHTS_CHANGED)
         for request in (*self._held.requests, *self._retained.evict_all()):
             self._commands.append(RevokeLease(request))

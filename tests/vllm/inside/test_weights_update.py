@@ -113,6 +113,17 @@ def test_a_load_that_ends_before_the_worker_learns_of_the_reset_is_not_used(
     settle(p, d)
 
 
+def test_a_request_that_was_aborted_while_it_loaded_leaves_nothing(
+    pair: tuple[Engine, Engine],
+) -> None:
+    p, d = pair
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    wait_for_load(d, "b")
+    d.abort("b")
+    d.reset()
+    settle(p, d)
+
+
 def test_a_prefill_that_runs_over_a_reset_is_not_handed_over(start_engine: StartEngine) -> None:
     """The first blocks are computed with the old weights, the last one with the new weights."""
     p = start_engine("p", max_num_batched_tokens=48, max_num_seqs=4)
