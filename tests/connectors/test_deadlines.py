@@ -29,12 +29,13 @@ from kvferry.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     OfferInfo,
+    PushRegistration,
     RankLayout,
     Refused,
     RegionInfo,
 )
 from kvferry.protocol.producer import Producer
-from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.testing.local import LocalTransportKit
 from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route
 from kvferry.worker.worker import TransferWorkerSettings
@@ -50,6 +51,7 @@ VALUES = {
     "engine_ttl": 29,
     "queue_timeout": 31,
     "step_timeout": 37,
+    "leg_wait": 41,
 }
 SIDE, CONTROL = "tcp://p-host:5600", "tcp://p-host:6000"
 P, R, A = PeerId(EngineId("p"), Epoch("e1"), 0), RequestId("r"), RequestId("a")
@@ -266,6 +268,24 @@ def test_grant_wait_bounds_how_long_a_reader_is_believed_before_its_lease_begins
     [reply] = take_replies(kept.outbox)
     assert isinstance(reply.message, Refused)
     assert reply.message.reason == "no lease was granted within 23 s"
+
+
+def test_leg_wait_bounds_how_long_a_registration_waits_for_its_prefill_leg() -> None:
+    push_ticket = PushTicketKey(SECRET).sign(PushTicket("h1", "p", "e1", "p-host", 5600, 1))
+    waiting = producer()
+    waiting.receive(
+        Route(b"d"),
+        PushRegistration(
+            "e1", "d/r/0", "r", "d", "d-host", 5600, 1, 60, "h1", push_ticket=push_ticket
+        ),
+        now=0,
+    )
+    waiting.advance(41 - EARLIER)
+    assert take_replies(waiting.outbox) == []
+    waiting.advance(41)
+    [reply] = take_replies(waiting.outbox)
+    assert isinstance(reply.message, Refused)
+    assert reply.message.reason == "no prefill leg for this request arrived within 41 s"
 
 
 def test_every_deadline_is_told_in_time_to_whoever_sleeps_until_it() -> None:

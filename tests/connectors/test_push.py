@@ -247,6 +247,38 @@ def test_a_prefill_that_ends_without_blocks_fails_d_with_the_reason(legs: Legs) 
     assert "the prefill leg ended as finished_aborted" in legs.failure()
 
 
+@pytest.fixture
+def hasty(way: dict[str, Any]) -> Iterator[Legs]:
+    """P soon stops waiting for a prefill leg."""
+    network = MemoryNetwork()
+    p, d = (push_side(name, network, leg_wait=1.0, **way) for name in ("p", "d"))
+    yield legs_between(p, d)
+    closed(p, d)
+
+
+def test_a_prefill_leg_that_never_arrives_fails_d_long_before_its_own_deadline(hasty: Legs) -> None:
+    hasty.begin(hasty.ticket())
+    assert "no prefill leg for this request arrived within 1 s" in hasty.failure()
+
+
+def test_a_prefill_leg_in_ps_queue_is_waited_for(hasty: Legs) -> None:
+    ticket = hasty.ticket()
+    leg = EngineRequest(P_ID, TOKENS, {"do_remote_decode": True, "push_ticket": ticket})
+    hasty.p.scheduler.on_new_request(leg)
+    hasty.begin(ticket)
+    # A second request, whose leg never arrives, shows that the time has passed.
+    other = hasty.arrive(hasty.ticket("h2"), name="other")
+    hasty.d.scheduler.update_state_after_alloc(other, Blocks(([8, 9, 10],)), len(TOKENS))
+    step_until(
+        lambda: "other" in hasty.d.seen.failed_recving | hasty.d.seen.given_up_recving.keys(),
+        hasty.p,
+        hasty.d,
+    )
+    hasty.compute(ticket)
+    hasty.end()
+    assert D_ID not in hasty.d.seen.failed_recving
+
+
 def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
     ticket = legs.ticket()
     legs.begin(ticket)

@@ -312,7 +312,7 @@ class Rig:
         """End the transfer of a request; unless it failed, its bytes are right."""
         load = self.connector.loads.pop(request_id)
         if failure is None:
-            tokens, salt = load.request.all_token_ids, load.request.cache_salt
+            tokens, salt = load.request.all_token_ids, load.request.cache_salt or ""
             for number, group in enumerate(self.limits.groups):
                 seen = (
                     group.first_visible_token(min(load.end, load.request.num_tokens - 1))

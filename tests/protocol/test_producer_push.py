@@ -139,6 +139,7 @@ def test_one_that_was_offered_something_and_died_costs_one_lease() -> None:
 
 def test_heartbeats_renew_registrations_and_say_which_are_gone() -> None:
     producer = make_producer()
+    producer.expect_prefill(A, "h1")
     producer.receive(ROUTE, registration(), now=0)
     producer.receive(ROUTE, Heartbeat("e1", 1, ["d/r/0", "d/gone/0"]), now=20)
     assert said(producer) == [HeartbeatReply("e1", 1, ["d/gone/0"])]

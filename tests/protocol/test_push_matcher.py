@@ -2,6 +2,7 @@
 forgets every entry in the end.
 """
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -134,6 +135,40 @@ def test_who_waits_for_a_prefill_that_failed_is_told_why_and_so_is_who_comes_lat
     assert matcher.num_entries == 0
 
 
+def test_a_registration_whose_prefill_leg_never_arrives_is_refused_although_it_is_renewed() -> None:
+    """A router may have failed to send the leg, or the engine's front-end may have rejected it."""
+    matcher = PushMatcher(LEASE_S, leg_wait_s=20)
+    matcher.register(route(), registration(match_id="h1"), now=0)
+    matcher.renew([f"d/{D_ID}/0"], now=10)
+    assert matcher.next_deadline() == 20
+    matcher.advance(now=19.9)
+    assert refusals(matcher) == []
+    matcher.advance(now=20)
+    assert refusals(matcher) == ["no prefill leg for this request arrived within 20 s"]
+    assert matcher.num_entries == 0
+
+
+@pytest.mark.parametrize("match_id", ["h1", ""])
+@pytest.mark.parametrize("is_leg_first", [True, False])
+def test_a_registration_whose_prefill_leg_has_arrived_waits_for_it(
+    match_id: str, is_leg_first: bool
+) -> None:
+    matcher = PushMatcher(LEASE_S, leg_wait_s=20)
+    if is_leg_first:
+        matcher.expect(P_ID, match_id)
+    matcher.register(route(), registration(match_id=match_id), now=0)
+    if not is_leg_first:
+        matcher.expect(P_ID, match_id)
+    matcher.advance(now=21)
+    assert refusals(matcher) == []
+    matcher.publish(P_ID, match_id, "T", 8)
+    assert answers(matcher) == [offer()]
+    matcher.end(P_ID, "over")
+    matcher.advance(now=LEASE_S + 1)
+    matcher.advance(now=2 * LEASE_S + 1)
+    assert matcher.num_entries == 0
+
+
 def test_a_client_that_tries_again_with_its_old_id_is_not_refused_for_the_first_time() -> None:
     matcher = PushMatcher(LEASE_S)
     matcher.fail(RequestId("x-22222222"), "", "it was aborted", now=0)
@@ -189,7 +224,7 @@ def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None
 
 
 def test_a_registration_lives_by_its_heartbeats() -> None:
-    matcher = PushMatcher(LEASE_S)
+    matcher = PushMatcher(LEASE_S, leg_wait_s=100)
     matcher.register(route(), registration(), now=0)
     name = f"d/{D_ID}/0"
     assert matcher.renew([name, "nobody"], now=20) == {name}

@@ -168,9 +168,7 @@ def test_beyond_the_memory_for_uploads_the_largest_is_refused_and_the_others_are
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a",1]}', b"[" * 50_000]
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a",1]}', b"[" * 50_000])
 def test_a_bad_body_is_a_400_that_reaches_no_engine(body: bytes) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:

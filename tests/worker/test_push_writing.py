@@ -4,6 +4,7 @@ bytes.
 Transfers move one layer per tick, so that any other event can happen in the middle of a transfer.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -375,6 +376,7 @@ class HastyWorker(TransferWorker):
         *,
         wait_s: float | None = None,
         late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
+        engine_seen_at: float = math.inf,
     ) -> list[Event]:
         return [*super().step((), wait_s=0), *super().step((*commands, *late_commands()), wait_s=0)]
 

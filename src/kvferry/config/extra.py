@@ -109,6 +109,10 @@ class NixlExtraConfig(ExtraConfig):
     """In push: how long a request of D that holds blocks waits for P to offer KV; null: the value
     of `decoder_kv_blocks_ttl`.
     """
+    leg_wait: Seconds = 30.0
+    """In push: how long P waits for the prefill leg of a request that D has registered. Then P
+    refuses D, because the leg was not sent or was rejected.
+    """
     push_streaming: Flag = True
     """In push: P offers the full blocks of a prompt while P computes the rest; false: P offers all
     blocks at the end.

@@ -42,6 +42,7 @@ from kvferry.types import Address, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
+    ExpectPrefill,
     FailPush,
     OpenStream,
     PublishTicket,
@@ -370,14 +371,16 @@ class PushMode:
 
     # -- producer --
 
-    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        match_id = self._match_id(role)
         if (
             self._extra.push_streaming
             and self._config.kv_transfer.is_kv_producer
             and self._issuer.address is not None
             and len(request.request_id) <= MAX_TICKET_NAME_CHARS
         ):
-            self._streams.add(request, self._match_id(role))
+            self._streams.add(request, match_id)
+        return [ExpectPrefill(RequestId(request.request_id), match_id)]
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that

@@ -202,7 +202,7 @@ class NixlConnectorScheduler:
             case BadParams(reason):
                 self._refuse(RequestId(request.request_id), reason)
         if isinstance(role, PrefillForPeer):
-            self._mode.add_prefill_leg(request, role)
+            self._commands += self._mode.add_prefill_leg(request, role)
         request_id, leg_id = RequestId(request.request_id), read_leg_id(request.kv_transfer_params)
         if leg_id and (offer := self._loads.get(request_id)) is not None:
             self._loads.offer(request_id, replace(offer, leg_id=leg_id))

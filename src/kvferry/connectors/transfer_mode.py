@@ -78,8 +78,8 @@ class TransferMode(Protocol):
     def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         """Decide how a new decode leg gets its KV."""
 
-    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
-        """Note a new prefill leg."""
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        """Note a new prefill leg, and return the commands that announce it."""
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         """Return the commands that follow from what the engine has scheduled for this step."""
@@ -204,8 +204,8 @@ class PullMode:
             )
         return LoadByTicket(role.ticket)
 
-    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> None:
-        return None
+    def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        return []
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         return []

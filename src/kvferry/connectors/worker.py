@@ -314,6 +314,7 @@ def transfer_worker_settings(
         lease_ttl_s=extra.kv_lease_duration,
         lease_extension_s=extra.lease_extension_s,
         grant_wait_s=extra.grant_wait,
+        leg_wait_s=extra.leg_wait,
         uses_host_buffer=uses_host_buffer,
         peer_addresses=extra.peer_addresses,
     )

@@ -199,6 +199,10 @@ class Producer:
             self._leases.abandon(request)
         self._report_ended()
 
+    def expect_prefill(self, request: RequestId, match_id: str) -> None:
+        """Let registrations for this prefill wait: its leg has arrived at the engine."""
+        self._push.expect(request, match_id)
+
     def open(self, request: RequestId, serial: int, now: float) -> None:
         """Open a lease on a request that the engine still computes; readers may read what is
         published.
@@ -294,7 +298,7 @@ class Producer:
         """
         status = self._leases.ticket_status(request, serial)
         if status is TicketStatus.HELD and not self._leases.is_open(request):
-            self._revoke(request)
+            self.revoke(request)
         elif status is not TicketStatus.GONE:
             self.abandon(request)
 

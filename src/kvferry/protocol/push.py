@@ -43,6 +43,8 @@ class ProducerSettings:
     """How far an attach or a heartbeat extends a lease."""
     grant_wait_s: float
     """How long a reader with a genuine ticket waits for the grant of the lease."""
+    leg_wait_s: float = 30.0
+    """How long a registration waits for its prefill leg to arrive at the engine."""
     uses_host_buffer: bool = False
     """Whether readers read a copy of the blocks in host memory."""
     peer_addresses: frozenset[str] = frozenset()
@@ -77,13 +79,17 @@ class PushCoordinator:
     _matcher: PushMatcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self._matcher = PushMatcher(self.settings.lease_ttl_s)
+        self._matcher = PushMatcher(self.settings.lease_ttl_s, self.settings.leg_wait_s)
 
     @property
     def num_registrations(self) -> int:
         return self._matcher.num_waiting
 
     # -- calls from the engine --
+
+    def expect(self, request: RequestId, match_id: str) -> None:
+        """Note a prefill leg that the engine has yet to compute."""
+        self._matcher.expect(request, match_id)
 
     def publish(self, request: RequestId, publication: Publication, now: float) -> None:
         """Offer the ready tokens of a leased prefill to present and future registrations."""
@@ -158,6 +164,7 @@ class PushCoordinator:
 
     def advance(self, now: float) -> None:
         self._matcher.advance(now)
+        self._handle_results(now)
         for reader in self.writers.advance(now):
             request = self._matcher.offered_to(reader)
             self._matcher.leave(reader)

@@ -296,6 +296,8 @@ class PushMatcher:
 
     tombstone_ttl_s: float
     """How long a tombstone is kept; the caller passes its lease duration."""
+    leg_wait_s: float = 30.0
+    """How long a registration waits for its prefill leg to arrive at the engine."""
     results: list[MatcherResult] = field(default_factory=list, init=False)
     """Results that the owner of the matcher has not handled yet, oldest first."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
@@ -311,6 +313,12 @@ class PushMatcher:
     """The prefill that each reader was offered."""
     _tombstones: PushTombstones = field(init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _expected: MatchIndex[RequestId] = field(default_factory=MatchIndex, init=False)
+    """Prefill legs that have arrived at the engine and have not ended."""
+    _leg_deadlines: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    """Waiting readers whose prefill leg has not arrived: a router may have failed to send it, or
+    the engine's front-end may have rejected it.
+    """
 
     def __post_init__(self) -> None:
         self._tombstones = PushTombstones(self.tombstone_ttl_s)
@@ -321,12 +329,24 @@ class PushMatcher:
 
     @property
     def num_entries(self) -> int:
-        """Total number of registrations, offers, prefills and tombstones."""
+        """Total number of registrations, offers, prefill legs, prefills and tombstones."""
         return (
-            len(self._waiting) + len(self._offered_to) + len(self._prefills) + len(self._tombstones)
+            len(self._waiting)
+            + len(self._offered_to)
+            + len(self._expected)
+            + len(self._prefills)
+            + len(self._tombstones)
         )
 
     # -- calls from the engine --
+
+    def expect(self, request: RequestId, match_id: str) -> None:
+        """Note a prefill leg that the engine has yet to compute; registrations wait for it."""
+        name = MatchKey(request, match_id)
+        self._expected.add(request, name)
+        for registration_key in self._waiting_index.find(name):
+            for reader in self._readers[registration_key]:
+                self._leg_deadlines.drop(reader)
 
     def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int) -> None:
         """Publish a leased prefill, or more ready tokens of an already published prefill.
@@ -355,6 +375,7 @@ class PushMatcher:
 
     def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """Refuse every reader of a prefill that ended without KV to transfer."""
+        self._expected.drop(request)
         name = MatchKey(request, match_id)
         prefill = self._prefills.get(request)
         for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
@@ -385,6 +406,7 @@ class PushMatcher:
 
         Returns the readers with an offer of the prefill.
         """
+        self._expected.drop(request)
         prefill = self._forget(request)
         if prefill is None:
             return []
@@ -438,6 +460,8 @@ class PushMatcher:
             )
         else:
             self._wait(message.reader, waiting, now)
+            if not self._expected.find(name):
+                self._leg_deadlines.set(message.reader, now + self.leg_wait_s)
 
     def leave(self, reader: str) -> None:
         """Forget a reader that needs no further messages, whether it waits or was offered KV."""
@@ -480,13 +504,24 @@ class PushMatcher:
     def advance(self, now: float) -> None:
         for reader in self._expiry.take_due(now):
             self._remove(reader)
+        for reader in self._leg_deadlines.take_due(now):
+            self._refuse(
+                self._waiting[reader].route,
+                reader,
+                f"no prefill leg for this request arrived within {self.leg_wait_s:g} s",
+            )
+            self._remove(reader)
         self._tombstones.expire(now)
 
     def next_deadline(self) -> float | None:
         return min(
             (
                 at
-                for at in (self._expiry.next(), self._tombstones.next_deadline())
+                for at in (
+                    self._expiry.next(),
+                    self._leg_deadlines.next(),
+                    self._tombstones.next_deadline(),
+                )
                 if at is not None
             ),
             default=None,
@@ -525,8 +560,12 @@ class PushMatcher:
         readers = self._readers.pop(registration_key, [])
         self._waiting_index.drop(registration_key)
         for reader in readers:
-            self._expiry.drop(reader)
+            self._stop_waiting(reader)
         return [(reader, self._waiting.pop(reader)) for reader in readers]
+
+    def _stop_waiting(self, reader: str) -> None:
+        self._expiry.drop(reader)
+        self._leg_deadlines.drop(reader)
 
     def _remove(self, reader: str) -> None:
         """Remove a reader from the waiting readers and from the readers of a prefill."""
@@ -536,7 +575,7 @@ class PushMatcher:
         waiting = self._waiting.pop(reader, None)
         if waiting is None:
             return
-        self._expiry.drop(reader)
+        self._stop_waiting(reader)
         members = self._readers[waiting.registration_key]
         members.remove(reader)
         if not members:

@@ -15,6 +15,7 @@ __all__ = [
     "CloseStream",
     "ConsumerCommand",
     "EvictTurn",
+    "ExpectPrefill",
     "FailPush",
     "GrantLease",
     "OpenStream",
@@ -157,6 +158,17 @@ class EvictTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectPrefill:
+    """A prefill leg has arrived at this engine, so consumers that register for it may wait.
+
+    `FailPush`, or the end of the leg's lease, follows.
+    """
+
+    request: RequestId
+    match_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class OpenStream:
     """A prefill runs for a peer: readers with ticket `serial` may read the published blocks."""
 
@@ -248,6 +260,7 @@ ProducerCommand = (
     GrantLease
     | RetainTurn
     | EvictTurn
+    | ExpectPrefill
     | OpenStream
     | CloseStream
     | WithdrawStream

@@ -67,6 +67,7 @@ from kvferry.worker.commands import (
     CloseStream,
     ConsumerCommand,
     EvictTurn,
+    ExpectPrefill,
     FailPush,
     GrantLease,
     OpenStream,
@@ -311,6 +312,8 @@ class TransferWorker:
                 self._producer.retain(request, serial, now, ttl_s, blocks)
             case EvictTurn(request):
                 self._producer.evict(request, now)
+            case ExpectPrefill(request, match_id):
+                self._producer.expect_prefill(request, match_id)
             case OpenStream(request, serial):
                 self._producer.open(request, serial, now)
             case CloseStream(request, blocks):

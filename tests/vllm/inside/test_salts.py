@@ -266,7 +266,7 @@ def test_an_image_processed_under_other_settings_is_another_image(other: dict[st
     features = shows("hash 1", None)["mm_features"]
     request = Request("a", prompt(100), SamplingParams(), None, mm_features=features)
     one, same, another = (
-        CacheSalts.from_config(config_with(**media)).salt(request, 0) for media in ({}, {}, other)
+        CacheSalts.from_config(config_with(**media)).salt(request, "") for media in ({}, {}, other)
     )
     assert one == same != another
 
