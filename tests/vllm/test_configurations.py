@@ -226,8 +226,6 @@ def servers(
                 f"server{number}",
                 *configuration.arguments(folders),
                 transfer=transfer,
-                # A refused D does not release P's blocks.
-                extra={"kv_lease_duration": 6},
                 cores=str(number % 2),
             )
             started.append(server)
