@@ -1,7 +1,7 @@
 """Fuzzes pairs of vLLM servers with different configurations: D's tokens are those that D computes
 alone, or D refuses the pair and names the field that differs.
 
-`make test` runs a few pairs. All pairs of a random choice of configurations, and the negative
+`make test-all` runs all pairs of a random choice of configurations, and the negative
 control without one factor:
 
     .venv/bin/python -m pytest --exhaustive -q tests/vllm/test_configurations.py
@@ -326,6 +326,7 @@ LONG = Configuration(rope="longrope", max_model_len=2048)
 SHORT = Configuration(rope="longrope", max_model_len=ORIGINAL_LENGTH)
 
 
+@pytest.mark.exhaustive
 def test_a_few_pairs_have_right_tokens_or_are_refused_by_name(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:

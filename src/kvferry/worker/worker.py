@@ -304,7 +304,9 @@ class TransferWorker:
         elif not self._postponed.postpones(command):
             self._execute_for_consumer(command, now)
 
-    def _execute_for_producer(self, command: ProducerCommand, now: float) -> None:
+    def _execute_for_producer(  # noqa: C901 - one case per command
+        self, command: ProducerCommand, now: float
+    ) -> None:
         match command:
             case GrantLease(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
