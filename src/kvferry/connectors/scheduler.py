@@ -431,12 +431,8 @@ class NixlConnectorScheduler:
             self._commands.append(SkipLoad(request))
             if not offer.is_optional:
                 self._refuse(request, _WEIGHTS_CHANGED)
-        for request in self._loads.loading:
-            self._commands.append(AbortLoad(request, _WEIGHTS_CHANGED))
-            # The load may end before the command arrives; the engine then starts the request over.
-            # A request that has ended only waits for the end of its load.
-            if request in self._live and not self._loads.is_optional(request):
-                self._refuse(request, _WEIGHTS_CHANGED)
+        # If a load ends before the command arrives, the engine computes the request.
+        self._commands += [AbortLoad(request, _WEIGHTS_CHANGED) for request in self._loads.loading]
         for request in (*self._held.requests, *self._retained.evict_all()):
             self._commands.append(RevokeLease(request))
         self._commands += self._mode.drop_prefill_legs(

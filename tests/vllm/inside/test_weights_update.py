@@ -97,10 +97,11 @@ def test_a_request_whose_kv_has_just_arrived_does_not_use_it(pair: tuple[Engine,
     settle(p, d)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_load_that_ends_before_the_worker_learns_of_the_reset_is_not_used(
-    start_engine: StartEngine,
+    start_engine: StartEngine, policy: str
 ) -> None:
-    p, d = start_pair(start_engine, "recompute")
+    p, d = start_pair(start_engine, policy)
     d.add("b", prompt(100), p.prefill("a", prompt(100)))
     wait_for_load(d, "b")
     # D's transfer worker ends the load, but no step of D takes its report.
