@@ -26,6 +26,7 @@ DISTRIBUTIONS = (
         "attrs",
         "execnet",
         "frozenlist",
+        "httptools",
         "hypothesis",
         "idna",
     ),

@@ -138,7 +138,7 @@ def test_models_are_listed(client: OpenAI) -> None:
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"extra_body": {"conversation_id": 5}}, "conversation_id"),
-        ({"prompt": ["one", "two"]}, "one prompt per request"),
+        ({"prompt": ["one", [2, 3]]}, "prompt"),
         ({"model": "none"}, "none"),
     ],
 )
@@ -161,6 +161,7 @@ def guarded(
 ) -> Iterator[tuple[Engine, Path]]:
     folder = tmp_path_factory.mktemp("guarded")
     cert, key = make_certificate(folder)
+    (folder / "keys").touch(mode=0o600)
     (folder / "keys").write_text(f"one {KEY}\n")
     flags = [
         "--api-key-file",
