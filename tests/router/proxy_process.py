@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProxyProcess", "proxy_process"]
+__all__ = ["ProxyProcess", "ended", "proxy_process"]
 
 DEADLINE_S = 60.0
 
@@ -22,6 +22,19 @@ class ProxyProcess:
 
 
 @contextmanager
+def ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """End the process at the end of the context: with SIGTERM, and with SIGKILL if that fails."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+
+
+@contextmanager
 def proxy_process(runtime: Path, *flags: str) -> Iterator[ProxyProcess]:
     """Run a router on a free port with a runtime directory of its own."""
     command = [sys.executable, "-m", "kvferry", "proxy", "--port", "0", *flags]
@@ -31,16 +44,10 @@ def proxy_process(runtime: Path, *flags: str) -> Iterator[ProxyProcess]:
         subprocess.Popen(
             command, env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)}, stdout=file
         ) as process,
+        ended(process),
     ):
-        try:
-            printed = _wait_for(output, process)
-            yield ProxyProcess(printed.split("listens on ")[1].split(";")[0], printed)
-        finally:
-            process.terminate()
-            try:
-                process.wait(DEADLINE_S)
-            finally:
-                process.kill()
+        printed = _wait_for(output, process)
+        yield ProxyProcess(printed.split("listens on ")[1].split(";")[0], printed)
 
 
 def _wait_for(output: Path, process: "subprocess.Popen[bytes]") -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from tests.router.proxy_process import proxy_process
+from tests.router.proxy_process import ended, proxy_process
 from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.router.test_proxy import EVENTS, STREAMED, free_port
 
@@ -91,16 +91,9 @@ def nginx(directory: Path, upstream: str) -> Iterator[str]:
         "-c",
         str(directory / "nginx.conf"),
     ]
-    with subprocess.Popen(command) as process:
-        try:
-            _wait_until_listening(port, process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(DEADLINE_S)
-            finally:
-                process.kill()
+    with subprocess.Popen(command) as process, ended(process):
+        _wait_until_listening(port, process)
+        yield f"http://127.0.0.1:{port}"
 
 
 def _wait_until_listening(port: int, process: "subprocess.Popen[bytes]") -> None:

@@ -1,8 +1,8 @@
 """Fuzzes pairs of vLLM servers with different configurations: D's tokens are those that D computes
 alone, or D refuses the pair and names the field that differs.
 
-`make test-all` runs all pairs of a random choice of configurations, and the negative
-control without one factor:
+`make test-all` runs all pairs of some random configurations, and the negative control, in which one
+factor is not compared:
 
     .venv/bin/python -m pytest --exhaustive -q tests/vllm/test_configurations.py
 """
