@@ -157,6 +157,70 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
     uvloop.run(scene())
 
 
+def test_decode_instances_that_cannot_be_reached_are_asked_last_when_all_have_failed() -> None:
+    """They have no load, so the policy alone would choose them until no retry is left."""
+
+    async def scene() -> None:
+        num_failures = 2
+        fails = FAILING["502"]
+
+        async def could_not_get_the_blocks_twice(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            nonlocal num_failures
+            num_failures -= 1
+            return await (fails if num_failures >= 0 else completes)(request, body)
+
+        async with stage(
+            prefills, could_not_get_the_blocks_twice, max_retries=2, failures_in_a_row=100
+        ) as s:
+            for _ in range(2):
+                new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
+                async with s.session.post(
+                    f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
+                ) as answer:
+                    assert answer.status == 201
+            assert (await s.post(ONE))[0] == 200
+            assert len(s.d.calls) == 3
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("num_asked_before", [0, 1])
+def test_a_refusal_by_one_d_is_told_rather_than_that_another_is_down(num_asked_before: int) -> None:
+    """In either order of asking: the client learns when to come back."""
+
+    async def scene() -> None:
+        full = answers(503, "{}", Retry_After="7")
+        async with stage(prefills, full, max_retries=2, failures_in_a_row=100) as s:
+            new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
+            async with s.session.post(f"{s.url}/admin/instances", json=new, headers=AS_ADMIN):
+                pass
+            for _ in range(num_asked_before + 1):
+                status, headers, _ = await s.post(ONE)
+            assert (status, headers.get("Retry-After")) == (503, "7")
+
+    uvloop.run(scene())
+
+
+def test_blocks_that_went_with_the_d_that_fetched_them_cost_one_retry() -> None:
+    """D dies after it has fetched P's blocks, and the next D finds none: the request can still
+    survive the death of another D.
+    """
+
+    async def scene() -> None:
+        behaviours = iter([drops_connection, FAILING["502"], drops_connection, completes])
+
+        async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await next(behaviours)(request, body)
+
+        async with stage(prefills, [behave] * 4, max_retries=2, failures_in_a_row=100) as s:
+            assert (await s.post(ONE))[0] == 200
+            assert len(s.p.calls) == 2, "fresh blocks once, after the D that found none"
+
+    uvloop.run(scene())
+
+
 def begins(
     status: int, body: bytes, then: str, content_type: str = "application/json"
 ) -> Behaviour:

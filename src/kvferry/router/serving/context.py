@@ -83,9 +83,9 @@ class LegFailure:
     """The instance's response, if there was one."""
     is_refusal: bool = False
     """The instance answered 503 and did no work; another instance may accept the request."""
-    is_unsent: bool = False
-    """The connection failed, so no instance did any work, and the retry costs none of
-    `max_retries`.
+    is_free: bool = False
+    """The retry costs none of `max_retries`: no connection could be opened, so nothing was sent; or
+    the failure follows from an earlier one that was counted.
     """
     is_final: bool = False
     """Another instance would fare no better, or must not get this request."""
@@ -115,6 +115,8 @@ class RequestContext:
     retries_left: int = 0
     tried: list[Instance] = field(default_factory=list)
     """Instances of either role that refused or failed this request."""
+    unanswered: list[Instance] = field(default_factory=list)
+    """Those of `tried` that could not be reached or broke the connection."""
     cors: list[tuple[str, str]] = field(default_factory=list)
     error: str = ""
     """Why the request failed; empty if it did not."""
@@ -125,6 +127,12 @@ class RequestContext:
 
     def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
+
+    def note_failure(self, instance: Instance, failure: LegFailure) -> None:
+        """Remember that a leg of this request failed on the instance."""
+        self.tried.append(instance)
+        if not (failure.needs_prefill or failure.is_refusal):
+            self.unanswered.append(instance)
 
     @property
     def is_started(self) -> bool:

@@ -12,6 +12,7 @@ docs/decisions/035-router.md.
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.router.conversations.store import LastTurn
@@ -108,9 +109,9 @@ class Dispatcher:
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
         if failure.is_final:
             return False
-        # A leg that was not sent, or was refused, costs no retry unless the same instance is
-        # tried again: the loop ends when all instances of the fleet have been tried.
-        if not (failure.is_unsent or failure.is_refusal) or (
+        # A free retry, or one after a refusal, is counted if it tries the same instance again: so
+        # the loop ends when all instances of the fleet have been tried.
+        if not (failure.is_free or failure.is_refusal) or (
             failure.instance is not None and context.tried.count(failure.instance) > 1
         ):
             if context.retries_left <= 0:
@@ -168,7 +169,7 @@ class Dispatcher:
                 return result
             if not isinstance(result, LegFailure):
                 return _Prefilled(instance, result)
-            context.tried.append(instance)
+            context.note_failure(instance, result)
             if result.is_final:
                 return result
             if result.is_refusal:
@@ -199,19 +200,25 @@ class Dispatcher:
     ) -> LegFailure | None:
         """Run the decode leg; try further instances while P's blocks can still be used."""
         hints = _decode_hints(context, last_turn)
-        failure: LegFailure | None = None
+        failure = refusal = None
         asked: list[Instance] = []
-        while (instance := self._next_decoder(context, hints, asked)) is not None:
-            failure = await self.decode.run(context, held, instance, handover)
-            if failure is None or context.is_started:
-                return failure
-            context.tried.append(instance)
+        while (instance := self._choose(Role.DECODE, context, hints, asked)) is not None:
+            result = await self.decode.run(context, held, instance, handover)
+            if result is None or context.is_started:
+                return result
+            # If the D before this one died after it had fetched P's blocks, P has freed them, and
+            # this D finds none: both failures have one cause and cost one retry.
+            follows = failure is not None and not (failure.is_free or failure.is_refusal)
+            failure = replace(result, is_free=True) if follows and result.needs_prefill else result
+            context.note_failure(instance, failure)
             asked.append(instance)
             if failure.needs_prefill or not (
                 failure.is_refusal or self._may_retry(context, failure)
             ):
                 return failure
-        return failure or _no_instance(Role.DECODE)
+            refusal = failure if failure.is_refusal else refusal
+        # A client can act on "this D is full, try again later" better than on "that D is down".
+        return refusal or failure or _no_instance(Role.DECODE)
 
     # -- legs in parallel --
 
@@ -256,7 +263,7 @@ class Dispatcher:
         if isinstance(result, HttpResponse):
             return result
         if isinstance(result, LegFailure):
-            context.tried.append(prefiller)
+            context.note_failure(prefiller, result)
             return replace(result, needs_prefill=True)
         if result is not None:
             parallel.held.receive(result)
@@ -289,12 +296,12 @@ class Dispatcher:
             )
             if failure is None or context.is_started:
                 return failure
-            context.tried.append(instance)
+            context.note_failure(instance, failure)
             asked.append(instance)
             self.watcher.forget(instance)
             if not failure.is_refusal:
                 return replace(failure, needs_prefill=True)
-            instance = self._next_decoder(context, hints, asked)
+            instance = self._choose(Role.DECODE, context, hints, asked)
         return failure or _no_instance(Role.DECODE)
 
     # -- choice of instances --
@@ -305,41 +312,41 @@ class Dispatcher:
         """Choose the next D if D pushes. A D that does not push is only peeked at, not chosen, and
         keeps its place in the order until P has answered.
         """
-        now = time.monotonic()
-        next_up = self.fleet.peek(Role.DECODE, hints, now, context.tried) or self.fleet.peek(
-            Role.DECODE, hints, now
-        )
+        next_up = self._pick(self.fleet.peek, Role.DECODE, context, hints)
         if next_up is None or not await self.watcher.supports_push(next_up):
             return None
         return self._choose(Role.DECODE, context, hints)
 
-    def _choose(self, role: Role, context: RequestContext, hints: RoutingHints) -> Instance | None:
-        """Choose an instance that has not failed this request.
-
-        If every instance has, choose one again: the caller begins a new attempt.
-        """
-        now = time.monotonic()
-        chosen = self.fleet.choose(role, hints, now, context.tried)
-        return (
-            chosen
-            if chosen is not None or not context.tried
-            else self.fleet.choose(role, hints, now)
-        )
-
-    def _next_decoder(
-        self, context: RequestContext, hints: RoutingHints, asked: list[Instance]
+    def _choose(
+        self,
+        role: Role,
+        context: RequestContext,
+        hints: RoutingHints,
+        asked: Sequence[Instance] = (),
     ) -> Instance | None:
-        """Choose a D that has not failed this request, or a D that failed with other blocks.
+        """Choose an instance that has not failed this request; if all have, see `_pick`."""
+        return self._pick(self.fleet.choose, role, context, hints, asked)
 
-        A failure with other blocks (not in `asked`) may have been P's fault.
+    def _pick(
+        self,
+        pick: Callable[[Role, RoutingHints, float, Collection[Instance]], Instance | None],
+        role: Role,
+        context: RequestContext,
+        hints: RoutingHints,
+        asked: Sequence[Instance] = (),
+    ) -> Instance | None:
+        """Call `pick` for instances that have not failed this request; if every instance has, for
+        those that answered: D may have failed for want of P's blocks. Instances that did not answer
+        come last. They have no load, so the policy would choose them again and again.
+
+        Instances in `asked` have failed with the same blocks and are not picked.
         """
         now = time.monotonic()
-        chosen = self.fleet.choose(Role.DECODE, hints, now, context.tried)
-        return (
-            chosen
-            if chosen is not None or not context.tried
-            else self.fleet.choose(Role.DECODE, hints, now, asked)
-        )
+        for failed in (context.tried, context.unanswered, ()):
+            picked = pick(role, hints, now, [*failed, *asked])
+            if picked is not None:
+                return picked
+        return None
 
 
 def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> RoutingHints:
