@@ -203,7 +203,8 @@ def test_a_refusal_by_one_d_is_told_rather_than_that_another_is_down(num_asked_b
     uvloop.run(scene())
 
 
-def test_blocks_that_went_with_the_d_that_fetched_them_cost_one_retry() -> None:
+@pytest.mark.parametrize("num_decoders", [2, 4])
+def test_blocks_that_went_with_the_d_that_fetched_them_cost_one_retry(num_decoders: int) -> None:
     """D dies after it has fetched P's blocks, and the next D finds none: the request can still
     survive the death of another D.
     """
@@ -214,7 +215,9 @@ def test_blocks_that_went_with_the_d_that_fetched_them_cost_one_retry() -> None:
         async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await next(behaviours)(request, body)
 
-        async with stage(prefills, [behave] * 4, max_retries=2, failures_in_a_row=100) as s:
+        async with stage(
+            prefills, [behave] * num_decoders, max_retries=2, failures_in_a_row=100
+        ) as s:
             assert (await s.post(ONE))[0] == 200
             assert len(s.p.calls) == 2, "fresh blocks once, after the D that found none"
 

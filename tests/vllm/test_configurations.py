@@ -70,8 +70,9 @@ QUANTISATION = {
         }
     },
 }
-ADAPTER, ADAPTERS = "adapter", ("french", "german")
-ADAPTER_RANK = 8
+ADAPTER, ADAPTER_RANK = "adapter", 8
+ADAPTERS = {"french": (0, 8), "german": (1, 8), "strong-french": (0, 16)}
+"""The seed of an adapter's weights, and its `lora_alpha`: one differs in the latter only."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def random_configuration(rng: random.Random) -> Configuration:
         "rope": list(ROPES)[1:],
         "max_model_len": (1024, 1536),
         "model": MODELS[1:],
-        "adapter": ADAPTERS,
+        "adapter": list(ADAPTERS),
         "rms_norm_eps": (0.01,),
         "dtype": ("bfloat16",),
         "block_size": (64,),
@@ -168,8 +169,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, 
         json.dumps(config | {"quantization_config": QUANTISATION})
     )
     save_file(quantised(tensors), found["quantised"] / "model.safetensors", {"format": "pt"})
-    for seed, name in enumerate(ADAPTERS):
-        write_adapter(directory / name, seed)
+    for name, (seed, alpha) in ADAPTERS.items():
+        write_adapter(directory / name, seed, alpha)
     return found | {name: directory / name for name in ADAPTERS}
 
 
@@ -186,7 +187,7 @@ def quantised(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return small
 
 
-def write_adapter(directory: Path, seed: int) -> None:
+def write_adapter(directory: Path, seed: int, alpha: int) -> None:
     directory.mkdir()
     rng = np.random.default_rng(seed)
     names = [f"base_model.model.model.layers.{layer}.self_attn.v_proj" for layer in range(4)]
@@ -198,7 +199,7 @@ def write_adapter(directory: Path, seed: int) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": ADAPTER_RANK,
-        "lora_alpha": ADAPTER_RANK,
+        "lora_alpha": alpha,
         "target_modules": ["v_proj"],
         "bias": "none",
     }
@@ -344,7 +345,7 @@ def test_all_pairs_of_random_configurations_have_right_tokens_or_are_refused_by_
     rng = random.Random(seed)
     many = [
         Configuration(adapter="french"),
-        Configuration(adapter="german", model="copied"),
+        Configuration(adapter="strong-french", model="copied"),
         Configuration(model="replaced"),
         *(random_configuration(rng) for _ in range(5)),
     ]

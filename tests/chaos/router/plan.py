@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tests.chaos.plan import LEASE_S
+
 __all__ = ["FaultKind", "PlannedFault", "make_plan"]
 
 MEAN_PAUSE_BETWEEN_S = 2.5
 QUIET_END_S = 5.0
-PAUSE_S = (0.3, 3.0)
-"""Well below every timeout of the router, so a pause ends no stream."""
 
 
 class FaultKind(StrEnum):
     KILL_PREFILL = "prefill killed, restarted at its address"
     KILL_DECODE = "decode killed, restarted at its address"
     PAUSE = "engine stopped for a moment"
+    HANG = "engine hangs, its processes live"
     DRAIN = "engine drained, removed and added again"
     REPLACE = "engine drained, ended, and another added at another address"
 
@@ -25,9 +26,12 @@ WEIGHTS = {
     FaultKind.KILL_PREFILL: 3,
     FaultKind.KILL_DECODE: 3,
     FaultKind.PAUSE: 4,
+    FaultKind.HANG: 2,
     FaultKind.DRAIN: 3,
     FaultKind.REPLACE: 1,
 }
+LENGTHS_S = {FaultKind.PAUSE: (0.3, 3.0), FaultKind.HANG: (0.5 * LEASE_S, 4 * LEASE_S)}
+"""Below the time limits of the router: neither ends a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ def make_plan(
         FaultKind.KILL_PREFILL: prefill,
         FaultKind.KILL_DECODE: decode,
         FaultKind.PAUSE: anybody,
+        FaultKind.HANG: anybody,
         FaultKind.DRAIN: added,
         FaultKind.REPLACE: added,
     }
@@ -62,7 +67,7 @@ def make_plan(
     acts, at_s = [], 1.0
     while at_s < duration_s - QUIET_END_S:
         fault_kind = ahead.pop() if ahead else rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        length_s = rng.uniform(*PAUSE_S) if fault_kind is FaultKind.PAUSE else 0.0
+        length_s = rng.uniform(*LENGTHS_S.get(fault_kind, (0.0, 0.0)))
         acts.append(PlannedFault(at_s, fault_kind, rng.choice(list(targets[fault_kind])), length_s))
         at_s += rng.expovariate(1 / MEAN_PAUSE_BETWEEN_S)
     return acts

@@ -17,6 +17,7 @@ from tests.chaos.router.fleet import Member, RouterChaosCluster
 from tests.chaos.router.plan import FaultKind, PlannedFault, make_plan
 from tests.chaos.router.verdict import FAULTS, Verdict
 from tests.e2e.harness import Cluster, metrics, new_session
+from tests.e2e.hung_engine import hung
 
 from kvferry.errors import KVFerryError
 
@@ -204,6 +205,9 @@ class _Run:
                 await self._serves_again(member)
             case FaultKind.PAUSE:
                 await chaos_cluster.pause(member, planned.length_s)
+            case FaultKind.HANG:
+                with hung(member.live):
+                    await asyncio.sleep(planned.length_s)
             case FaultKind.DRAIN:
                 await chaos_cluster.drain(member)
                 await chaos_cluster.add(member)

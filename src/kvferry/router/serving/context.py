@@ -83,10 +83,12 @@ class LegFailure:
     """The instance's response, if there was one."""
     is_refusal: bool = False
     """The instance answered 503 and did no work; another instance may accept the request."""
-    is_free: bool = False
-    """The retry costs none of `max_retries`: no connection could be opened, so nothing was sent; or
-    the failure follows from an earlier one that was counted.
+    is_unsent: bool = False
+    """The connection failed, so no instance did any work, and the retry costs none of
+    `max_retries`.
     """
+    is_consequence: bool = False
+    """The failure follows from an earlier one, whose retry was counted: this retry costs none."""
     is_final: bool = False
     """Another instance would fare no better, or must not get this request."""
     needs_prefill: bool = False

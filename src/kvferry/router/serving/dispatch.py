@@ -109,11 +109,13 @@ class Dispatcher:
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
         if failure.is_final:
             return False
-        # A free retry, or one after a refusal, is counted if it tries the same instance again: so
-        # the loop ends when all instances of the fleet have been tried.
-        if not (failure.is_free or failure.is_refusal) or (
-            failure.instance is not None and context.tried.count(failure.instance) > 1
-        ):
+        # A leg that was not sent, or was refused, costs no retry unless the same instance is
+        # tried again: the loop ends when all instances of the fleet have been tried.
+        is_free = failure.is_consequence or (
+            (failure.is_unsent or failure.is_refusal)
+            and (failure.instance is None or context.tried.count(failure.instance) <= 1)
+        )
+        if not is_free:
             if context.retries_left <= 0:
                 return False
             context.retries_left -= 1
@@ -208,8 +210,8 @@ class Dispatcher:
                 return result
             # If the D before this one died after it had fetched P's blocks, P has freed them, and
             # this D finds none: both failures have one cause and cost one retry.
-            follows = failure is not None and not (failure.is_free or failure.is_refusal)
-            failure = replace(result, is_free=True) if follows and result.needs_prefill else result
+            has_died = failure is not None and not (failure.is_unsent or failure.is_refusal)
+            failure = replace(result, is_consequence=has_died and result.needs_prefill)
             context.note_failure(instance, failure)
             asked.append(instance)
             if failure.needs_prefill or not (

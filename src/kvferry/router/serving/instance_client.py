@@ -175,7 +175,7 @@ class InstanceClient:
         return LegFailure(
             instance,
             f"{instance} failed: {describe_error(error)}",
-            is_free=isinstance(error, ConnectFailed),
+            is_unsent=isinstance(error, ConnectFailed),
             is_final=isinstance(error, InstanceSilent) and error.is_suspect,
         )
 
