@@ -52,6 +52,8 @@ class StubEngine:
     """Number of requests for the `/metrics` page."""
     num_ignored: int = 0
     """Number of health checks that arrived while the engine was stopped."""
+    num_tokens: int | None = None
+    """The number of computed tokens that the `/metrics` page shows; None: it shows none."""
     is_stopped: bool = False
     """The engine accepts connections but does not answer health checks, like a process that is
     stopped.
@@ -85,6 +87,8 @@ class StubEngine:
             "# TYPE kvferry:transfer_mode "
             f'gauge\nkvferry:transfer_mode{{model_name="m",mode="{self.mode}"}} 1.0\n'
         )
+        if self.num_tokens is not None:
+            page += f"vllm:generation_tokens_total {self.num_tokens}\n"
         return web.Response(text=page) if self.mode else web.Response(status=404)
 
 
@@ -135,10 +139,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def listening(app: web.Application) -> AsyncIterator[int]:
+async def listening(app: web.Application, at_port: int = 0) -> AsyncIterator[int]:
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", at_port)
     await site.start()
     try:
         port: int = runner.addresses[0][1]
@@ -148,10 +152,10 @@ async def listening(app: web.Application) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def stub_engine(engine: StubEngine) -> AsyncIterator[StubEngine]:
+async def stub_engine(engine: StubEngine, at_port: int = 0) -> AsyncIterator[StubEngine]:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{tail:.*}", engine.handle)
-    async with listening(app) as port:
+    async with listening(app, at_port) as port:
         engine.port = port
         yield engine
 

@@ -4,6 +4,7 @@ received nothing, and the client sees the failure only when no instance is left 
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from aiohttp import web
 from tests.router.stubs import (
     AS_ADMIN,
     Behaviour,
+    StubEngine,
     answers,
     completes,
     drops_connection,
@@ -19,6 +21,7 @@ from tests.router.stubs import (
     prefills,
     stage,
     streams,
+    stub_engine,
 )
 from tests.router.test_proxy import ONE, STREAMED, free_port, message
 
@@ -199,6 +202,33 @@ def test_a_refusal_by_one_d_is_told_rather_than_that_another_is_down(num_asked_b
             for _ in range(num_asked_before + 1):
                 status, headers, _ = await s.post(ONE)
             assert (status, headers.get("Retry-After")) == (503, "7")
+
+    uvloop.run(scene())
+
+
+def test_a_d_that_dies_is_replaced_by_one_that_has_come_back_meanwhile() -> None:
+    """All Ds have failed the request by then, but one of them only because it was restarting."""
+
+    async def scene() -> None:
+        port = free_port()
+
+        async def dies_when_the_other_is_back(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            if len(s.d.calls) != 2:
+                return await (completes if len(s.d.calls) == 1 else drops_connection)(request, body)
+            await back.enter_async_context(stub_engine(StubEngine(completes), port))
+            return await drops_connection(request, body)
+
+        async with (
+            AsyncExitStack() as back,
+            stage(prefills, dies_when_the_other_is_back, max_retries=1, failures_in_a_row=100) as s,
+        ):
+            new = {"role": "decode", "url": f"http://127.0.0.1:{port}"}
+            async with s.session.post(f"{s.url}/admin/instances", json=new, headers=AS_ADMIN):
+                pass
+            # The second request tries the other D first, because it is its turn.
+            assert [(await s.post(ONE))[0] for _ in range(2)] == [200, 200]
 
     uvloop.run(scene())
 

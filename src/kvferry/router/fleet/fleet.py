@@ -241,7 +241,7 @@ class Fleet:
         is_trial = member.breaker.begin(now)
         if is_trial:
             member.update_ready_at()
-        return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation)
+        return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation, now)
 
     def note_answer(self, leg: Leg, now: float) -> None:
         """Record that an answer has begun; the instance is healthy before the stream has ended.
@@ -249,6 +249,7 @@ class Fleet:
         """
         if not leg.is_answered:
             leg.is_answered = True
+            leg.member.failed_with = None
             leg.member.breaker.note_answer(leg.generation, now)
             leg.member.update_ready_at()
 
@@ -272,6 +273,31 @@ class Fleet:
         if leg.is_trial:
             breaker.end_trial(leg.generation, now)
         member.update_ready_at()
+
+    def note_transfer_failed(self, leg: Leg, peer: Instance | None) -> Outcome:
+        """Record that a leg failed because KV of the peer could not be used; return the outcome of
+        the leg. The failure counts against the instance only after one with another peer: a P with
+        other weights is refused by every D, and no D is at fault.
+        """
+        before, leg.member.failed_with = leg.member.failed_with, peer
+        return Outcome.ABANDONED if before in (None, peer) else Outcome.FAILED
+
+    def note_progress(self, instance: Instance, now: float) -> None:
+        """Record that the instance's own figures (tokens computed) have grown."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.progressed_at = now
+
+    def has_stalled(self, leg: Leg, now: float) -> bool:
+        """True if the engine has computed nothing in all the time of a long leg: it hangs, although
+        its API server still answers probes.
+        """
+        progressed_at = leg.member.progressed_at
+        return (
+            progressed_at is not None
+            and progressed_at < leg.began
+            and now - leg.began >= self._options.health.stall_s
+        )
 
     def is_current(self, leg: Leg) -> bool:
         """True if the instance is still a member and has the same incarnation as when the leg

@@ -42,6 +42,7 @@ _POSITIVE = (
     "longest_ejection_s",
     "probe_ejected_s",
     "max_failed_probes",
+    "stall_s",
 )
 
 
@@ -75,6 +76,10 @@ class HealthOptions:
     """Seconds between two probes of an instance that is ejected, unhealthy or not yet reached."""
     max_failed_probes: int = 2
     """Consecutive failed probes that eject an instance."""
+    stall_s: float = 60.0
+    """A request that times out counts against an instance that has computed no token since the
+    request came, this many seconds ago or more: its engine hangs.
+    """
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

@@ -92,6 +92,10 @@ class Member:
     incarnation: int = 0
     """Grows with each restart, which empties the instance's cache."""
     probe_at: float = -inf
+    failed_with: Instance | None = None
+    """The peer with which the last KV transfer failed; None if a leg was answered since."""
+    progressed_at: float | None = None
+    """When the instance's own figures last showed progress; None if it reports none."""
     record: LegHistory = field(default_factory=LegHistory)
 
     @property
@@ -134,6 +138,7 @@ class Leg:
     """Generation of the member's breaker when the leg began."""
     incarnation: int
     """Incarnation of the member when the leg began."""
+    began: float
     is_answered: bool = False
     is_over: bool = False
 

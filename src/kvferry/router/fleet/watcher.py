@@ -188,6 +188,8 @@ class InstanceWatcher:
         reading = read_metrics(page if page_status == 200 else b"")
         self._readings[instance] = reading
         self._note_restart(instance, reading, now)
+        if watcher.has_progressed(reading):
+            self.instance_client.fleet.note_progress(instance, now)
         growth = watcher.note(reading, now)
         self.instance_client.time_series.note_instances(
             growth.tokens, growth.moved_bytes, now, growth.over_s

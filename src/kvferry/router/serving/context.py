@@ -91,6 +91,8 @@ class LegFailure:
     """The failure follows from an earlier one, whose retry was counted: this retry costs none."""
     is_final: bool = False
     """Another instance would fare no better, or must not get this request."""
+    is_transfer: bool = False
+    """The engine works, but could not use the KV of its peer: a retry takes another peer."""
     needs_prefill: bool = False
     """D could not use P's blocks, or had consumed them: a retry starts with the prefill leg."""
 
@@ -135,6 +137,8 @@ class RequestContext:
         self.tried.append(instance)
         if not (failure.needs_prefill or failure.is_refusal):
             self.unanswered.append(instance)
+        if failure.is_transfer and not failure.is_consequence and self.prefiller is not None:
+            self.tried.append(self.prefiller)
 
     @property
     def is_started(self) -> bool:

@@ -109,13 +109,7 @@ class Dispatcher:
     def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
         if failure.is_final:
             return False
-        # A leg that was not sent, or was refused, costs no retry unless the same instance is
-        # tried again: the loop ends when all instances of the fleet have been tried.
-        is_free = failure.is_consequence or (
-            (failure.is_unsent or failure.is_refusal)
-            and (failure.instance is None or context.tried.count(failure.instance) <= 1)
-        )
-        if not is_free:
+        if not self._is_free(context, failure):
             if context.retries_left <= 0:
                 return False
             context.retries_left -= 1
@@ -123,6 +117,19 @@ class Dispatcher:
             self.instance_client.metrics.retries.add(failure.instance.role)
         _log.info("retrying request=%s: %s", context.request_id, failure.message)
         return True
+
+    def _is_free(self, context: RequestContext, failure: LegFailure) -> bool:
+        """Whether a retry costs none of `max_retries`. The loop still ends, when all instances of
+        the fleet have been tried.
+        """
+        if failure.is_transfer and not failure.is_consequence:
+            # D works, and another P may do better.
+            now = time.monotonic()
+            return self.fleet.peek(Role.PREFILL, context.hints, now, context.tried) is not None
+        return failure.is_consequence or (
+            (failure.is_unsent or failure.is_refusal)
+            and (failure.instance is None or context.tried.count(failure.instance) <= 1)
+        )
 
     async def _attempt(
         self, context: RequestContext, last_turn: LastTurn | None
@@ -219,8 +226,14 @@ class Dispatcher:
             ):
                 return failure
             refusal = failure if failure.is_refusal else refusal
-        # A client can act on "this D is full, try again later" better than on "that D is down".
-        return refusal or failure or _no_instance(Role.DECODE)
+        if refusal is not None:
+            # A client can act on "this D is full, try again later" better than on "that D is down".
+            return refusal
+        if failure is not None and not failure.is_unsent:
+            # The retry was granted, and all Ds have failed with these blocks. A D that could not
+            # be reached before may have restarted.
+            return replace(failure, needs_prefill=True, is_consequence=True)
+        return failure or _no_instance(Role.DECODE)
 
     # -- legs in parallel --
 
@@ -339,12 +352,13 @@ class Dispatcher:
     ) -> Instance | None:
         """Call `pick` for instances that have not failed this request; if every instance has, for
         those that answered: D may have failed for want of P's blocks. Instances that did not answer
-        come last. They have no load, so the policy would choose them again and again.
+        come last, the latest of them at the very end: they have no load, so the policy alone would
+        choose them again and again.
 
         Instances in `asked` have failed with the same blocks and are not picked.
         """
-        now = time.monotonic()
-        for failed in (context.tried, context.unanswered, ()):
+        now, unanswered = time.monotonic(), context.unanswered
+        for failed in (context.tried, *(unanswered[n:] for n in range(len(unanswered) + 1))):
             picked = pick(role, hints, now, [*failed, *asked])
             if picked is not None:
                 return picked

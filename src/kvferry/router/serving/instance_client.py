@@ -43,7 +43,7 @@ _MAX_TARGETS = 4096
 _SILENT = "it answered neither the request nor health checks"
 _OF_THE_REQUEST = (UpstreamTimeout, AnswerTooLong)
 """Errors that the request causes by asking for too much. They say nothing about the instance's
-health: that is for probes to find out.
+health, unless its engine has computed nothing all the while (`Fleet.has_stalled`).
 """
 
 
@@ -222,19 +222,25 @@ class TrackedLeg:
     def __enter__(self) -> Self:
         return self
 
+    def note_transfer_failed(self, peer: Instance | None) -> None:
+        """The instance answered with an error because it could not use KV of the peer."""
+        self.outcome = self._calls.fleet.note_transfer_failed(self.leg, peer)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, _OF_THE_REQUEST):
-            self.outcome = Outcome.ABANDONED
-        elif isinstance(error, UpstreamError | RemoteProtocolError):
+        now = time.monotonic()
+        is_own = isinstance(error, _OF_THE_REQUEST) and not self._calls.fleet.has_stalled(
+            self.leg, now
+        )
+        if isinstance(error, UpstreamError | RemoteProtocolError) and not is_own:
             self.error = describe_error(error)
         elif error is not None:
             self.outcome = Outcome.ABANDONED
-        self._calls.fleet.end(self.leg, self.outcome, time.monotonic(), self.error)
+        self._calls.fleet.end(self.leg, self.outcome, now, self.error)
         self._calls.metrics.leg(self.leg.instance, self.outcome)
 
 

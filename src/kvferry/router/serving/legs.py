@@ -76,13 +76,13 @@ class PrefillLeg:
                 context,
                 instance,
                 context.client.prefill_body(push_ticket, last_turn, leg_id),
+                leg_id,
                 on_late_handover,
             )
         except (UpstreamError, RemoteProtocolError) as error:
             self.push_sources.forget(instance)
             result = self.instance_client.failure(instance, error)
         if isinstance(result, LegFailure):
-            result = await _explain(result, leg_id, self.ask_failure)
             context.mark(RequestEvent.PREFILL_FAILED, result.message)
         else:
             context.mark(RequestEvent.PREFILL_ENDED, instance)
@@ -93,6 +93,7 @@ class PrefillLeg:
         context: RequestContext,
         instance: Instance,
         body: bytes,
+        leg_id: str,
         on_late_handover: Callable[[Handover], None],
     ) -> Handover | HttpResponse | LegFailure | None:
         def take_late(status: int, text: bytes) -> None:
@@ -107,7 +108,8 @@ class PrefillLeg:
             if answer.status == UNAVAILABLE:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500:
-                return await self.instance_client.server_error(answer, instance, call)
+                failure = await self.instance_client.server_error(answer, instance, call)
+                return await _explain(failure, leg_id, self.ask_failure, call, None)
             text = await self.instance_client.read(answer)
             if 400 <= answer.status < 500:
                 call.outcome = Outcome.ANSWERED
@@ -160,16 +162,27 @@ def make_failure_query_by(
     return ask
 
 
-async def _explain(failure: LegFailure, leg_id: str, ask: FailureQuery | None) -> LegFailure:
-    """The failure with the reason why KV could not be transferred, if the engine answered with an
-    error that does not contain the reason.
+async def _explain(
+    failure: LegFailure,
+    leg_id: str,
+    ask: FailureQuery | None,
+    call: TrackedLeg,
+    peer: Instance | None,
+) -> LegFailure:
+    """Ask the engine that answered with an error whether KV of its peer could not be used.
+
+    If so, add the reason to the failure, unless the engine's answer contains it, and do not count
+    the failure against the engine.
     """
     instance, answer = failure.instance, failure.answer
-    # After a 503 the engine has done nothing, and without an answer it may not be there.
-    if ask is None or instance is None or not failure.needs_prefill:
+    if ask is None or instance is None:
         return failure
     reason = await ask(instance, leg_id)
-    if not reason or (answer is not None and reason in error_message(answer.body)):
+    if not reason:
+        return failure
+    call.note_transfer_failed(peer)
+    failure = replace(failure, is_transfer=True)
+    if answer is not None and reason in error_message(answer.body):
         return failure
     message = f"{instance} failed: {reason}"
     # The client does not know about P: it gets P's reason only if the router has no other answer.
@@ -219,13 +232,12 @@ class DecodeLeg:
         leg_id = new_id()
         body = context.client.decode_body(handover, context.turn_id, leg_id)
         try:
-            result = await self._ask(context, held, instance, body, has_begun)
+            result = await self._ask(context, held, instance, body, leg_id, has_begun)
         except (UpstreamError, RemoteProtocolError) as error:
             if context.is_started:
                 raise
             result = self.instance_client.failure(instance, error)
         if result is not None:
-            result = await _explain(result, leg_id, self.ask_failure)
             context.mark(RequestEvent.DECODE_FAILED, result.message)
         return result
 
@@ -235,6 +247,7 @@ class DecodeLeg:
         held: PrefilledBlocks,
         instance: Instance,
         body: bytes,
+        leg_id: str,
         has_begun: asyncio.Event | None,
     ) -> LegFailure | None:
         with (
@@ -244,7 +257,8 @@ class DecodeLeg:
             if answer.status == UNAVAILABLE:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500:
-                return await self.instance_client.server_error(answer, instance, call)
+                failure = await self.instance_client.server_error(answer, instance, call)
+                return await _explain(failure, leg_id, self.ask_failure, call, context.prefiller)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
             # A complete body, or the first event, must arrive before the client gets a byte:
             # until then another D can be tried.
@@ -257,12 +271,13 @@ class DecodeLeg:
                     forwarded_headers(answer.headers),
                     await self.instance_client.read_error_body(answer) or error,
                 )
-                return LegFailure(
+                failure = LegFailure(
                     instance,
                     f"{instance} failed: {excerpt(response.body)}",
                     response,
                     needs_prefill=True,
                 )
+                return await _explain(failure, leg_id, self.ask_failure, call, context.prefiller)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
