@@ -4,7 +4,9 @@ and D by itself, and the client gets one answer, one stream or one error.
 
 import asyncio
 import json
+import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.router.stubs import PARAMS, Stage, completes, hangs, prefills, stage,
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.serving.client_request import MAX_PROMPTS
-from kvferry.router.serving.several_prompts import MAX_AT_ONCE, JoinedAnswer
+from kvferry.router.serving.several_prompts import MAX_AT_ONCE, EventSplitter, JoinedAnswer
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -360,3 +362,63 @@ def test_however_a_stream_is_cut_its_events_stay_whole(cuts: list[int], line_end
             assert sorted(event["choices"][0]["index"] for event in joined(data)) == [0, 0, 1, 1]
 
     uvloop.run(scene())
+
+
+MB = 1024 * 1024
+
+
+def long_event(num_bytes: int) -> bytes:
+    """The first event of a stream with `echo` and `logprobs`: it has those of the whole prompt."""
+    choice = {"index": 0, "text": "x", "logprobs": "y" * num_bytes}
+    return b"data: " + json.dumps({"id": "d", "choices": [choice]}).encode() + b"\n\n"
+
+
+def test_a_long_event_is_joined_like_a_short_one() -> None:
+    """If the event were searched again with every segment, the stage's deadline would pass."""
+
+    async def scene() -> None:
+        event = long_event(15 * MB)
+
+        async def echoes_logprobs(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            cuts = list(range(0, len(event), 65536))
+            return await streams([*cut(event, cuts), b"data: [DONE]\n\n"])(request, body)
+
+        async with stage(prefills, echoes_logprobs) as s:
+            status, _, data = await s.post({"prompt": ["a", "b"], "stream": True})
+            assert status == 200
+            assert [len(e["choices"][0]["logprobs"]) for e in joined(data)] == [15 * MB] * 2
+
+    uvloop.run(scene())
+
+
+def test_the_bytes_of_an_event_are_searched_once_however_the_stream_is_cut() -> None:
+    num_searched = num_segments = 0
+    end = re.compile(rb"\n\r?\n")
+
+    def counts(data: bytearray, start: int) -> Iterable[re.Match[bytes]]:
+        nonlocal num_searched
+        num_searched += len(data) - start
+        return end.finditer(data, start)
+
+    stream = long_event(100_000) * 3
+    splitter, found = EventSplitter(counts), []
+    for segment in cut(stream, list(range(0, len(stream), 100))):
+        found += splitter.feed(segment)
+        num_segments += 1
+    assert found == stream.split(b"\n\n")[:-1]
+    # A few bytes are searched twice: the end of an event may be cut.
+    assert num_searched <= len(stream) + 4 * num_segments
+
+
+@given(
+    st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"data: x", b"y"]), max_size=40).map(b"".join),
+    st.lists(st.integers(0, 300), max_size=20),
+)
+def test_events_are_the_same_however_the_stream_is_cut(stream: bytes, cuts: list[int]) -> None:
+    def split(segments: list[bytes]) -> list[bytes]:
+        splitter = EventSplitter()
+        return [event for segment in segments for event in splitter.feed(segment)] + (
+            splitter.finish()
+        )
+
+    assert split(cut(stream, cuts)) == split([stream])
