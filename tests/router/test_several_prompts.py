@@ -391,6 +391,30 @@ def test_a_long_event_is_joined_like_a_short_one() -> None:
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_event_that_is_too_long_to_join_is_the_requests_own_failure(has_begun: bool) -> None:
+    """No other D gets the request, and no D is ejected for it."""
+
+    async def scene() -> None:
+        first = [long_event(1)] if has_begun else []
+        too_long = streams([*first, long_event(17 * MB)], then="hang")
+        async with stage(prefills, [too_long] * 2, failures_in_a_row=1, max_retries=2) as s:
+            for _ in range(2):
+                status, _, data = await s.post({"prompt": ["a", "b"], "stream": True})
+                assert status == (200 if has_begun else 502)
+                *_, last = data.strip().split(b"\n\n")
+                message = json.loads(last.removeprefix(b"data: "))["error"]["message"]
+                assert "an event is longer than 16777216 bytes" in message
+            assert sum(len(engine.calls) for engine in s.decoders) == 4
+            for engine in s.decoders:
+                engine.behaviour = echoes
+            assert [(await s.post({"prompt": "a"}))[0] for _ in range(2)] == [200, 200]
+            assert [len(engine.calls) for engine in s.decoders] == [3, 3], "both are in the fleet"
+            assert await s.metric("kvferry:router_instance_failures_total") == 0
+
+    uvloop.run(scene())
+
+
 def test_the_bytes_of_an_event_are_searched_once_however_the_stream_is_cut() -> None:
     num_searched = num_segments = 0
     end = re.compile(rb"\n\r?\n")

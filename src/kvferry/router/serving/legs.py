@@ -20,7 +20,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.router.conversations.turn_params import TurnParamsFilter, take_turn_params
 from kvferry.router.conversations.turns import TurnTracker
 from kvferry.router.fleet.instances import Instance, Outcome
-from kvferry.router.http.messages import UpstreamDisconnected, UpstreamError
+from kvferry.router.http.messages import AnswerTooLong, UpstreamDisconnected, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.client_request import Handover, read_prefill_answer
 from kvferry.router.serving.context import (
@@ -341,13 +341,17 @@ class DecodeLeg:
             await context.relay(answer, self.instance_client.options.timeouts.idle, body_filter)
         except UpstreamError as error:
             # D failed after all, so P's blocks are released by the router.
-            call.outcome = Outcome.FAILED
             held.reclaim()
+            # The request asked for an answer that is too long: this says nothing about D's health.
+            if isinstance(error, AnswerTooLong):
+                call.outcome = Outcome.ABANDONED
+            else:
+                call.outcome = Outcome.FAILED
+                self.instance_client.metrics.failures.add(instance.role, instance.url)
             await self._interrupt(context, instance, describe_error(error))
 
     async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
         """Report that D's stream broke off."""
-        self.instance_client.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} did not complete its answer: {what}"
         _log.warning("stream aborted request=%s: %s", context.request_id, message)
         await context.interrupt(502, message)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.router.http.messages import InvalidResponse
+from kvferry.router.http.messages import AnswerTooLong, InvalidResponse
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.serving.admission import AdmissionController
 from kvferry.router.serving.context import (
@@ -35,6 +35,7 @@ __all__ = ["MAX_AT_ONCE", "EventSplitter", "JoinedAnswer", "PromptsServer"]
 MAX_AT_ONCE = 16
 """Prompts of one request that run at the same time."""
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
+"""Largest event of a stream that is joined with others: each prompt may hold so much memory."""
 _JSON = ("Content-Type", "application/json")
 
 _Fields = dict[str, msgspec.Raw]
@@ -236,7 +237,10 @@ class _PromptContext(RequestContext):
             is_over = not segment
             events = splitter.feed(segment if filter is None else filter(segment))
             if splitter.num_incomplete > _MAX_EVENT_BYTES:
-                raise InvalidResponse(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
+                raise AnswerTooLong(
+                    f"an event is longer than {_MAX_EVENT_BYTES} bytes; ask for fewer logprobs, or "
+                    "send each prompt in a request of its own"
+                )
             await self._pass_on([*events, *splitter.finish()] if is_over else events, headers)
 
     async def _pass_on(self, events: list[bytes], headers: list[tuple[str, str]]) -> None:
