@@ -1,8 +1,10 @@
 import asyncio
 import json
+from typing import Any
 
 import pytest
 import uvloop
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.stubs import Stage, answers, completes, drops_connection, prefills, stage, streams
@@ -161,9 +163,83 @@ def test_beyond_the_memory_for_uploads_the_largest_is_refused_and_the_others_are
             assert (await s.post(ONE))[0] == 200
             small[1].write(post(body)[500_000:])
             assert (await small[0].read()).startswith(b"HTTP/1.1 200 ")
-            assert (await s.post(body))[0] == 200, "finished bodies take no memory of this limit"
+            assert (await s.post(body))[0] == 200, "requests that have ended take no memory"
             for _, writer in (large, small):
                 writer.close()
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("max_running", [1, 1024], ids=["waits for admission", "runs"])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_large_request_takes_memory_until_it_ends(max_running: int, is_left: bool) -> None:
+    async def scene() -> None:
+        is_free = asyncio.Event()
+
+        async def prefills_later(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await is_free.wait()
+            return await prefills(request, body)
+
+        async with stage(
+            prefills_later,
+            completes,
+            max_running=max_running,
+            max_body_bytes=1_000_000,
+            max_unfinished_bytes=1_000_000,
+        ) as s:
+
+            async def ask(prompt: str) -> "asyncio.Task[int]":
+                """Send a request and wait until the router runs it or lets it wait."""
+
+                async def status() -> int:
+                    return (await s.post({"prompt": prompt}))[0]
+
+                num_open = await s.metric("kvferry:router_active_requests") + await s.metric(
+                    "kvferry:router_queued_requests"
+                )
+                asked = asyncio.create_task(status())
+                while (
+                    await s.metric("kvferry:router_active_requests")
+                    + await s.metric("kvferry:router_queued_requests")
+                    == num_open
+                ):
+                    await asyncio.sleep(0.01)
+                return asked
+
+            running, large = await ask("small"), await ask("x" * 600_000)
+            status, headers, answer = await s.post({"prompt": "y" * 600_000})
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert b"too many large requests at once" in answer
+            also = await ask("small too")
+            if is_left:
+                large.cancel()
+                while not await s.metric("kvferry:router_client_aborts_total"):
+                    await asyncio.sleep(0.01)
+                large = await ask("z" * 600_000)
+            is_free.set()
+            assert [await each for each in (running, large, also)] == [200] * 3
+            assert (await s.post({"prompt": "y" * 600_000}))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_requests_of_64_kib_are_not_refused_for_memory_however_many_there_are() -> None:
+    async def scene() -> None:
+        body = {"prompt": "x" * (65536 - len(json.dumps({"prompt": ""})))}
+        num_requests = 40
+
+        async def prefills_together(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            while len(s.p.calls) < num_requests:  # the stage has a deadline
+                await asyncio.sleep(0.01)
+            return await prefills(request, body)
+
+        async with stage(
+            prefills_together, completes, max_body_bytes=65536, max_unfinished_bytes=65536
+        ) as s:
+            answers = await asyncio.gather(*(s.post(body) for _ in range(num_requests)))
+            assert [status for status, _, _ in answers] == [200] * num_requests
 
     uvloop.run(scene())
 

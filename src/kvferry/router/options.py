@@ -53,8 +53,8 @@ class RouterLimits:
     max_body_bytes: int = 64 * 1024 * 1024
     """Largest request (else 413), and largest answer that is read as a whole."""
     max_unfinished_bytes: int = 512 * 1024 * 1024
-    """Memory for all requests together that are still arriving; 64 KiB of each do not count. Beyond
-    it, the largest of them gets 503.
+    """Memory for the bodies of all requests together that arrive, wait or run; 64 KiB of each do
+    not count. Beyond it, the largest of those that arrive gets 503.
     """
     max_connections: int = 10_000
     """Largest number of client connections."""

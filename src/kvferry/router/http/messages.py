@@ -91,8 +91,9 @@ class ServerLimits:
     num_headers: int = 100
     body_bytes: int = 64 * 1024 * 1024
     unfinished_bytes: int = 512 * 1024 * 1024
-    """Bytes of all bodies together that have not arrived completely. The first `FREE_BODY_BYTES` of
-    a body do not count, so that small requests are served while large ones fill the memory.
+    """Bytes of the bodies of all requests together, from their arrival to the end of the request.
+    The first `FREE_BODY_BYTES` of a body do not count, so that small requests are served while
+    large ones fill the memory.
     """
     num_connections: int = 10_000
     head_timeout_s: float = 10.0

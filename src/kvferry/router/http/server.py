@@ -105,10 +105,10 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.out.transport = None
         self.deadline = NEVER
-        self._count_unfinished(0)
+        # A running task holds the body: `_serve` removes the connection when the task has ended.
         if self._task is None:
+            self._count_unfinished(0)
             self._server.remove(self)
-        # Without a running task the connection is removed; else by `_serve`.
         elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
             self._task.cancel()
 
@@ -173,11 +173,18 @@ class ServerConnection(asyncio.Protocol):
     def _await_body(self) -> None:
         now, limits = self._server.loop.time(), self._server.limits
         self.deadline = min(now + limits.body_idle_timeout_s, self._body_until)
-        self._count_unfinished(max(0, self._reader.num_waiting - FREE_BODY_BYTES))
+        self._count_unfinished(self._reader.num_waiting)
 
     def _count_unfinished(self, num_bytes: int) -> None:
-        before, self.num_unfinished = self.num_unfinished, num_bytes
-        self._server.count_unfinished(num_bytes - before)
+        """Count the bytes of the body that is held; may refuse a request, perhaps this one."""
+        before, self.num_unfinished = self.num_unfinished, max(0, num_bytes - FREE_BODY_BYTES)
+        if self.num_unfinished != before:
+            self._server.count_unfinished(self.num_unfinished - before)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the body of a request is arriving, or has arrived and is not yet served."""
+        return self._state == _BODY
 
     def _accept(self, head: RequestHead) -> None:
         """Process a head: refuse the request at once, or read its body."""
@@ -201,8 +208,9 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, body: bytes) -> None:
         assert self._request is not None
         assert self._reply is not None
-        if self.num_unfinished:
-            self._count_unfinished(0)
+        self._count_unfinished(len(body))
+        if self._state != _BODY:
+            return  # refused: the bodies of all requests take too much memory
         self._request.body = body
         self._state = _BUSY
         self.deadline = (
@@ -222,6 +230,7 @@ class ServerConnection(asyncio.Protocol):
         except Exception:
             logger.exception("the handler of a request failed: %s %s", request.method, request.path)
         self._task = None
+        self._count_unfinished(0)
         if self.out.transport is None:
             self._server.remove(self)
             return
@@ -253,10 +262,10 @@ class ServerConnection(asyncio.Protocol):
     # -- closing --
 
     def refuse_unfinished(self) -> None:
-        """Refuse the request whose body is arriving, because there is no memory for all bodies."""
+        """Refuse the request that is arriving, because there is no memory for all bodies."""
         self._refuse(
             RequestRefused(
-                "too many large requests are arriving at once; try again later",
+                "the server has too many large requests at once; try again later",
                 status=503,
                 retry_after_s=1,
             )
@@ -425,12 +434,14 @@ class HttpServer:
         return len(self._connections) - self.limits.num_connections
 
     def count_unfinished(self, num_bytes: int) -> None:
-        """Add to the bytes of unfinished bodies; beyond the limit, refuse the largest body. A
-        client with a few huge uploads then cannot keep out the requests of others.
+        """Add to the bytes of unfinished requests; beyond the limit, refuse the largest request
+        that is arriving. A client with a few huge uploads then cannot keep out the uploads of
+        others. Only a request that is arriving adds bytes, so there is one to refuse.
         """
         self._num_unfinished += num_bytes
         if num_bytes > 0 and self._num_unfinished > self.limits.unfinished_bytes:
-            max(self._connections, key=lambda each: each.num_unfinished).refuse_unfinished()
+            arriving = (each for each in self._connections if each.is_arriving)
+            max(arriving, key=lambda each: each.num_unfinished).refuse_unfinished()
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
