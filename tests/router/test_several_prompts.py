@@ -274,6 +274,26 @@ def test_there_is_a_limit_on_prompts_which_the_error_names() -> None:
     uvloop.run(scene())
 
 
+def test_there_is_a_limit_on_the_bytes_that_all_prompts_repeat() -> None:
+    """Each prompt goes to P and to D with all other fields of the request."""
+
+    async def scene() -> None:
+        async with stage(prefills, echoes, max_body_bytes=100_000) as s:
+            for num_prompts, expected in ((9, 200), (11, 413)):
+                for engine in (s.p, s.d):
+                    engine.calls.clear()
+                prompts = [f"p{number}" for number in range(num_prompts)]
+                status, _, body = await s.post({"prompt": prompts, "documents": "z" * 10_000})
+                assert status == expected
+                assert sum(len(call.raw) for call in s.p.calls + s.d.calls) < 3 * 100_000
+            assert "send fewer prompts" in json.loads(body)["error"]["message"]
+            assert not s.p.calls
+            # A single prompt is sent once.
+            assert (await s.post({"prompt": ["p"], "documents": "z" * 90_000}))[0] == 200
+
+    uvloop.run(scene())
+
+
 def test_answers_that_are_too_long_together_end_the_request() -> None:
     async def scene() -> None:
         async def talks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

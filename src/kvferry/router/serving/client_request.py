@@ -177,6 +177,13 @@ class ClientRequest(msgspec.Struct, frozen=True):
         n = _COUNT.fullmatch(bytes(self.fields.get("n", b"")))
         return int(n[1]) if n is not None else 1
 
+    @property
+    def num_repeated_bytes(self) -> int:
+        """Bytes of the fields besides `prompt` that the requests for all prompts have together."""
+        return len(self.prompts) * sum(
+            len(memoryview(value)) for key, value in self.fields.items() if key != "prompt"
+        )
+
     def with_prompt(self, prompt: msgspec.Raw) -> "ClientRequest":
         """The same request for one of its prompts."""
         return ClientRequest(self.fields | {"prompt": prompt})

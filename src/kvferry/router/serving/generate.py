@@ -14,7 +14,11 @@ from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import ResponseWriter
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving.admission import AdmissionController, AdmissionRefused, RefusalReason
-from kvferry.router.serving.client_request import InvalidRequest, read_client_request
+from kvferry.router.serving.client_request import (
+    ClientRequest,
+    InvalidRequest,
+    read_client_request,
+)
 from kvferry.router.serving.context import (
     HttpResponse,
     RequestContext,
@@ -59,6 +63,8 @@ class GenerateHandler:
         request_id = choose_request_id(headers.get("x-request-id"))
         cors = self.access_policy.cors_headers(headers)
         client = read_client_request(request.body)
+        if isinstance(client, ClientRequest) and client.prompts:
+            client = _check_repeated_bytes(client, self.options.limits.max_body_bytes)
         if isinstance(client, InvalidRequest):
             _answer(reply, build_error_response(client.status, client.message), request_id, cors)
             return
@@ -183,6 +189,21 @@ class GenerateHandler:
                     "retries": timeline.num_retries,
                 },
             )
+
+
+def _check_repeated_bytes(client: ClientRequest, limit: int) -> ClientRequest | InvalidRequest:
+    """Check a request with several prompts: each of its prompts is sent to P and D with all other
+    fields, so a few megabytes of `documents` would become gigabytes.
+    """
+    num_bytes = client.num_repeated_bytes
+    if num_bytes <= limit:
+        return client
+    return InvalidRequest(
+        413,
+        f"prompt is a list of {len(client.prompts)} prompts, and each is sent with all other "
+        f"fields: for all prompts these take {num_bytes} bytes, more than the limit of {limit}; "
+        "send fewer prompts in one request",
+    )
 
 
 def _answer(
