@@ -315,9 +315,15 @@ def test_an_upload_that_stalls_is_a_408() -> None:
 
 def test_any_body_at_all_gets_an_answer() -> None:
     """Each Hypothesis example is a batch of bodies for one router."""
+    event = b'data: {"id":"d","choices":[{"text":"hello"}]}\n\n'
+
+    async def generates(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_streamed = body.get("stream") is True
+        behave = streams([event, b"data: [DONE]\n\n"]) if is_streamed else completes
+        return await behave(request, body)
 
     async def batch(bodies: list[bytes]) -> None:
-        async with stage(prefills, completes) as s:
+        async with stage(prefills, generates) as s:
             for body in bodies:
                 assert (await s.post(body))[0] in (200, 400)
             assert (await s.post(ONE))[0] == 200

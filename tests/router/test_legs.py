@@ -294,13 +294,30 @@ def test_one_prompt_in_any_spelling_is_left_to_the_engines(prompt: object) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "is_streamed"),
-    [(b"true", True), (b" true ", True), (b"false", False), (b'"true"', False)],
+    ("spelling", "is_streamed"),
+    [
+        *((text, True) for text in ("true", " true ", "1", "1.0", "1e0", '"1"', '"TRUE"')),
+        *((text, True) for text in ('"t"', '"y"', '"Yes"', '"on"', r'"\u0074rue"')),
+        *(
+            (text, False)
+            for text in ("false", "0", "0.0", '"False"', '"f"', '"n"', '"no"', '"off"')
+        ),
+    ],
 )
-def test_only_true_streams(text: bytes, is_streamed: bool) -> None:
-    request = read_client_request(b'{"stream":' + text + b"}")
+def test_stream_is_read_as_vllm_reads_it_and_sent_as_a_boolean(
+    spelling: str, is_streamed: bool
+) -> None:
+    request = read_client_request(f'{{"prompt":"a","stream":{spelling}}}'.encode())
     assert isinstance(request, ClientRequest)
     assert request.is_streamed is is_streamed
+    assert json.loads(request.decode_body(None))["stream"] is is_streamed
+
+
+@pytest.mark.parametrize("value", [None, 2, -1, 10**40, "", "maybe", "1.0", " true", [True], {}])
+def test_a_stream_that_is_no_boolean_is_left_to_the_engines(value: object) -> None:
+    request = accepted({"prompt": "a", "stream": value})
+    assert not request.is_streamed
+    assert json.loads(request.decode_body(None))["stream"] == value
 
 
 def test_the_answer_of_p_names_its_ticket_and_side_channel() -> None:

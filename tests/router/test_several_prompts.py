@@ -131,6 +131,17 @@ def test_the_streams_of_all_prompts_become_one_stream(n: int) -> None:
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize("stream", [1, "true", "yes"])
+def test_streams_are_joined_in_every_spelling_of_true(stream: object) -> None:
+    async def scene() -> None:
+        async with stage(prefills, echoes) as s:
+            status, _, data = await s.post({"prompt": ["a", "b"], "stream": stream})
+            assert status == 200
+            assert sorted(event["choices"][0]["index"] for event in joined(data)) == [0, 0, 1, 1]
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_the_error_of_one_prompt_ends_the_request_and_frees_the_others(is_streamed: bool) -> None:
     async def scene() -> None:

@@ -34,6 +34,9 @@ _Fields = dict[str, msgspec.Raw]
 # takes ten times as long as decoding a short text.
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _name_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
+_flag_decoder: msgspec.json.Decoder[bool | int | float | str] = msgspec.json.Decoder(
+    bool | int | float | str
+)
 _encoder = msgspec.json.Encoder()
 
 # A client's own kv_transfer_params could point the engines at another client's blocks;
@@ -67,6 +70,9 @@ _PREFILL_PARAMS = {
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _NO_CONVERSATION = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+# In the spellings of a boolean that vLLM accepts, strings in either case. 1.0 and true equal 1.
+_TRUE: frozenset[object] = frozenset((1, "1", "t", "true", "y", "yes", "on"))
+_FALSE: frozenset[object] = frozenset((0, "0", "f", "false", "n", "no", "off"))
 # In the spellings of a count that vLLM accepts: 2, 2.0, "2".
 _COUNT = re.compile(rb'"?0*([1-9][0-9]{0,8})(?:\.0*)?"?')
 # vLLM also accepts kv_transfer_params inside vllm_xargs.
@@ -169,6 +175,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_streamed(self) -> bool:
+        """Whether the engine will stream; `read_client_request` has normalised the field."""
         return bytes(self.fields.get("stream", b"")) == b"true"
 
     @property
@@ -267,8 +274,7 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
                 f"than {_MAX_SMALL_BYTES} bytes",
             )
         fields = _decoder.decode(body)
-        if _EXTRA in fields:
-            fields[_EXTRA] = _without_transfer(fields[_EXTRA])
+        _normalise(fields)
     except msgspec.ValidationError:
         return InvalidRequest(400, "the request body must be a JSON object")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -406,6 +412,26 @@ def _small_bytes(body: bytes) -> int:
     return len(body) - sum(
         len(memoryview(getattr(large, name))) for name in _LargeFields.__struct_fields__
     )
+
+
+def _normalise(fields: _Fields) -> None:
+    """Replace the values that engines must not get as the client wrote them."""
+    if _EXTRA in fields:
+        fields[_EXTRA] = _without_transfer(fields[_EXTRA])
+    if "stream" in fields:
+        fields["stream"] = _normalised_flag(fields["stream"])
+
+
+def _normalised_flag(text: msgspec.Raw) -> msgspec.Raw:
+    """`true` or `false` for any spelling of these; engines refuse what is no spelling of either."""
+    try:
+        value = _flag_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return text
+    value = value.lower() if isinstance(value, str) else value
+    if value in _TRUE:
+        return msgspec.Raw(b"true")
+    return msgspec.Raw(b"false") if value in _FALSE else text
 
 
 def _without_transfer(extra: msgspec.Raw) -> msgspec.Raw:
