@@ -4,7 +4,9 @@ and that no state remains.
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,24 @@ def arrive(
     request = EngineRequest(name, tokens, params)
     d.scheduler.on_new_request(request)
     return request
+
+
+def failure_reason(d: EngineSide, leg_id: str, network: MemoryNetwork) -> str:
+    """Ask D's side channel, as a router does, why the transfer of a leg failed."""
+    own = d.prefill(EngineRequest(f"asked for {leg_id}", TOKENS), [11, 12, 13])
+    with closing(MemoryControlTransport(network)) as router:
+        router.send(
+            f"tcp://{own['remote_host']}:{own['remote_port']}",
+            codec.encode(FailureRequest(7, leg_id)),
+        )
+        for _ in range(100):
+            for news in router.poll(DEADLINE_S / 100):
+                assert isinstance(news, Received)
+                answer = codec.decode(news.frame)
+                assert isinstance(answer, FailureReply)
+                assert (answer.nonce, answer.leg_id) == (7, leg_id)
+                return answer.reason
+    raise AssertionError("no answer")
 
 
 def test_a_prompt_is_handed_over_whole(pair: tuple[EngineSide, EngineSide]) -> None:
@@ -145,23 +165,7 @@ def test_a_router_is_told_why_the_transfer_of_its_leg_failed(
     pair: tuple[EngineSide, EngineSide], network: MemoryNetwork
 ) -> None:
     p, d = pair
-    own = d.prefill(EngineRequest("own", TOKENS), [11, 12, 13])
-    router = MemoryControlTransport(network)
-
-    def reason_of(leg_id: str) -> str:
-        router.send(
-            f"tcp://{own['remote_host']}:{own['remote_port']}",
-            codec.encode(FailureRequest(7, leg_id)),
-        )
-        for _ in range(100):
-            for news in router.poll(DEADLINE_S / 100):
-                assert isinstance(news, Received)
-                answer = codec.decode(news.frame)
-                assert isinstance(answer, FailureReply)
-                assert (answer.nonce, answer.leg_id) == (7, leg_id)
-                return answer.reason
-        raise AssertionError("no answer")
-
+    reason_of = partial(failure_reason, d, network=network)
     genuine = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
     for name, ticket in (("forged", "forged"), ("good", genuine["ticket"])):
         params = {"do_remote_prefill": True, "ticket": ticket, "leg_id": f"leg {name}"}
@@ -177,7 +181,24 @@ def test_a_router_is_told_why_the_transfer_of_its_leg_failed(
     assert d.seen.failed_recving == {"forged"}
     assert reason_of("leg forged") == d.seen.failure_reasons["forged"] != ""
     assert reason_of("leg good") == reason_of("leg of another router") == ""
-    router.close()
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_router_is_told_that_a_reset_has_ended_the_transfer_of_its_leg(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork, is_reset: bool
+) -> None:
+    p, d = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    request = arrive(d, {**params, "leg_id": "leg"})
+    if is_reset:
+        d.scheduler.reset_cache()
+    matched, _ = d.scheduler.get_num_new_matched_tokens(request, 0)
+    assert matched == len(TOKENS)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), matched)
+    step_until(lambda: d.seen.finished_recving == {"r"}, p, d)
+    reason = failure_reason(d, "leg", network)
+    assert ("weights may have changed" in reason) == is_reset
+    assert reason == d.seen.failure_reasons.get("r", "")
 
 
 def test_another_salt_matches_nothing(pair: tuple[EngineSide, EngineSide]) -> None:

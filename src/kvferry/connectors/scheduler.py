@@ -430,7 +430,7 @@ class NixlConnectorScheduler:
                 self._commands.append(PrepareLoad(request, offer.unchecked_ticket))
             self._commands.append(SkipLoad(request))
             if not offer.is_optional:
-                self._refuse(request, _WEIGHTS_CHANGED)
+                self._refuse(request, _WEIGHTS_CHANGED, offer.leg_id)
         # If a load ends before the command arrives, the engine computes the request.
         self._commands += [AbortLoad(request, _WEIGHTS_CHANGED) for request in self._loads.loading]
         for request in (*self._held.requests, *self._retained.evict_all()):
@@ -618,11 +618,11 @@ class NixlConnectorScheduler:
             "and reset the caches of both"
         )
 
-    def _refuse(self, request: RequestId, reason: str) -> None:
+    def _refuse(self, request: RequestId, reason: str, leg_id: str = "") -> None:
         self._stats.count("rejected_params")
         _log.warning("kv_transfer_params refused request=%s reason=%s", request, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._loads.offer(request, LoadOffer(0, refusal=reason))
+            self._loads.offer(request, LoadOffer(0, refusal=reason, leg_id=leg_id))
 
 
 def _shared_tokens(ticket: Ticket, request: Request) -> int:
