@@ -377,6 +377,12 @@ class KVConnectorBase_V1(ABC):
         """A request has entered the engine but is not scheduled yet. Called once per request."""
         return None
 
+    def expect_request(self, request: Request) -> None:
+        """kvferry only. A request has entered the engine while the version of the weights is
+        unknown. `on_new_request` follows when the version is known or the request ends.
+        """
+        return None
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -98,6 +98,9 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler --
 
+    def expect_request(self, request: Request) -> None:
+        self._scheduler.expect_request(request)
+
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
 

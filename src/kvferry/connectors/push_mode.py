@@ -371,16 +371,18 @@ class PushMode:
 
     # -- producer --
 
+    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        return [ExpectPrefill(RequestId(request.request_id), self._match_id(role))]
+
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
-        match_id = self._match_id(role)
         if (
             self._extra.push_streaming
             and self._config.kv_transfer.is_kv_producer
             and self._issuer.address is not None
             and len(request.request_id) <= MAX_TICKET_NAME_CHARS
         ):
-            self._streams.add(request, match_id)
-        return [ExpectPrefill(RequestId(request.request_id), match_id)]
+            self._streams.add(request, self._match_id(role))
+        return self.announce_prefill_leg(request, role)
 
     def step_commands(self, slices: Iterable[ScheduledSlice]) -> list[WorkerCommand]:
         """Withdraw the streams whose blocks the engine has taken away, and publish the blocks that

@@ -174,6 +174,20 @@ class NixlConnectorScheduler:
 
     # -- consumer --
 
+    def expect_request(self, request: Request) -> None:
+        """Note a request whose ticket cannot be read yet, because the version of this engine's
+        weights is unknown: its peer must neither give up the request nor free its blocks meanwhile.
+        """
+        role = read_params(request.kv_transfer_params)
+        match role:
+            case PrefillForPeer():
+                self._commands += self._mode.announce_prefill_leg(request, role)
+            case LoadFromPeer(ticket=text, push_ticket=None) if (
+                self._config.kv_transfer.is_kv_consumer and self._is_ticket_of_peer(text)
+            ):
+                # `on_new_request` repeats the command, which then changes nothing.
+                self._commands.append(PrepareLoad(RequestId(request.request_id), str(text)))
+
     def on_new_request(self, request: Request) -> None:
         self._live.add(RequestId(request.request_id))
         role = read_params(request.kv_transfer_params)
@@ -572,12 +586,14 @@ class NixlConnectorScheduler:
         """Release a retained turn: a router presented the conversation's only ticket to an engine
         that may not use the ticket.
         """
-        try:
-            ticket = self._issuer.key.open(text)
-        except InvalidTicket:
-            return
-        if ticket.engine != self._config.kv_transfer.engine_id:
+        if self._is_ticket_of_peer(text):
             self._commands += [PrepareLoad(request, str(text)), SkipLoad(request)]
+
+    def _is_ticket_of_peer(self, text: object) -> bool:
+        try:
+            return self._issuer.key.open(text).engine != self._config.kv_transfer.engine_id
+        except InvalidTicket:
+            return False
 
     def _skip_reuse(self, request: RequestId, why: str, reason: str) -> None:
         self._stats.count(f"reuse_skipped_{why}")

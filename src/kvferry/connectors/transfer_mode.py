@@ -78,6 +78,9 @@ class TransferMode(Protocol):
     def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         """Decide how a new decode leg gets its KV."""
 
+    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        """Return the commands that announce a prefill leg; they may be repeated."""
+
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
         """Note a new prefill leg, and return the commands that announce it."""
 
@@ -203,6 +206,9 @@ class PullMode:
                 "first"
             )
         return LoadByTicket(role.ticket)
+
+    def announce_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
+        return []
 
     def add_prefill_leg(self, request: Request, role: PrefillForPeer) -> list[WorkerCommand]:
         return []

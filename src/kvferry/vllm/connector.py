@@ -332,6 +332,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._accept(request)
         else:
             self._unread[str(request.request_id)] = request
+            self._inner.expect_request(self._view(request))
         # vLLM's request keeps its own reference to the parameters.
         strip_transfer_params(request)
 
@@ -429,7 +430,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end_request(self, request: Any) -> None:
         self._needs.end(request.request_id)
-        self._unread.pop(str(request.request_id), None)
+        if self._unread.pop(str(request.request_id), None) is not None:
+            # The inner connector has to read the ticket in order to tell the peer that the request
+            # has ended.
+            self._accept(request)
         self._loads.end_request(str(request.request_id))
 
     def request_finished(
@@ -544,17 +548,9 @@ class KVFerryPushConnector(KVFerryConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def _end_request(self, request: Any) -> None:
+        super()._end_request(request)
         self._prefills.end(str(request.request_id))
-        return super().request_finished(request, block_ids)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._prefills.end(str(request.request_id))
-        return super().request_finished_all_groups(request, block_ids)
 
     def _tables(self, request_id: str) -> tuple[list[int], ...]:
         return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))

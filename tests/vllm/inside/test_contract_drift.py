@@ -51,6 +51,7 @@ DEFAULT_IS_RIGHT = {
 }
 
 KVFERRY_ONLY = {
+    "expect_request",
     "is_load_optional",
     "prefer_cross_layer_blocks",
     "register_cross_layers_kv_cache",

@@ -292,7 +292,67 @@ def test_a_request_that_is_aborted_before_the_weights_are_sampled_leaves_nothing
     settle(p, d)
 
 
+@pytest.mark.parametrize("is_push", [False, True])
+def test_p_keeps_no_blocks_for_a_request_that_is_aborted_before_the_weights_are_sampled(
+    start_engine: StartEngine, is_push: bool
+) -> None:
+    kv = {"kv_connector_extra_config": {"kv_lease_duration": 600}, **(PUSH if is_push else {})}
+    p, d = start_pair(start_engine, "fail", **kv)
+    if is_push:
+        legs = Legs(p, d)
+        ticket = legs.ticket()
+        assert d.reset()
+        legs.ask_p("a", prompt(100), ticket)
+        legs.ask_d("b", prompt(100), ticket)
+        legs.computed("a")
+    else:
+        assert d.reset()
+        d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    d.abort("b")
+    settle(p, d)
+
+
+def test_a_request_that_waits_for_the_weights_of_d_keeps_its_lease(
+    start_engine: StartEngine,
+) -> None:
+    """P's lease would run out while D's weights are replaced, as the lease of another request
+    does.
+    """
+    p, d = start_pair(start_engine, "fail", kv_connector_extra_config={"kv_lease_duration": 2})
+    d.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert d.reset()
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    p.prefill("without a reader", prompt(80))
+    run_until(lambda: p.transfer_worker.leases == 2, p, d)
+    run_until(lambda: p.transfer_worker.leases < 2, p, d)
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens == 100
+    settle(p, d)
+
+
 # -- push --
+
+
+def test_a_push_waits_for_a_p_whose_weights_are_being_replaced(start_engine: StartEngine) -> None:
+    """P has the prefill leg, and computes it when its weights are complete. The control is a leg
+    that never comes to P.
+    """
+    legs = Legs(
+        *start_pair(start_engine, "fail", kv_connector_extra_config={"leg_wait": 1}, **PUSH)
+    )
+    p, d, ticket = legs.p, legs.d, legs.ticket()
+    p.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert p.reset()
+    legs.ask_p("a", prompt(100), ticket)
+    legs.ask_d("b", prompt(100), ticket)
+    legs.registered()
+    legs.ask_d("never", prompt(80), legs.ticket())
+    assert finish(d, "never", p) == []
+    p.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens >= 100
+    settle(p, d)
 
 
 @pytest.mark.parametrize("is_reset", ["p", "d"])
