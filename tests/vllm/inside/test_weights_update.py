@@ -102,10 +102,12 @@ def test_a_load_that_ends_before_the_worker_learns_of_the_reset_is_not_used(
     start_engine: StartEngine, policy: str
 ) -> None:
     p, d = start_pair(start_engine, policy)
-    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    params = p.prefill("a", prompt(100))
+    run_until(lambda: p.transfer_worker.leases == 1, p)
+    d.add("b", prompt(100), params)
     wait_for_load(d, "b")
     # D's transfer worker ends the load, but no step of D takes its report.
-    run_until(lambda: d.transfer_worker.transfers == 0, p)
+    run_until(lambda: p.transfer_worker.leases == d.transfer_worker.transfers == 0, p)
     d.load_weights(NEW)
     assert not d.reset()
     assert finish(d, "b", p) == greedy(prompt(100), 4, NEW)
