@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,9 @@ class WeightsSample:
     """How often the engine's caches had been reset when the scheduler asked for the sample."""
     checksums: Mapping[str, tuple[int, ...]]
     """The checksums of each tensor, one per rank; empty if some weights cannot be read."""
+    places: tuple[str, ...]
+    """For each rank, a digest that also depends on the place of each element in the rank's memory.
+    """
     has_changed: bool
     """Whether a rank has other weights than at its start."""
 
@@ -45,6 +48,7 @@ class WeightsSample:
         return WeightsSample(
             self.num_resets,
             {name: self.checksums.get(name, ()) + other.checksums.get(name, ()) for name in names},
+            self.places + other.places,
             self.has_changed or other.has_changed,
         )
 
@@ -61,7 +65,11 @@ class WeightsSample:
             name: parts[0] if len(set(parts)) == 1 else sum(parts) % _MODULUS
             for name, parts in sorted(self.checksums.items())
         }
-        return hashlib.blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
+        return _digest(whole)
+
+
+def _digest(value: Mapping[str, int] | Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def _unique(kind: str) -> str:
@@ -84,6 +92,8 @@ class WeightsVersion:
     is_known: bool = True
     """False from a reset until the workers have sampled the weights."""
     _last_sampled: str = ""
+    _places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The places of the elements when the workers first had the weights of each version."""
     _is_cache_empty: bool = True
     """Whether the last reset has emptied the engine's prefix cache."""
     _is_cache_mixed: bool = False
@@ -113,6 +123,10 @@ class WeightsVersion:
         if self.is_known or sample.num_resets != self.num_resets:
             return False
         sampled = sample.version()
+        if sampled and self._places.setdefault(sampled, sample.places) != sample.places:
+            # Tensors have the elements of earlier weights in other places. The digest of the places
+            # is no part of every version: engines of other parallel sizes have another one.
+            sampled += f" {_digest(sample.places)}"
         if self._is_cache_empty:
             self._is_cache_mixed = False
         elif sampled != self._last_sampled:
@@ -146,7 +160,7 @@ class LoadedWeights:
     """The weights of one rank. Built after the model is loaded."""
 
     _models: list[torch.nn.Module] = field(default_factory=list)
-    _first: Mapping[str, int] = field(default_factory=dict)
+    _first: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The checksums at the start; empty if some weights cannot be read."""
 
     @classmethod
@@ -167,11 +181,12 @@ class LoadedWeights:
         checksums = self._checksums()
         return WeightsSample(
             num_resets,
-            {name: (checksum,) for name, checksum in checksums.items()},
+            {name: (total,) for name, (total, _) in checksums.items()},
+            (_digest({name: placed for name, (_, placed) in checksums.items()}),),
             checksums != self._first,
         )
 
-    def _checksums(self) -> dict[str, int]:
+    def _checksums(self) -> dict[str, tuple[int, int]]:
         try:
             with torch.inference_mode():
                 return {
@@ -223,13 +238,24 @@ def _probe_packed_weight(
     return outputs
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """A sum over all elements, so that the checksums of a tensor's shards add up to that of the
-    tensor. Zeros, with which a rank may pad its shard, add nothing.
+def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over all elements. In the first one, an element's place does not count, so that the
+    sums of a tensor's shards add up to that of the tensor; zeros, with which a rank may pad its
+    shard, add nothing. In the second one, each place has a factor.
     """
-    total = 0
+    num_factors = min(tensor.numel(), _CHUNK_ELEMENTS)
+    factors = _mix(torch.arange(1, num_factors + 1, device=tensor.device))
+    total = placed = 0
     for chunk in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
-        mixed = chunk.view(_BITS[chunk.element_size()]).to(torch.int64) * _MIXERS[0]
-        mixed ^= mixed >> 29
-        total += int((mixed * _MIXERS[1]).sum())
-    return total % _MODULUS
+        mixed = _mix(chunk.view(_BITS[chunk.element_size()]).to(torch.int64))
+        total += int(mixed.sum())
+        mixed *= factors[: len(mixed)]
+        placed = (placed * _MIXERS[0] + int(mixed.sum())) % _MODULUS
+    return total % _MODULUS, placed
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    mixed = bits * _MIXERS[0]
+    mixed ^= mixed >> 29
+    mixed *= _MIXERS[1]
+    return mixed

@@ -5,6 +5,7 @@ The made-up forward compares every slot with the number that the engine's weight
 other weights shows as a wrong slot and as wrong tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -227,6 +228,32 @@ def test_the_number_of_resets_does_not_matter(pair: tuple[Engine, Engine]) -> No
     settle(p, d)
 
 
+@pytest.mark.parametrize("is_of_start", [True, False])
+def test_weights_with_the_same_elements_in_other_places_are_other_weights(
+    start_engine: StartEngine, is_of_start: bool
+) -> None:
+    p, d = start_pair(start_engine, "recompute")
+    if not is_of_start:
+        update(p)
+        update(d)
+        d.add("first", prompt(80), p.prefill("updated", prompt(80)))
+        assert finish(d, "first", p) == greedy(prompt(80), 4, NEW)
+        run_until(lambda: not p.remains(), p, d)
+    loaded = d.loaded_tokens
+    p.reorder_weights(2 * NEW)
+    reset_until_done(p)
+    d.add("between", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "between", p) == greedy(prompt(100), 4, OLD if is_of_start else NEW)
+    assert d.loaded_tokens == loaded
+    run_until(lambda: not p.remains(), p, d)
+    d.reorder_weights(2 * NEW)
+    reset_until_done(d, p)
+    d.add("after", prompt(90), p.prefill("b", prompt(90)))
+    assert finish(d, "after", p) == greedy(prompt(90), 4, 2 * NEW)
+    assert d.loaded_tokens == loaded + 90
+    settle(p, d)
+
+
 def test_a_reset_without_new_weights_ends_no_exchange(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
     assert p.reset()
@@ -430,3 +457,28 @@ def test_engines_of_different_parallel_sizes_agree() -> None:
     changed[5, 5] += 1
     changed[7, 5] -= 1
     assert whole != sample(changed).version()
+
+
+@pytest.mark.parametrize(
+    "reorder",
+    [
+        lambda matrix: matrix.flip(0),
+        lambda matrix: matrix.T,
+        # The checksum reads the two halves one after the other.
+        lambda matrix: matrix.roll(2048, 0),
+    ],
+    ids=["rows reversed", "transposed", "halves swapped"],
+)
+def test_weights_whose_elements_have_moved_have_changed(
+    reorder: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    numbers = torch.arange(1 << 23, dtype=torch.int32)
+    model = torch.nn.Module()
+    model.vector = torch.nn.Parameter(numbers.clone(), requires_grad=False)
+    LAYERWISE_INFO.clear()
+    get_layerwise_info(model)
+    weights = LoadedWeights.find()
+    model.vector.data.copy_(reorder(numbers.view(4096, 2048)).reshape(-1))
+    assert weights.sample(1).version() != ""
+    model.vector.data.copy_(numbers)
+    assert weights.sample(1).version() == ""
