@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
 DISTRIBUTIONS = (
     *(
         "aiohappyeyeballs",
@@ -117,32 +119,53 @@ def main() -> int:
             )
         shutil.rmtree(options.folder)
     with tempfile.TemporaryDirectory() as wheels:
-        _download(Path(wheels), options.python, options.machine)
+        download(
+            Path(wheels),
+            with_versions(DISTRIBUTIONS, read_versions(CONSTRAINTS)),
+            options.python,
+            options.machine,
+        )
         for wheel in sorted(Path(wheels).iterdir()):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(options.folder)
-    _drop_unused(options.folder)
-    _drop_libraries(options.folder)
+    drop_unused(options.folder)
+    drop_libraries(options.folder)
     if options.strip:
         for library in options.folder.rglob("*.so*"):
             subprocess.run([options.strip, "--strip-unneeded", library], check=True)
-    words = {"@VERSION@": options.python, "@CORE@": NIXL_CORE, "@LIBRARIES@": NIXL_LIBRARIES}
-    (options.folder / "env.sh").write_text(
-        re.sub("@[A-Z]+@", lambda found: words[found[0]], ENVIRONMENT)
-    )
+    (options.folder / "env.sh").write_text(environment(options.python))
     size = sum(file.stat().st_size for file in options.folder.rglob("*") if file.is_file())
     print(f"{options.folder}: {size / 2**20:.0f} MiB")
     return 0
 
 
-def _download(folder: Path, version: str, machine: str) -> None:
-    known = dict(
-        line.split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
-    versions = {re.sub("[-_.]+", "-", name).lower(): number for name, number in known.items()}
-    wanted = [f"{name}=={versions[name]}" if name in versions else name for name in DISTRIBUTIONS]
+def environment(version: str) -> str:
+    """Return the text of env.sh for this version of Python."""
+    words = {"@VERSION@": version, "@CORE@": NIXL_CORE, "@LIBRARIES@": NIXL_LIBRARIES}
+    return re.sub("@[A-Z]+@", lambda found: words[found[0]], ENVIRONMENT)
+
+
+def read_versions(file: Path) -> dict[str, str]:
+    """Return name and version of each line `name==version`; other lines are ignored."""
+    pairs = (line.split("==") for line in file.read_text().splitlines() if "==" in line)
+    return {
+        normalized(pair[0]): pair[1].strip()
+        for pair in pairs
+        if len(pair) == 2 and not pair[0].startswith("#")
+    }
+
+
+def with_versions(names: Iterable[str], versions: Mapping[str, str]) -> list[str]:
+    return [f"{name}=={versions[name]}" if name in versions else name for name in names]
+
+
+def normalized(name: str) -> str:
+    """Return the form of a distribution's name in which two spellings of it are equal."""
+    return re.sub("[-_.]+", "-", name.strip()).lower()
+
+
+def download(folder: Path, wanted: Sequence[str], version: str, machine: str) -> None:
+    """Download the wheels of `wanted`, and of nothing that they depend on."""
     abi = "cp" + version.replace(".", "")
     command = [
         sys.executable,
@@ -167,21 +190,21 @@ def _download(folder: Path, version: str, machine: str) -> None:
         "--abi",
         "none",
     ]
-    for glibc in ("2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5"):
+    for glibc in ("2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5"):
         command += ["--platform", f"manylinux_{glibc}_{machine}"]
     subprocess.run([*command, "--platform", f"manylinux2014_{machine}", *wanted], check=True)
 
 
-def _drop_unused(folder: Path) -> None:
+def drop_unused(folder: Path) -> None:
     for pattern in UNUSED:
         for found in list(folder.glob(pattern)):
             shutil.rmtree(found) if found.is_dir() else found.unlink()
-    for lexer in (folder / "pygments" / "lexers").iterdir():
+    for lexer in (folder / "pygments" / "lexers").glob("*"):
         if lexer.name not in LEXERS:
             lexer.unlink()
 
 
-def _drop_libraries(folder: Path) -> None:
+def drop_libraries(folder: Path) -> None:
     """All of NIXL that UCX on one host does not need, directly or by another library."""
     core, libraries = folder / NIXL_CORE, folder / NIXL_LIBRARIES
     for plugin in (core / "plugins").iterdir():
