@@ -45,6 +45,9 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
 class Fleet(ProcessRegistry):
+    python = PYTHON
+    """The interpreter that has vLLM."""
+
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: the secret of another fleet, so that members of both can transfer KV; empty:
         members find a secret by themselves.
@@ -94,7 +97,7 @@ class Fleet(ProcessRegistry):
             environment=environment or {},
         )
         binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
-        command = [*inside, *server.command(PYTHON), "--host", host]
+        command = [*inside, *server.command(self.python), "--host", host]
         return self._start(
             name,
             command,
