@@ -30,8 +30,13 @@ CONNECTORS = {
     "pull": BY_MODULE_PATH,
     "push": {**BY_MODULE_PATH, "kv_connector": "NixlPushConnector"},
 }
-MEMORY = ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32")
-"""Without profiling, servers can start side by side on one GPU."""
+MEMORY = (
+    *("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32"),
+    *("--gpu-memory-utilization", "0.02"),
+)
+"""So servers can start side by side on one GPU: without profiling, and although not all of its
+memory is free.
+"""
 PRECISE = ("--attention-backend", "TRITON_ATTN")
 """With float32, which is a server's dtype unless flags say otherwise, tokens do not depend on which
 requests share a step.
