@@ -3,6 +3,8 @@
 import json
 
 from kvferry.bench.vllm.client import PromptMaker, ServerTransferTotals
+from kvferry.bench.vllm.gpu_handover import CONTENDERS, AtOnce, GpuSamples, Measured, table
+from kvferry.bench.vllm.gpu_handover import make_rows as make_gpu_rows
 from kvferry.bench.vllm.handover import VllmHandoverSamples, make_rows, rounds
 from kvferry.bench.vllm.servers import OURS, STOCK
 
@@ -52,3 +54,28 @@ def test_no_two_prompts_are_alike_and_a_seed_gives_the_same_ones() -> None:
     assert first == other.make(40)
     assert first != one.make(40)
     assert first != PromptMaker(2).make(40)
+
+
+def test_on_a_gpu_every_length_has_a_row_for_each_connector_and_failures_are_named() -> None:
+    samples = GpuSamples(
+        handover_s=[0.110, 0.120, 0.150],
+        floor_s=[0.100],
+        transfer_s=[0.004],
+        descriptors=[1.0],
+    )
+    measured = {
+        name: Measured({1000: GpuSamples(), 32_000: samples}, AtOnce([0.1, 0.3], 2.5))
+        for name in CONTENDERS
+    }
+    measured["stock"] = Measured({1000: GpuSamples(), 32_000: GpuSamples()}, failure="no answer")
+    result = make_gpu_rows(measured)
+    assert json.loads(json.dumps(result)) == result
+    assert [row["prompt_tokens"] for row in result["rows"]] == [1000] * 4 + [32_000] * 4
+    row = next(row for row in result["rows"] if row["handover_ms_p50"])
+    assert (row["handover_ms_p50"], row["handover_ms_max"]) == (120.0, 150.0)
+    assert (row["floor_ms_p50"], row["over_floor_ms"]) == (100.0, 20.0)
+    assert (row["transfer_ms_p50"], row["descriptors_p50"]) == (4.0, 1.0)
+    assert [row["total_s"] for row in result["at_once"]] == [2.5] * 3
+    shown = table(result)
+    assert all(name in shown for name in CONTENDERS)
+    assert "stock failed: no answer" in shown

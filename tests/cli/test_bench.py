@@ -37,4 +37,4 @@ def test_arguments_become_what_a_benchmark_asks_for() -> None:
         ["--prompt-tokens", "512,128,512", "--samples", "7"]
     )
     assert (arguments.prompt_tokens, arguments.samples, arguments.json) == ([512, 128], 7, False)
-    assert make_parser("vllm-handover").parse([]).prompt_tokens == [128, 512, 1500]
+    assert make_parser("vllm-handover").parse(["--device", "cuda"]).device == "cuda"

@@ -149,11 +149,11 @@ def test_every_command_has_help_with_examples(
         ),
         (
             ["bench", "vllm-handover", "--prompt-tokens", "128,x"],
-            "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas",
+            "kvferry: --prompt-tokens: must be numbers from 2 to 100000 with commas",
         ),
         (
             ["bench", "vllm-handover", "--prompt_tokens=9999"],
-            "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas",
+            "kvferry: --prompt-tokens: 9999 is too long on cpu; at most 2000",
         ),
         (
             ["bench", "vllm-handover", "--vllm-python", sys.executable],

@@ -38,15 +38,17 @@ REMOTE_DECODE_PARAMS = {
 }
 FIRST_TOKEN_ID, END_TOKEN_ID = 10, 500
 """The range of token ids in prompts: ordinary tokens of the tiny model and of any other model."""
-TRANSFER_TIME = "vllm:nixl_xfer_time_seconds"
+TRANSFER_TIME, DESCRIPTORS = "vllm:nixl_xfer_time_seconds", "vllm:nixl_num_descriptors"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTransferTotals:
-    """The transfer count and time that a decode server has reported since its start."""
+    """What a decode server has reported about transfers since its start."""
 
     count: int
     seconds: float
+    descriptors: int = 0
+    """Descriptors, or copies where the transport has no descriptors."""
 
     def mean_since(self, before: "ServerTransferTotals") -> float | None:
         """Return the mean seconds per transfer since `before`; None if there was no transfer."""
@@ -109,7 +111,9 @@ def read_transfers(address: Address) -> ServerTransferTotals | None:
         if not _is_bucket(sample.name)
     }
     count, seconds = found.get(f"{TRANSFER_TIME}_count"), found.get(f"{TRANSFER_TIME}_sum")
-    return None if count is None or seconds is None else ServerTransferTotals(int(count), seconds)
+    if count is None or seconds is None:
+        return None
+    return ServerTransferTotals(int(count), seconds, int(found.get(f"{DESCRIPTORS}_sum", 0)))
 
 
 class VllmConnection:

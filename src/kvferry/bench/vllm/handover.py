@@ -3,7 +3,7 @@
 Our connector and vLLM's own are measured in one run. Both pairs of servers are alive all the time,
 but one pair is always paused (SIGSTOP) while the other pair has its round. Each round sends a few
 prompts of every length, after warm-up requests that are not counted. docs/benchmarks.md gives the
-reasons.
+reasons. With `--device cuda` the servers run on a GPU: see `gpu_handover`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm.client import PromptMaker, prefill, read_transfers, time_to_first_token_s
+from kvferry.bench.vllm.gpu_handover import measure_on_gpu, table
 from kvferry.bench.vllm.servers import (
     OURS,
     STOCK,
@@ -31,6 +32,7 @@ from kvferry.bench.vllm.servers import (
 )
 from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import stop_signals
+from kvferry.errors import ConfigError
 
 __all__ = [
     "DESCRIPTION",
@@ -52,7 +54,8 @@ DESCRIPTION = (
 EXAMPLES = """\
   kvferry bench vllm-handover
   kvferry bench vllm-handover --json --samples 40 --prompt-tokens 512
-  kvferry bench vllm-handover --vllm-python ~/vllm/bin/python"""
+  kvferry bench vllm-handover --vllm-python ~/vllm/bin/python
+  kvferry bench vllm-handover --device cuda"""
 
 SAMPLES_PER_ROUND = 5
 SETTLE_S = 1.0
@@ -63,7 +66,9 @@ connections.
 """
 WARM_UPS = 2
 WARM_UP_TOKENS = 128
-MAX_PROMPT_TOKENS = 2000
+MAX_PROMPT_TOKENS = {"cpu": 2000, "cuda": 100_000}
+DEFAULT_PROMPT_TOKENS = {"cpu": (128, 512, 1500), "cuda": (1000, 4000, 16_000, 32_000)}
+DEFAULT_SAMPLES = {"cpu": 20, "cuda": 6}
 SEED = 1
 
 
@@ -84,25 +89,43 @@ class VllmHandoverSamples:
 def add_arguments(parser: Parser) -> None:
     add_vllm_arguments(parser)
     parser.add_argument(
+        "--device",
+        choices=tuple(DEFAULT_SAMPLES),
+        default="cpu",
+        help="where the servers run; cuda: eight servers on one GPU, and vLLM's own connector as "
+        "shipped and tuned (default: %(default)s)",
+    )
+    parser.add_argument(
         "--samples",
         type=parse_count,
-        default=20,
         metavar="N",
-        help="samples of each length and connector (default: %(default)s)",
+        help="samples of each length and connector (default: 20; on a GPU 6)",
     )
     parser.add_argument(
         "--prompt-tokens",
         type=parse_lengths,
-        default="128,512,1500",
         metavar="N,N…",
-        help="prompt lengths (default: %(default)s)",
+        help="prompt lengths (default: 128,512,1500; on a GPU 1000,4000,16000,32000)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    device: str = arguments.device
+    lengths = arguments.prompt_tokens or DEFAULT_PROMPT_TOKENS[device]
+    num_samples = arguments.samples or DEFAULT_SAMPLES[device]
+    if max(lengths) > MAX_PROMPT_TOKENS[device]:
+        raise ConfigError(
+            f"--prompt-tokens: {max(lengths)} is too long on {device}; at most "
+            f"{MAX_PROMPT_TOKENS[device]}"
+        )
     python = vllm_python(arguments.vllm_python)
+    if device == "cuda":
+        with stop_signals():
+            result = measure_on_gpu(python, arguments.model, lengths, num_samples)
+        print(json.dumps(result) if arguments.json else table(result))
+        return 0
     samples = {
-        connector: {length: VllmHandoverSamples() for length in arguments.prompt_tokens}
+        connector: {length: VllmHandoverSamples() for length in lengths}
         for connector in (OURS, STOCK)
     }
     with stop_signals(), model_directory(arguments.model) as model, ExitStack() as stack:
@@ -113,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             pairs[connector].servers.pause()
         prompts = PromptMaker(SEED)
-        for number, count in enumerate(rounds(arguments.samples), start=1):
+        for number, count in enumerate(rounds(num_samples), start=1):
             for connector, pair in pairs.items():
                 print_progress(f"round {number}: {count} of each length with {connector}")
                 pair.servers.resume()
@@ -124,9 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
                 shown = [f"{length} tokens {_ms(of.handover_s)} ms" for length, of in medians]
                 print_progress(f"  so far: {', '.join(shown)}")
     rows = make_rows(samples)
-    print(
-        json.dumps({"rows": rows, "samples": arguments.samples}) if arguments.json else _table(rows)
-    )
+    print(json.dumps({"rows": rows, "samples": num_samples}) if arguments.json else _table(rows))
     return 0
 
 
@@ -173,12 +194,10 @@ def make_rows(samples: Mapping[str, Mapping[int, VllmHandoverSamples]]) -> list[
 def parse_lengths(text: str) -> list[int]:
     """For argparse: parse lengths like `128,512`; drop duplicates, keep the order."""
     parts = text.split(",")
-    if not all(
-        re.fullmatch(r"[0-9]{1,4}", part) and 2 <= int(part) <= MAX_PROMPT_TOKENS for part in parts
-    ):
+    longest = max(MAX_PROMPT_TOKENS.values())
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) and 2 <= int(part) <= longest for part in parts):
         raise argparse.ArgumentTypeError(
-            f"must be numbers from 2 to {MAX_PROMPT_TOKENS} with commas between them, got "
-            f"{text[:80]!a}"
+            f"must be numbers from 2 to {longest} with commas between them, got {text[:80]!a}"
         )
     return list(dict.fromkeys(map(int, parts)))
 

@@ -43,12 +43,14 @@ __all__ = [
     "check_vllm",
     "default_python",
     "free_ports",
+    "launch_servers",
     "model_directory",
     "parse_count",
     "print_progress",
     "start_pair",
     "start_servers",
     "vllm_python",
+    "wait_healthy",
 ]
 
 
@@ -154,7 +156,15 @@ class RunningServers:
 
 @contextmanager
 def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
-    """Start servers in parallel; yield when all are healthy, and stop all after the block.
+    """Start servers in parallel; yield when all are healthy, and stop all after the block."""
+    with launch_servers(servers, python) as running:
+        wait_healthy(running)
+        yield running
+
+
+@contextmanager
+def launch_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
+    """Start servers in parallel and stop all after the block; `wait_healthy` waits for them.
 
     The servers share one secret, so that one server may transfer KV to another.
     """
@@ -171,7 +181,6 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
         try:
             for process in processes:
                 process.start(group.id)
-            _wait_healthy(running)
             yield running
         finally:
             # A paused process cannot exit.
@@ -224,7 +233,8 @@ def free_ports(count: int) -> list[int]:
     )
 
 
-def _wait_healthy(running: RunningServers) -> None:
+def wait_healthy(running: RunningServers) -> None:
+    """Return when all servers answer; raise KVFerryError if one has ended or is too slow."""
     deadline = time.monotonic() + START_S
     waiting = list(zip(running.processes, running.addresses, strict=True))
     while waiting:

@@ -1,0 +1,357 @@
+"""`kvferry bench vllm-handover --device cuda` measures the handover in real vLLM on one GPU.
+
+kvferry over each transport, vLLM's own connector as shipped, and vLLM's own with the one UCX
+setting that matters on a single node have a P and a D each. All are alive all the time, and all but
+one pair are paused (SIGSTOP). The pairs take turns in short rounds; then each pair serves many
+requests, several at a time. docs/benchmarks.md gives the reasons.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvferry.bench.figures import quantile, rounded
+from kvferry.bench.vllm.client import PromptMaker, prefill, read_transfers, time_to_first_token_s
+from kvferry.bench.vllm.servers import (
+    ROLES,
+    ServerPair,
+    VllmServer,
+    free_ports,
+    launch_servers,
+    print_progress,
+    wait_healthy,
+)
+from kvferry.errors import KVFerryError, TransportError
+
+__all__ = ["CONTENDERS", "GpuSamples", "make_rows", "measure_on_gpu", "table"]
+
+_OURS = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "kvferry.vllm",
+    "kv_role": "kv_both",
+}
+_STOCK = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """The configuration of one connector; its servers differ from the others in nothing else."""
+
+    transfer: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CONTENDERS = {
+    "kvferry cuda_ipc": Contender(
+        {**_OURS, "kv_connector_extra_config": {"transports": ["cuda_ipc"]}}
+    ),
+    "kvferry nixl": Contender({**_OURS, "kv_connector_extra_config": {"transports": ["nixl"]}}),
+    "stock": Contender(_STOCK),
+    # By default UCX emulates a read of another process's GPU memory through the host.
+    "stock tuned": Contender(_STOCK, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}),
+}
+SAMPLES_PER_ROUND = 2
+SETTLE_S = 1.0
+WARM_UPS, WARM_UP_TOKENS = 2, 128
+NUM_AT_ONCE, AT_ONCE_REQUESTS, AT_ONCE_TOKENS = 8, 32, 4000
+SEED = 1
+KV_BYTES = 8 << 30
+MARGIN_TOKENS = 64
+FLAGS = (
+    *("--dtype", "bfloat16", "--block-size", "16", "--attention-backend", "FLASH_ATTN"),
+    *("--load-format", "dummy", "--kv-cache-memory-bytes", str(KV_BYTES)),
+    *("--gpu-memory-utilization", "0.1", "--max-num-batched-tokens", "8192"),
+)
+"""The size of the cache is given, so vLLM does not need most of the GPU to be free."""
+VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+@dataclass(slots=True)
+class GpuSamples:
+    """The measurements of one contender and one prompt length."""
+
+    handover_s: list[float] = field(default_factory=list)
+    """The time from P's answer to D's first token."""
+    floor_s: list[float] = field(default_factory=list)
+    """The time to D's first token for a prompt that is completely in D's own cache."""
+    transfer_s: list[float] = field(default_factory=list)
+    """The time to move the bytes alone, as D measures."""
+    descriptors: list[float] = field(default_factory=list)
+    """The number of descriptors or copies of a transfer, as D counts."""
+
+
+@dataclass(slots=True)
+class AtOnce:
+    """Many requests, several at a time."""
+
+    handover_s: list[float]
+    total_s: float
+
+
+@dataclass(slots=True)
+class Measured:
+    """All measurements of one contender, and the error that ended them early, if any."""
+
+    samples: dict[int, GpuSamples]
+    at_once: AtOnce | None = None
+    failure: str | None = None
+
+
+def measure_on_gpu(
+    python: Path, model: Path | None, lengths: Sequence[int], num_samples: int
+) -> dict[str, Any]:
+    """Run the benchmark and return its result for `table` or as JSON.
+
+    A contender whose request fails is not asked again; the result names the error.
+    """
+    measured = {name: Measured({length: GpuSamples() for length in lengths}) for name in CONTENDERS}
+    prompts = PromptMaker(SEED)
+    longest = max(*lengths, AT_ONCE_TOKENS)
+    with _model(model) as folder, _start_all(python, folder, longest) as pairs:
+        for number, count in enumerate(_rounds(num_samples), start=1):
+            for name, pair in _without_failure(pairs, measured):
+                print_progress(f"round {number}: {count} of each length with {name}")
+                with _resumed(pair, measured[name]):
+                    _measure_round(pair, prompts, count, measured[name], is_first=number == 1)
+                shown = [
+                    f"{length} tokens {_ms(of.handover_s)} ms"
+                    for length, of in measured[name].samples.items()
+                ]
+                print_progress(f"  so far: {', '.join(shown)}")
+        for name, pair in _without_failure(pairs, measured):
+            print_progress(
+                f"{AT_ONCE_REQUESTS} prompts of {AT_ONCE_TOKENS} tokens, {NUM_AT_ONCE} at a time, "
+                f"with {name}"
+            )
+            with _resumed(pair, measured[name]):
+                measured[name].at_once = _measure_at_once(pair, prompts)
+    return make_rows(measured) | {"samples": num_samples}
+
+
+def make_rows(measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Return a row per length and contender, and one per contender for requests at once."""
+    rows = [
+        {
+            "prompt_tokens": length,
+            "connector": name,
+            "handover_ms_p50": _ms(samples.handover_s),
+            "handover_ms_max": _ms(samples.handover_s, 1.0),
+            "floor_ms_p50": _ms(samples.floor_s),
+            "over_floor_ms": _difference(_ms(samples.handover_s), _ms(samples.floor_s)),
+            "transfer_ms_p50": _ms(samples.transfer_s),
+            "descriptors_p50": rounded(quantile(samples.descriptors, 0.5), 0),
+            "num_samples": len(samples.handover_s),
+        }
+        for length in next(iter(measured.values())).samples
+        for name, samples in ((name, of.samples[length]) for name, of in measured.items())
+    ]
+    at_once = [
+        {
+            "connector": name,
+            "num_requests": len(of.at_once.handover_s),
+            "num_at_once": NUM_AT_ONCE,
+            "prompt_tokens": AT_ONCE_TOKENS,
+            "total_s": rounded(of.at_once.total_s, 2),
+            "handover_ms_p50": _ms(of.at_once.handover_s),
+            "handover_ms_max": _ms(of.at_once.handover_s, 1.0),
+        }
+        for name, of in measured.items()
+        if of.at_once is not None
+    ]
+    return {
+        "rows": rows,
+        "at_once": at_once,
+        "failures": {name: of.failure for name, of in measured.items() if of.failure},
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return the result for a terminal."""
+    lines = _columns(
+        result["rows"],
+        {
+            "prompt": "prompt_tokens",
+            "connector": "connector",
+            "p50": "handover_ms_p50",
+            "worst": "handover_ms_max",
+            "floor": "floor_ms_p50",
+            "over floor": "over_floor_ms",
+            "transfer": "transfer_ms_p50",
+            "descriptors": "descriptors_p50",
+        },
+    )
+    lines += ["", "milliseconds from P's answer to D's first token; floor: D's time for a prompt"]
+    lines += ["wholly in its own cache", ""]
+    lines += _columns(
+        result["at_once"],
+        {
+            "prompt": "prompt_tokens",
+            "connector": "connector",
+            "requests": "num_requests",
+            "at a time": "num_at_once",
+            "total s": "total_s",
+            "p50": "handover_ms_p50",
+            "worst": "handover_ms_max",
+        },
+    )
+    lines += [f"{name} failed: {reason}" for name, reason in result["failures"].items()]
+    return "\n".join(lines)
+
+
+# -- servers --
+
+
+@contextmanager
+def _start_all(python: Path, model: Path, longest: int) -> Iterator[dict[str, ServerPair]]:
+    """Start all servers at the same time; yield when all are healthy and paused."""
+    print_progress(f"starting {2 * len(CONTENDERS)} vLLM servers on the GPU (a minute or two)")
+    flags = (*FLAGS, "--max-model-len", str(longest + MARGIN_TOKENS))
+    ports = iter(free_ports(4 * len(CONTENDERS)))
+    with ExitStack() as stack:
+        pairs = {}
+        for name, contender in CONTENDERS.items():
+            servers = [
+                VllmServer(
+                    name=f"{name}, {role}",
+                    model=model,
+                    port=next(ports),
+                    side_channel_port=next(ports),
+                    transfer=contender.transfer,
+                    flags=flags,
+                    environment={**VARIABLES, **contender.environment},
+                )
+                for role in ROLES
+            ]
+            pairs[name] = ServerPair(stack.enter_context(launch_servers(servers, python)))
+        for pair in pairs.values():
+            wait_healthy(pair.servers)
+        for pair in pairs.values():
+            pair.servers.pause()
+        yield pairs
+
+
+@contextmanager
+def _model(given: Path | None) -> Iterator[Path]:
+    """Yield the operator's model, or one with the KV of Llama-8B; weights are random.
+
+    The feed-forward part is narrow, so that the weights of eight servers fit on one GPU. A handover
+    and its floor compute one step each, and neither depends on that width.
+    """
+    if given is not None:
+        yield given
+        return
+    # Imported here because the modules import torch, which takes a second.
+    from kvferry.engine.make_model.weights import FAMILIES, SIZES, make_config
+    from kvferry.engine.make_model.writer import make_model
+
+    size = replace(
+        SIZES["tiny"],
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=1024,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=1 << 17,
+    )
+    with TemporaryDirectory(prefix="kvferry-bench-") as directory:
+        folder = Path(directory) / "model"
+        make_model(folder, family="llama")
+        (folder / "config.json").write_text(json.dumps(make_config(FAMILIES["llama"], size)))
+        (folder / "model.safetensors").unlink()
+        yield folder
+
+
+def _without_failure(
+    pairs: Mapping[str, ServerPair], measured: Mapping[str, Measured]
+) -> list[tuple[str, ServerPair]]:
+    return [(name, pair) for name, pair in pairs.items() if measured[name].failure is None]
+
+
+@contextmanager
+def _resumed(pair: ServerPair, measured: Measured) -> Iterator[None]:
+    """Let the pair run while the block measures it; a failure ends the block and is recorded."""
+    pair.servers.resume()
+    time.sleep(SETTLE_S)
+    try:
+        yield
+    except KVFerryError as error:
+        measured.failure = str(error)
+        print_progress(f"  failed: {error}")
+    finally:
+        pair.servers.pause()
+
+
+# -- measuring --
+
+
+def _rounds(samples: int) -> list[int]:
+    whole, rest = divmod(samples, SAMPLES_PER_ROUND)
+    return [SAMPLES_PER_ROUND] * whole + ([rest] if rest else [])
+
+
+def _measure_round(
+    pair: ServerPair, prompts: PromptMaker, count: int, into: Measured, *, is_first: bool
+) -> None:
+    # In the first round, each length is sent once without counting: kernels are compiled for it.
+    lengths = [WARM_UP_TOKENS] * WARM_UPS + (list(into.samples) if is_first else [])
+    for length in lengths:
+        _measure(pair, prompts.make(length), GpuSamples())
+    for length, samples in into.samples.items():
+        for _ in range(count):
+            _measure(pair, prompts.make(length), samples)
+
+
+def _measure(pair: ServerPair, prompt: Sequence[int], into: GpuSamples) -> None:
+    """Send a prompt through P and D, then again to D alone."""
+    before = read_transfers(pair.decode)
+    into.handover_s.append(_hand_over(pair, prompt))
+    into.floor_s.append(time_to_first_token_s(pair.decode, prompt))
+    # vLLM reports a transfer with the next step, so its figures are available by now.
+    after = read_transfers(pair.decode)
+    if before is None or after is None or after.count == before.count:
+        raise TransportError(f"{pair.decode} reports no transfer: it computed the prompt itself")
+    into.transfer_s.append(after.seconds - before.seconds)
+    into.descriptors.append(after.descriptors - before.descriptors)
+
+
+def _measure_at_once(pair: ServerPair, prompts: PromptMaker) -> AtOnce:
+    for _ in range(WARM_UPS):
+        _hand_over(pair, prompts.make(WARM_UP_TOKENS))
+    chosen = [prompts.make(AT_ONCE_TOKENS) for _ in range(AT_ONCE_REQUESTS)]
+    since = time.perf_counter()
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        handover_s = list(pool.map(lambda prompt: _hand_over(pair, prompt), chosen))
+    return AtOnce(handover_s, time.perf_counter() - since)
+
+
+def _hand_over(pair: ServerPair, prompt: Sequence[int]) -> float:
+    """Return the seconds from P's answer to D's first token."""
+    params = prefill(pair.prefill, prompt)
+    return time_to_first_token_s(pair.decode, prompt, params)
+
+
+# -- showing --
+
+
+def _ms(values: Sequence[float], share: float = 0.5) -> float | None:
+    found = quantile(values, share)
+    return None if found is None else rounded(found * 1000)
+
+
+def _difference(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else rounded(one - other)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    def line(values: Sequence[object]) -> str:
+        return "".join(f"{value:>{18 if n == 1 else 12}}" for n, value in enumerate(values))
+
+    cells = [["-" if row[key] is None else row[key] for key in columns.values()] for row in rows]
+    return [line(list(columns)), *map(line, cells)]
