@@ -70,7 +70,7 @@ KINDS = {
     "fp8 cache": Kind((*HALF, "--kv-cache-dtype", "fp8")),
     "latent attention": Kind(("--dtype", "bfloat16", "--attention-backend", "TRITON_MLA"), "mla"),
     "sliding windows": Kind(PRECISE, "window"),
-    "LoRA": Kind((*PRECISE, "--enable-lora", "--max-lora-rank", "8"), model=ADAPTER),
+    "LoRA": Kind((*HALF, "--enable-lora", "--max-lora-rank", "8"), model=ADAPTER),
 }
 
 
