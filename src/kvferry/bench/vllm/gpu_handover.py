@@ -29,7 +29,14 @@ from kvferry.bench.vllm.servers import (
 )
 from kvferry.errors import KVFerryError, TransportError
 
-__all__ = ["CONTENDERS", "GpuSamples", "make_rows", "measure_on_gpu", "table"]
+__all__ = [
+    "CONTENDERS",
+    "GpuSamples",
+    "gpu_model_directory",
+    "make_rows",
+    "measure_on_gpu",
+    "table",
+]
 
 _OURS = {
     "kv_connector": "NixlConnector",
@@ -113,7 +120,7 @@ def measure_on_gpu(
     measured = {name: Measured({length: GpuSamples() for length in lengths}) for name in CONTENDERS}
     prompts = PromptMaker(SEED)
     longest = max(*lengths, AT_ONCE_TOKENS)
-    with _model(model) as folder, _start_all(python, folder, longest) as pairs:
+    with gpu_model_directory(model) as folder, _start_all(python, folder, longest) as pairs:
         for number, count in enumerate(_rounds(num_samples), start=1):
             for name, pair in _without_failure(pairs, measured):
                 print_progress(f"round {number}: {count} of each length with {name}")
@@ -237,7 +244,7 @@ def _start_all(python: Path, model: Path, longest: int) -> Iterator[dict[str, Se
 
 
 @contextmanager
-def _model(given: Path | None) -> Iterator[Path]:
+def gpu_model_directory(given: Path | None = None) -> Iterator[Path]:
     """Yield the operator's model, or one with the KV of Llama-8B; weights are random.
 
     The feed-forward part is narrow, so that the weights of eight servers fit on one GPU. A handover
