@@ -3,8 +3,9 @@
 import json
 
 from kvferry.bench.vllm.client import PromptMaker, ServerTransferTotals
-from kvferry.bench.vllm.gpu_handover import CONTENDERS, AtOnce, GpuSamples, Measured, table
-from kvferry.bench.vllm.gpu_handover import make_rows as make_gpu_rows
+from kvferry.bench.vllm.gpu_handover import CONTENDERS
+from kvferry.bench.vllm.gpu_report import AtOnce, GpuSamples, Measured, draw, table
+from kvferry.bench.vllm.gpu_report import make_rows as make_gpu_rows
 from kvferry.bench.vllm.handover import VllmHandoverSamples, make_rows, rounds
 from kvferry.bench.vllm.servers import OURS, STOCK
 
@@ -68,7 +69,7 @@ def test_on_a_gpu_every_length_has_a_row_for_each_connector_and_failures_are_nam
         for name in CONTENDERS
     }
     measured["stock"] = Measured({1000: GpuSamples(), 32_000: GpuSamples()}, failure="no answer")
-    result = make_gpu_rows(measured)
+    result = make_gpu_rows(measured, num_at_once=8, at_once_tokens=4000)
     assert json.loads(json.dumps(result)) == result
     assert [row["prompt_tokens"] for row in result["rows"]] == [1000] * 4 + [32_000] * 4
     row = next(row for row in result["rows"] if row["handover_ms_p50"])
@@ -79,3 +80,6 @@ def test_on_a_gpu_every_length_has_a_row_for_each_connector_and_failures_are_nam
     shown = table(result)
     assert all(name in shown for name in CONTENDERS)
     assert "stock failed: no answer" in shown
+    plot = draw(result)
+    assert plot.startswith("<svg")
+    assert plot.count("<polyline") == len(CONTENDERS) + 1

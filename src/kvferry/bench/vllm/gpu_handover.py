@@ -16,27 +16,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvferry.bench.figures import quantile, rounded
 from kvferry.bench.vllm.client import PromptMaker, prefill, read_transfers, time_to_first_token_s
+from kvferry.bench.vllm.gpu_report import AtOnce, GpuSamples, Measured, make_rows, milliseconds
 from kvferry.bench.vllm.servers import (
     ROLES,
     ServerPair,
     VllmServer,
     free_ports,
     launch_servers,
+    model_directory,
     print_progress,
     wait_healthy,
 )
 from kvferry.errors import KVFerryError
 
-__all__ = [
-    "CONTENDERS",
-    "GpuSamples",
-    "gpu_model_directory",
-    "make_rows",
-    "measure_on_gpu",
-    "table",
-]
+__all__ = ["CONTENDERS", "gpu_model_directory", "measure_on_gpu"]
 
 _OURS = {
     "kv_connector": "NixlConnector",
@@ -79,41 +73,10 @@ FLAGS = (
 VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-@dataclass(slots=True)
-class GpuSamples:
-    """The measurements of one contender and one prompt length."""
-
-    handover_s: list[float] = field(default_factory=list)
-    """The time from P's answer to D's first token."""
-    floor_s: list[float] = field(default_factory=list)
-    """The time to D's first token for a prompt that is completely in D's own cache."""
-    transfer_s: list[float] = field(default_factory=list)
-    """The time to move the bytes alone, as D measures."""
-    descriptors: list[float] = field(default_factory=list)
-    """The number of descriptors or copies of a transfer, as D counts."""
-
-
-@dataclass(slots=True)
-class AtOnce:
-    """Many requests, several at a time."""
-
-    handover_s: list[float]
-    total_s: float
-
-
-@dataclass(slots=True)
-class Measured:
-    """All measurements of one contender, and the error that ended them early, if any."""
-
-    samples: dict[int, GpuSamples]
-    at_once: AtOnce | None = None
-    failure: str | None = None
-
-
 def measure_on_gpu(
     python: Path, model: Path | None, lengths: Sequence[int], num_samples: int
 ) -> dict[str, Any]:
-    """Run the benchmark and return its result for `table` or as JSON.
+    """Run the benchmark and return its result, for JSON and for `gpu_report`.
 
     A contender whose request fails is not asked again; the result names the error.
     """
@@ -127,7 +90,7 @@ def measure_on_gpu(
                 with _resumed(pair, measured[name]):
                     _measure_round(pair, prompts, count, measured[name], is_first=number == 1)
                 shown = [
-                    f"{length} tokens {_ms(of.handover_s)} ms"
+                    f"{length} tokens {milliseconds(of.handover_s)} ms"
                     for length, of in measured[name].samples.items()
                 ]
                 print_progress(f"  so far: {', '.join(shown)}")
@@ -138,78 +101,7 @@ def measure_on_gpu(
             )
             with _resumed(pair, measured[name]):
                 measured[name].at_once = _measure_at_once(pair, prompts)
-    return make_rows(measured) | {"samples": num_samples}
-
-
-def make_rows(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Return a row per length and contender, and one per contender for requests at once."""
-    rows = [
-        {
-            "prompt_tokens": length,
-            "connector": name,
-            "handover_ms_p50": _ms(samples.handover_s),
-            "handover_ms_max": _ms(samples.handover_s, 1.0),
-            "floor_ms_p50": _ms(samples.floor_s),
-            "over_floor_ms": _difference(_ms(samples.handover_s), _ms(samples.floor_s)),
-            "transfer_ms_p50": _ms(samples.transfer_s),
-            "descriptors_p50": rounded(quantile(samples.descriptors, 0.5), 0),
-            "num_samples": len(samples.handover_s),
-            "num_transfers": len(samples.transfer_s),
-        }
-        for length in next(iter(measured.values())).samples
-        for name, samples in ((name, of.samples[length]) for name, of in measured.items())
-    ]
-    at_once = [
-        {
-            "connector": name,
-            "num_requests": len(of.at_once.handover_s),
-            "num_at_once": NUM_AT_ONCE,
-            "prompt_tokens": AT_ONCE_TOKENS,
-            "total_s": rounded(of.at_once.total_s, 2),
-            "handover_ms_p50": _ms(of.at_once.handover_s),
-            "handover_ms_max": _ms(of.at_once.handover_s, 1.0),
-        }
-        for name, of in measured.items()
-        if of.at_once is not None
-    ]
-    return {
-        "rows": rows,
-        "at_once": at_once,
-        "failures": {name: of.failure for name, of in measured.items() if of.failure},
-    }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Return the result for a terminal."""
-    lines = _columns(
-        result["rows"],
-        {
-            "prompt": "prompt_tokens",
-            "connector": "connector",
-            "p50": "handover_ms_p50",
-            "worst": "handover_ms_max",
-            "floor": "floor_ms_p50",
-            "over floor": "over_floor_ms",
-            "transfer": "transfer_ms_p50",
-            "descriptors": "descriptors_p50",
-        },
-    )
-    lines += ["", "milliseconds from P's answer to D's first token; floor: D's time for a prompt"]
-    lines += ["wholly in its own cache", ""]
-    lines += _columns(
-        result["at_once"],
-        {
-            "prompt": "prompt_tokens",
-            "connector": "connector",
-            "requests": "num_requests",
-            "at a time": "num_at_once",
-            "total s": "total_s",
-            "p50": "handover_ms_p50",
-            "worst": "handover_ms_max",
-        },
-    )
-    lines += [f"{name} failed: {reason}" for name, reason in result["failures"].items()]
-    return "\n".join(lines)
+    return make_rows(measured, NUM_AT_ONCE, AT_ONCE_TOKENS) | {"samples": num_samples}
 
 
 # -- servers --
@@ -252,7 +144,8 @@ def gpu_model_directory(given: Path | None = None) -> Iterator[Path]:
     and its floor compute one step each, and neither depends on that width.
     """
     if given is not None:
-        yield given
+        with model_directory(given) as found:
+            yield found
         return
     # Imported here because the modules import torch, which takes a second.
     from kvferry.engine.make_model.weights import FAMILIES, SIZES, make_config
@@ -342,23 +235,3 @@ def _hand_over(pair: ServerPair, prompt: Sequence[int]) -> float:
     """Return the seconds from P's answer to D's first token."""
     params = prefill(pair.prefill, prompt)
     return time_to_first_token_s(pair.decode, prompt, params)
-
-
-# -- showing --
-
-
-def _ms(values: Sequence[float], share: float = 0.5) -> float | None:
-    found = quantile(values, share)
-    return None if found is None else rounded(found * 1000)
-
-
-def _difference(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else rounded(one - other)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
-    def line(values: Sequence[object]) -> str:
-        return "".join(f"{value:>{18 if n == 1 else 12}}" for n, value in enumerate(values))
-
-    cells = [["-" if row[key] is None else row[key] for key in columns.values()] for row in rows]
-    return [line(list(columns)), *map(line, cells)]

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
+from kvferry.bench.transfer.command import parse_plot
 from kvferry.bench.vllm.client import PromptMaker, prefill, read_transfers, time_to_first_token_s
-from kvferry.bench.vllm.gpu_handover import measure_on_gpu, table
+from kvferry.bench.vllm.gpu_handover import measure_on_gpu
+from kvferry.bench.vllm.gpu_report import draw, table
 from kvferry.bench.vllm.servers import (
     OURS,
     STOCK,
@@ -55,7 +57,7 @@ EXAMPLES = """\
   kvferry bench vllm-handover
   kvferry bench vllm-handover --json --samples 40 --prompt-tokens 512
   kvferry bench vllm-handover --vllm-python ~/vllm/bin/python
-  kvferry bench vllm-handover --device cuda"""
+  kvferry bench vllm-handover --device cuda --json --plot handover.svg"""
 
 SAMPLES_PER_ROUND = 5
 SETTLE_S = 1.0
@@ -107,6 +109,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="N,N…",
         help="prompt lengths (default: 128,512,1500; on a GPU 1000,4000,16000,32000)",
     )
+    parser.add_argument(
+        "--plot",
+        type=parse_plot,
+        metavar="FILE",
+        help="on a GPU: also draw the medians into this SVG file",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     if device == "cuda":
         with stop_signals():
             result = measure_on_gpu(python, arguments.model, lengths, num_samples)
+        if arguments.plot is not None and any(row["num_samples"] for row in result["rows"]):
+            arguments.plot.write_text(draw(result), encoding="utf-8")
         print(json.dumps(result) if arguments.json else table(result))
         return 0
     samples = {
