@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvferry.bench.vllm.servers import VllmServer, check_vllm, default_python, free_ports
+from kvferry.bench.vllm.servers import (
+    VllmServer,
+    check_cuda,
+    check_vllm,
+    default_python,
+    free_ports,
+)
 from kvferry.errors import ConfigError
 
 PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -47,6 +54,12 @@ def test_a_plain_server_knows_nothing_of_transfers() -> None:
 def test_an_interpreter_without_vllm_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="has no vLLM; run `make setup-vllm`"):
         check_vllm(Path(sys.executable))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_machine_without_a_gpu_is_refused_before_a_server_starts() -> None:
+    with pytest.raises(ConfigError, match="finds no GPU; leave the flag out"):
+        check_cuda(Path(sys.executable))
 
 
 def test_a_file_that_cannot_be_run_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kvferry.bench.vllm.servers import (
     PairSettings,
     ServerPair,
     add_vllm_arguments,
+    check_cuda,
     model_directory,
     parse_count,
     print_progress,
@@ -128,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     python = vllm_python(arguments.vllm_python)
     if device == "cuda":
+        check_cuda(python)
         with stop_signals():
             result = measure_on_gpu(python, arguments.model, lengths, num_samples)
         if arguments.plot is not None and any(row["num_samples"] for row in result["rows"]):

@@ -40,6 +40,7 @@ __all__ = [
     "ServerPair",
     "VllmServer",
     "add_vllm_arguments",
+    "check_cuda",
     "check_vllm",
     "default_python",
     "free_ports",
@@ -216,6 +217,19 @@ def check_vllm(python: Path) -> None:
         raise ConfigError(
             f"{python} has no vLLM; run `make setup-vllm`, or name an interpreter that has it "
             "with --vllm-python"
+        )
+
+
+def check_cuda(python: Path) -> None:
+    """Raise ConfigError if torch finds no GPU, before anything slow is started."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, timeout=IMPORT_S, check=False
+    )
+    if done.returncode != 0:
+        raise ConfigError(
+            f"--device cuda: the torch of {python} finds no GPU; leave the flag out, or name an "
+            "interpreter whose torch does with --vllm-python"
         )
 
 
