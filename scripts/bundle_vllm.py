@@ -171,7 +171,6 @@ def write_parts(tree: Path, folder: Path, part_bytes: int) -> None:
     """Write one archive of `tree` as part01/vllm.tar.xz.01 and so on."""
     with tempfile.TemporaryFile() as whole:
         with (
-            # Higher presets take minutes more.
             lzma.open(whole, "w", preset=3) as packed,
             tarfile.open(fileobj=packed, mode="w|") as archive,
         ):

@@ -37,7 +37,7 @@ NUM_REQUESTS = 16
 DEADLINE_S = 60.0
 BRIEF = {"kv_lease_duration": 4}
 A_MOMENT_S = 0.02
-"""Long enough for D to begin, too short for all of its transfers."""
+"""Requests are sent before and after it. How many transfers are under way then is not checked."""
 
 _rng = random.Random(71)
 

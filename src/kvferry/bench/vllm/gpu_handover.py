@@ -141,7 +141,7 @@ def gpu_model_directory(given: Path | None = None) -> Iterator[Path]:
     """Yield the operator's model, or one with the KV of Llama-8B; weights are random.
 
     The feed-forward part is narrow, so that the weights of eight servers fit on one GPU. A handover
-    and its floor compute one step each, and neither depends on that width.
+    and its floor compute one step each, so the width changes both alike.
     """
     if given is not None:
         with model_directory(given) as found:
