@@ -100,6 +100,22 @@ def test_a_member_that_registered_itself_goes_unless_it_renews() -> None:
     assert [member.instance for member in fleet.members()] == [A]
 
 
+def test_a_member_that_renews_late_but_answers_probes_stays_for_a_while() -> None:
+    """Its machine is busy. One that fails probes, or has left, goes at once."""
+    fleet = make_fleet("round_robin", 1)
+    fleet.renew(B, ttl_s=10, now=0.0)
+    fleet.note_probe_passed(B, 1.0)
+    assert (fleet.expire(69.9), fleet.expire(70.0)) == ([], [B])
+    for leave in (
+        lambda: [fleet.note_probe_failed(B, 12.0) for _ in range(2)],
+        lambda: fleet.leave(B),
+    ):
+        fleet.renew(B, ttl_s=10, now=0.0)
+        fleet.note_probe_passed(B, 1.0)
+        leave()
+        assert fleet.expire(20.0) == [B]
+
+
 def test_renewing_does_not_undo_an_operators_word() -> None:
     fleet = make_fleet("round_robin", 1)
     fleet.renew(A, ttl_s=10, now=0.0)
@@ -131,13 +147,13 @@ def test_adding_for_good_ends_a_lease() -> None:
 
 
 def test_the_next_deadline_is_the_first_probe_or_lease_end() -> None:
-    fleet = make_fleet("round_robin", 0, health=HealthOptions(jitter=0))
+    fleet = make_fleet("round_robin", 0, health=HealthOptions(jitter=0, probe_interval_s=100))
     assert fleet.next_deadline() is None
     fleet.renew(A, ttl_s=3, now=0.0)
     fleet.note_probe_passed(A, 0.0)
-    assert fleet.next_deadline() == 3.0
-    fleet.renew(A, ttl_s=30, now=0.0)
-    assert fleet.next_deadline() == 5.0
+    assert fleet.next_deadline() == 63.0
+    fleet.renew(A, ttl_s=300, now=0.0)
+    assert fleet.next_deadline() == 100.0
 
 
 def test_what_is_not_here_is_answered_plainly() -> None:
@@ -291,10 +307,13 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        gone = self.fleet.expire(self.now)
-        assert set(gone) == {
-            instance for instance, known in self.known.items() if known.lease_until <= self.now
+        expected = {
+            instance
+            for instance, known in self.known.items()
+            if known.lease_until <= self.now and get(self.fleet, instance).expires_at <= self.now
         }
+        gone = self.fleet.expire(self.now)
+        assert set(gone) == expected
         for instance in gone:
             del self.known[instance]
 

@@ -150,8 +150,10 @@ _MIXERS = (-7046029254386353131, -4658895280553007687)
 several elements do not cancel in a sum.
 """
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = 1 << 22
-"""Bounds the memory of a checksum: 32 MiB for each intermediate result."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Bounds the memory of a checksum. A small chunk stays in a core's cache, which takes a third of
+the time; a GPU needs larger chunks, because each takes ten kernel launches.
+"""
 _NUM_PROBES = 32
 
 
@@ -243,15 +245,17 @@ def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
     sums of a tensor's shards add up to that of the tensor; zeros, with which a rank may pad its
     shard, add nothing. In the second one, each place has a factor.
     """
-    num_factors = min(tensor.numel(), _CHUNK_ELEMENTS)
+    chunk_elements = _CHUNK_ELEMENTS.get(tensor.device.type, 1 << 22)
+    num_factors = min(tensor.numel(), chunk_elements)
     factors = _mix(torch.arange(1, num_factors + 1, device=tensor.device))
-    total = placed = 0
-    for chunk in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
+    # Both stay on the device until the end: a copy to the host for each chunk would be a wait.
+    total = placed = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in tensor.reshape(-1).split(chunk_elements):
         mixed = _mix(chunk.view(_BITS[chunk.element_size()]).to(torch.int64))
-        total += int(mixed.sum())
+        total = total + mixed.sum()
         mixed *= factors[: len(mixed)]
-        placed = (placed * _MIXERS[0] + int(mixed.sum())) % _MODULUS
-    return total % _MODULUS, placed
+        placed = placed * _MIXERS[0] + mixed.sum()
+    return int(total) % _MODULUS, int(placed) % _MODULUS
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

@@ -126,8 +126,10 @@ class Fleet:
         return member is not None
 
     def expire(self, now: float) -> list[Instance]:
-        """Remove and return the self-registered members that have not renewed in time."""
-        gone = [member.instance for member in self._members.values() if member.lease_until <= now]
+        """Remove and return the self-registered members that have not renewed in time and do not
+        answer probes.
+        """
+        gone = [member.instance for member in self._members.values() if member.expires_at <= now]
         for instance in gone:
             self.remove(instance)
         return gone
@@ -354,7 +356,7 @@ class Fleet:
 
     def next_deadline(self) -> float | None:
         """When to call `take_probes` and `expire` next; None if there is nothing to wait for."""
-        deadlines = [member.lease_until for member in self._members.values()]
+        deadlines = [member.expires_at for member in self._members.values()]
         if self._options.health.probe_interval_s:
             deadlines += [member.probe_at for member in self._members.values()]
         soonest = min(deadlines, default=inf)

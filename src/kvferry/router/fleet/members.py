@@ -12,6 +12,8 @@ from kvferry.router.fleet.instances import Instance, Outcome, Role
 
 __all__ = ["Leg", "LegHistory", "Member", "MemberState", "RoutingHints", "leg_weight"]
 
+_GRACE_S = 60.0
+"""How long a member whose registration has run out stays while it answers probes."""
 _PREFILL_BASE = 1024
 """Fixed cost of a prefill, in bytes of prompt."""
 
@@ -76,7 +78,7 @@ class Member:
     instance: Instance
     breaker: Breaker
     lease_until: float = inf
-    """When a self-registered member is removed unless it renews; infinity for permanent members."""
+    """When the registration of a member runs out; infinity for permanent members."""
     is_draining: bool = False
     has_left: bool = False
     """The member drains at its own request, not an operator's, until it registers again."""
@@ -101,6 +103,18 @@ class Member:
     @property
     def is_static(self) -> bool:
         return self.lease_until == inf
+
+    @property
+    def expires_at(self) -> float:
+        """When the member is removed. On a busy machine renewals come late, so a member that
+        answers the router's probes is given time.
+        """
+        is_alive = (
+            not self.is_draining
+            and self.breaker.options.probe_interval_s > 0
+            and self.breaker.is_reachable
+        )
+        return self.lease_until + (_GRACE_S if is_alive else 0.0)
 
     def state(self, now: float) -> MemberState:
         if self.is_draining:
