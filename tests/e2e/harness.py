@@ -37,6 +37,7 @@ OURS = ForkServer(
         "kvferry.transports.registry",
         "kvferry.engine.api.serve",
         "kvferry.engine.core",
+        "kvferry.connectors.nixl",
         "kvferry.router.server",
     ),
 )

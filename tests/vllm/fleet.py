@@ -33,6 +33,9 @@ VLLM = ForkServer(
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.layers.quantization.online.base",
+        "kvferry.vllm.connector",
+        "kvferry.connectors.nixl",
     ),
     {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
 )
