@@ -409,7 +409,7 @@ def test_a_d_that_is_killed_costs_nothing_but_computing(
     stage: Stage, plain: Engine, moment: str
 ) -> None:
     """This is independent of the failure policy: the KV that D had would only have saved time."""
-    late = {"KVFERRY_FAULTS": "delay:polls=200000"} if moment == "during" else {}
+    late = {"KVFERRY_FAULTS": "delay:polls=30000"} if moment == "during" else {}
     starting = [
         stage.cluster.serve("late prefill", UNCACHED, extra={**SHORT, **REUSE}, environment=late),
         stage.cluster.serve("mortal decode", extra={**PATIENT, **REUSE}),
