@@ -27,8 +27,8 @@ from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKe
 from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
-many = pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=exhaustive)])
-PER_SECOND = 100
+many = pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=exhaustive)])
+PER_SECOND = 50
 LOOK_EVERY = 50 * PER_SECOND
 """The number of registrations between two measurements. The interval is longer than the lifetime of
 a registration, a lease or a tombstone.
@@ -146,7 +146,7 @@ def _serve(producer: Producer, count: int, growth: Growth) -> None:
 
 
 class Decoder:
-    """A consumer that makes 100 registrations per second; every second registration is an orphan.
+    """A consumer that makes 50 registrations per second; every second registration is an orphan.
     Its producer answers every heartbeat.
     """
 
