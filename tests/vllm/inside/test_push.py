@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.sampling import sampled
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import run_until
 from tests.vllm.inside.legs import PUSH, Legs
@@ -77,9 +78,9 @@ def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: An
 # -- transfer --
 
 
-@FIRST
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("is_async", "length", "first"), sampled([False, True], LENGTHS, ["p", "d"])
+)
 def test_a_prompt_is_handed_over_whole(
     start_legs: StartLegs, first: str, length: int, is_async: bool
 ) -> None:
@@ -314,9 +315,10 @@ def test_d_aborts(start_legs: StartLegs, moment: str, is_async: bool) -> None:
     settle(legs.p, legs.d)
 
 
-@POLICY
-@FIRST
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "first", "is_async"),
+    sampled(["fail", "recompute"], ["p", "d"], [False, True]),
+)
 def test_p_aborts(start_legs: StartLegs, policy: str, first: str, is_async: bool) -> None:
     """The client of the prefill leg leaves: D's failure policy applies, and the error gives the
     reason.

@@ -107,7 +107,7 @@ def test_a_load_that_ends_before_the_worker_learns_of_the_reset_is_not_used(
     run_until(lambda: p.transfer_worker.leases == 1, p)
     d.add("b", prompt(100), params)
     wait_for_load(d, "b")
-    # D's transfer worker ends the load, but no step of D takes its report.
+    # D's transfer worker ends the load and with it P's lease, but no step of D takes its report.
     run_until(lambda: p.transfer_worker.leases == d.transfer_worker.transfers == 0, p)
     d.load_weights(NEW)
     assert not d.reset()
