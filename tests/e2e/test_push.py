@@ -129,8 +129,12 @@ def pushing(four: Four, p_size: int, d_size: int) -> Pushing:
     return four.pair((p_size, d_size))
 
 
+# Module scope puts tests of one transport next to each other, so that its engines start once.
 every_pair = pytest.mark.parametrize(
-    ("four", "p_size", "d_size"), sampled(TRANSPORTS, TP_SIZES, TP_SIZES), indirect=["four"]
+    ("four", "p_size", "d_size"),
+    sampled(TRANSPORTS, TP_SIZES, TP_SIZES),
+    indirect=["four"],
+    scope="module",
 )
 
 
