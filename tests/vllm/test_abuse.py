@@ -151,7 +151,10 @@ def test_what_stands_beside_a_genuine_ticket_is_not_used(
     asyncio.run(check())
 
 
-def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) -> None:
+def test_values_of_every_kind_never_kill_an_engine(
+    vllm_cluster: VllmCluster, pytestconfig: pytest.Config
+) -> None:
+    num_examples = 60 if pytestconfig.getoption("--exhaustive") else 30
     prompt = fresh(40, max_tokens=1)
     targets = [vllm_cluster.trio.d, vllm_cluster.lenient, vllm_cluster.trio.p]
     # Deeply nested values pass JSON and msgpack, and would end the engine when it pickles them for
@@ -162,7 +165,7 @@ def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) ->
         {"do_remote_prefill": True, "ticket": nested(400)},
         {"do_remote_decode": True, "x": nested(400)},
     ]
-    cases = [*zip(examples(60), itertools.cycle(targets), strict=False)]
+    cases = [*zip(examples(num_examples), itertools.cycle(targets), strict=False)]
     cases += [
         (params, target)
         for params in [*deep, {"do_remote_prefill": "\ud800"}]

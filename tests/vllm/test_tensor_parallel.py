@@ -15,7 +15,7 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = random_prompts(16, seed=41, longest=700)
+PROMPTS = random_prompts(10, seed=41, longest=700)
 
 
 @pytest.fixture(scope="module")
