@@ -139,7 +139,8 @@ def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
     engine.close()
 
 
-@pytest.mark.parametrize(("house", "d"), CASES, indirect=["house"], ids=name)
+# Module scope keeps the engines of one house for all its tests.
+@pytest.mark.parametrize(("house", "d"), CASES, indirect=["house"], ids=name, scope="module")
 def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
     house: House, d: Form, twin: LocalEngine, outcomes: Outcomes
 ) -> None:
