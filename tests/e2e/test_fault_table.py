@@ -221,7 +221,9 @@ def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
 # the new P --
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize(
+    "policy", ["fail", pytest.param("recompute", marks=pytest.mark.exhaustive)]
+)
 def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(
     cluster: Cluster, plain: Engine, policy: str
 ) -> None:

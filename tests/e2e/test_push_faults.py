@@ -55,7 +55,8 @@ def stage(
         yield made
 
 
-# What happens before the first byte moves, and what a client does, is alike over every transport.
+# What happens before the first byte moves, what a client does, and what a death costs, is alike over
+# every transport.
 any_transport = pytest.mark.parametrize(
     "stage", [pytest.param("nixl", marks=pytest.mark.exhaustive), "tcp"], indirect=True
 )
@@ -302,6 +303,7 @@ def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_bloc
         play(story, stage, plain)
 
 
+@any_transport
 def test_a_p_that_is_killed_is_replaced_by_its_next_life(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
@@ -318,6 +320,7 @@ def test_a_p_that_is_killed_is_replaced_by_its_next_life(
     play(story, stage, plain)
 
 
+@any_transport
 def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(
     stage: Stage, plain: Engine, canaries: Canaries
 ) -> None:
