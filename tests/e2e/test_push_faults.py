@@ -55,7 +55,7 @@ def stage(
         yield made
 
 
-# What happens before the first byte moves, what a client does, and what a death costs, is alike over
+# What happens before the first byte moves, what a client does and what a death costs is alike over
 # every transport.
 any_transport = pytest.mark.parametrize(
     "stage", [pytest.param("nixl", marks=pytest.mark.exhaustive), "tcp"], indirect=True

@@ -33,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # A connection between two NIXL agents takes UCX 0.15 s of computing, more than most tests of
+    # pull. Tests of push, all tests with real servers, and `make test-all` move KV with NIXL.
+    if not config.getoption("--exhaustive"):
+        os.environ["KVFERRY_TEST_PULL_WITHOUT_NIXL"] = "1"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_out_exhaustive(config, items)
 

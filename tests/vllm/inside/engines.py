@@ -9,6 +9,7 @@ loaded from the wrong place or was overwritten is noticed the moment attention w
 """
 
 import json
+import os
 import pickle
 import time
 from collections import deque
@@ -111,9 +112,10 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
         "engine_id": name,
     }
     transfer |= arguments.pop("kv", {})
-    if transfer["kv_connector"] == "NixlConnector":
-        # A connection between two NIXL agents takes UCX 0.15 s of computing, more than most tests
-        # of pull. Tests of push, and all tests with real servers, move KV with NIXL.
+    if (
+        transfer["kv_connector"] == "NixlConnector"
+        and "KVFERRY_TEST_PULL_WITHOUT_NIXL" in os.environ
+    ):
         transfer["kv_connector_extra_config"] = {
             "transports": ["tcp"],
             **transfer.get("kv_connector_extra_config", {}),
