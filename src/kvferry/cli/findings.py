@@ -24,15 +24,19 @@ __all__ = [
     "enabled_transports",
     "extras_finding",
     "gpu_finding",
+    "gpu_memory_findings",
     "gpu_speed_findings",
     "gpu_speeds",
     "machine_finding",
     "nixl_findings",
+    "peer_access_finding",
     "port_finding",
     "python_finding",
+    "rdma_finding",
     "torch_finding",
     "transport_finding",
     "ucx_settings_finding",
+    "vllm_finding",
 ]
 
 
@@ -46,6 +50,9 @@ MIN_PYTHON = (3, 11)
 MIN_CORES = 3
 TESTED_ARCHITECTURES = ("x86_64", "aarch64")
 MIN_OPEN_FILES = 4096
+TESTED_VLLM = "0.32"
+MIN_FREE_SHARE = 0.9
+"""The share of a GPU's memory that vLLM takes by default."""
 
 
 class Severity(StrEnum):
@@ -74,6 +81,11 @@ class TorchReport(msgspec.Struct, frozen=True):
     """The CUDA version that torch was built for; None for a CPU build."""
     gpu_bytes: list[int] = []
     """The memory of each GPU."""
+    free_bytes: list[int] = []
+    """What no process has allocated of it."""
+    apart: list[tuple[int, int]] = []
+    """Pairs of GPUs that cannot access each other's memory."""
+    nccl: str | None = None
 
 
 class NixlReport(msgspec.Struct, frozen=True):
@@ -176,11 +188,22 @@ def torch_finding(report: TorchReport | ProbeFailed) -> Finding:
         return Finding(Severity.ADVICE, "torch", text)
     if isinstance(report, ProbeFailed):
         return Finding(Severity.PROBLEM, "torch", f"{report.reason}; reinstall it (`make setup`)")
-    return Finding(
-        Severity.OK,
-        "torch",
-        f"{report.version}, {'CPU build' if report.cuda is None else f'for CUDA {report.cuda}'}",
+    build = "CPU build" if report.cuda is None else f"for CUDA {report.cuda}"
+    nccl = "" if report.nccl is None else f", NCCL {report.nccl} (between ranks of one engine)"
+    return Finding(Severity.OK, "torch", f"{report.version}, {build}{nccl}")
+
+
+def vllm_finding(version: str | None) -> Finding:
+    """Report vLLM; `version` is None if vLLM is not installed in this environment."""
+    if version is None:
+        return Finding(Severity.OK, "vLLM", "not installed here; the embedded engine works without")
+    if version.startswith(f"{TESTED_VLLM}."):
+        return Finding(Severity.OK, "vLLM", f"{version}, as tested with kvferry")
+    text = (
+        f"{version}, but kvferry is tested with {TESTED_VLLM}; install vllm=={TESTED_VLLM}.*, or "
+        "try this one with care"
     )
+    return Finding(Severity.ADVICE, "vLLM", text)
 
 
 def gpu_finding(report: TorchReport | ProbeFailed, driver_gpus: list[str]) -> Finding:
@@ -306,6 +329,54 @@ def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Fin
 
 
 # -- GPU findings --
+
+
+def gpu_memory_findings(report: TorchReport) -> list[Finding]:
+    """Report the GPUs whose memory other processes hold, because vLLM then does not start."""
+    return [
+        Finding(
+            Severity.ADVICE,
+            "GPU memory",
+            f"cuda:{index}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; vLLM takes "
+            f"{MIN_FREE_SHARE:.0%} by default: end other processes (nvidia-smi lists them), or "
+            f"lower --gpu-memory-utilization to {max(0.05, int(95 * free / total) / 100):.2f}",
+        )
+        for index, (free, total) in enumerate(
+            zip(report.free_bytes, report.gpu_bytes, strict=False)
+        )
+        if free < MIN_FREE_SHARE * total
+    ]
+
+
+def peer_access_finding(report: TorchReport) -> Finding:
+    """Report which GPUs of a machine with several can read each other's memory."""
+    if not report.apart:
+        text = f"all {len(report.gpus)} GPUs read each other's memory directly (cuda_ipc)"
+        return Finding(Severity.OK, "GPU peers", text)
+    pairs = ", ".join(f"{one} and {other}" for one, other in report.apart)
+    text = (
+        f"GPUs {pairs} cannot read each other's memory, so KV between them goes through the host; "
+        "put P and D on GPUs that can (nvidia-smi topo -p2p r)"
+    )
+    return Finding(Severity.ADVICE, "GPU peers", text)
+
+
+def rdma_finding(devices: Mapping[str, str]) -> Finding:
+    """Report RDMA on a machine with GPUs; `devices` maps each device to the state of its port."""
+    if not devices:
+        text = (
+            "no device, so KV between hosts goes over TCP; in a container, pass /dev/infiniband in "
+            "and allow memory to be locked (ulimit -l unlimited)"
+        )
+        return Finding(Severity.ADVICE, "RDMA", text)
+    listed = ", ".join(f"{name} ({state})" for name, state in devices.items())
+    if not any("ACTIVE" in state for state in devices.values()):
+        return Finding(
+            Severity.ADVICE, "RDMA", f"{listed}: no port is active; check cables and switch"
+        )
+    return Finding(Severity.OK, "RDMA", listed)
+
+
 # How fast KV moves between two processes on one GPU, which transport an engine would choose, and
 # with which settings. `kvferry bench transfer` has measured, in a separate process.
 
