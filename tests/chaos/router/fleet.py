@@ -78,14 +78,15 @@ class RouterChaosCluster:
         with Cluster(directory, model) as cluster:
             flags = ("--config", str(directory / "router.toml"), "--admin-key-file", str(key_file))
             router = cluster.proxy([], [], *flags).ready()
+            # With Mode.BOTH, neighbouring P differ.
             connectors = {
-                "prefill": mode.prefill_connectors(1)[0],
-                "decode": mode.decode_connectors[0],
+                "prefill": [mode.prefill_connectors(index)[0] for index in range(size)],
+                "decode": [mode.decode_connectors[0]] * size,
             }
             members = [
-                Member(f"{role}-{index}", role, index, connectors[role], index == size - 1)
-                for role in connectors
-                for index in range(size)
+                Member(f"{role}-{index}", role, index, connector, index == size - 1)
+                for role, by_index in connectors.items()
+                for index, connector in enumerate(by_index)
             ]
             chaos_cluster = cls(cluster, router, members)
             # Start a few at a time: on a small machine, starting all at once would take longer than
