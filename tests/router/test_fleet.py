@@ -106,13 +106,14 @@ def test_a_member_that_renews_late_but_answers_probes_stays_for_a_while() -> Non
     fleet.renew(B, ttl_s=10, now=0.0)
     fleet.note_probe_passed(B, 1.0)
     assert (fleet.expire(69.9), fleet.expire(70.0)) == ([], [B])
-    for leave in (
-        lambda: [fleet.note_probe_failed(B, 12.0) for _ in range(2)],
-        lambda: fleet.leave(B),
-    ):
+    for has_left in (False, True):
         fleet.renew(B, ttl_s=10, now=0.0)
         fleet.note_probe_passed(B, 1.0)
-        leave()
+        if has_left:
+            fleet.leave(B)
+        else:
+            fleet.note_probe_failed(B, 12.0)
+            fleet.note_probe_failed(B, 13.0)
         assert fleet.expire(20.0) == [B]
 
 
