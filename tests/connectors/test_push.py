@@ -11,8 +11,10 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
+from kvferry.protocol import messages as codec
+from kvferry.protocol.messages import Release
 from kvferry.protocol.tickets import PushTicket, PushTicketKey
-from kvferry.transports.memory import MemoryNetwork
+from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
 TOKENS = list(range(100, 110))
 KEY = PushTicketKey(b"a secret of the cluster")
@@ -27,6 +29,12 @@ class Legs:
     d: EngineSide
     port: int
     levels: dict[str, Any] = field(default_factory=dict)
+    router: MemoryControlTransport | None = None
+
+    def release(self, ticket: str) -> None:
+        """Tell P's side channel, as a router, that no D will come with this push ticket."""
+        assert self.router is not None
+        self.router.send(f"tcp://memory:{self.port}", codec.encode(Release(ticket)))
 
     def ticket(self, match_id: str = "h1", engine: str = "p", epoch: str = "epoch of p") -> str:
         return KEY.sign(PushTicket(match_id, engine, epoch, "memory", self.port, 1))
@@ -132,7 +140,10 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 def legs(way: dict[str, Any]) -> Iterator[Legs]:
     network = MemoryNetwork()
     p, d = (push_side(name, network, kv_lease_duration=600, **way) for name in ("p", "d"))
-    yield legs_between(p, d)
+    legs = legs_between(p, d)
+    legs.router = MemoryControlTransport(network)
+    yield legs
+    legs.router.close()
     closed(p, d)
 
 
@@ -168,6 +179,33 @@ def test_p_is_first_and_waits_for_d(legs: Legs) -> None:
     legs.end()
     assert legs.d.seen.failed_recving == set()
     assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+@pytest.mark.parametrize("is_p_first", [True, False])
+def test_a_router_that_ends_the_decode_leg_before_d_registers_frees_p(
+    legs: Legs, is_p_first: bool
+) -> None:
+    """A ticket of another incarnation of P, or a forged one, frees nothing."""
+    ticket, num_taken = legs.ticket(), 0
+
+    def count() -> None:
+        nonlocal num_taken
+        num_taken += 1
+
+    legs.p.scheduler.set_wakeup(count)
+    if is_p_first:
+        legs.compute(ticket)
+        legs.until("num_leases", 1)
+    for other in ("forged", legs.ticket(epoch="another epoch"), legs.ticket("h2")):
+        legs.release(other)
+    step_until(lambda: num_taken == 1, legs.p)
+    assert P_ID not in legs.p.seen.finished_sending
+    legs.release(ticket)
+    step_until(lambda: num_taken == 2, legs.p)
+    legs.p.step()
+    if not is_p_first:
+        legs.compute(ticket)
+    legs.freed_p()
 
 
 def test_only_what_d_lacks_is_moved(legs: Legs) -> None:

@@ -223,6 +223,24 @@ def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None
     assert answers(matcher) == [offer(0, "b")]
 
 
+@pytest.mark.parametrize("is_p_first", [True, False])
+def test_a_prefill_whose_router_has_given_it_up_is_free_at_once(is_p_first: bool) -> None:
+    """Also if P computes it only afterwards. A D that has registered decides for itself."""
+    matcher = PushMatcher(LEASE_S)
+    if is_p_first:
+        matcher.publish(P_ID, "h1", "T", 8)
+    matcher.decline("h1", now=0)
+    if not is_p_first:
+        matcher.publish(P_ID, "h1", "T", 8)
+    assert results(matcher) == [PrefillDeclined(P_ID)]
+    matcher.register(route(), registration("a", match_id="h2"), now=0)
+    matcher.decline("h2", now=0)
+    matcher.publish(RequestId("other"), "h2", "T", 8)
+    assert answers(matcher) == [offer(0, "a")]
+    matcher.decline("h2", now=1)
+    assert results(matcher) == []
+
+
 def test_a_registration_lives_by_its_heartbeats() -> None:
     matcher = PushMatcher(LEASE_S, leg_wait_s=100)
     matcher.register(route(), registration(), now=0)

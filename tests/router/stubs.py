@@ -95,9 +95,13 @@ class StubEngine:
 @dataclass
 class RecordedReleases:
     handovers: list[Handover] = field(default_factory=list)
+    push_tickets: list[str] = field(default_factory=list)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def release(self, handover: Handover) -> None:
+        if handover.push_ticket:
+            self.push_tickets.append(handover.push_ticket)
+            return
         self.handovers.append(handover)
         self.happened.set()
 

@@ -235,6 +235,19 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
             await asyncio.gather(s.p.entered.wait(), s.d.entered.wait())
             client.cancel()
             await asyncio.gather(s.p.cancelled.wait(), s.d.cancelled.wait())
+            # P's answer may be lost with its connection, although P holds blocks.
+            assert s.releases.push_tickets == [leg(s)[1]["push_ticket"]]
+
+    uvloop.run(scene())
+
+
+def test_the_push_ticket_of_a_request_that_d_answers_is_not_released() -> None:
+    async def scene() -> None:
+        async with stage(pushes, completes, push_key=KEY) as s:
+            for _ in range(3):
+                assert (await s.post(ONE))[0] == 200
+            assert leg(s)[1]["push_ticket"]
+            assert s.releases.push_tickets == []
 
     uvloop.run(scene())
 

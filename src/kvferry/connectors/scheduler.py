@@ -67,7 +67,7 @@ from kvferry.protocol.fingerprints import (
     fingerprint,
 )
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, Ticket
+from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 from kvferry.worker.commands import (
     AbandonLease,
@@ -156,9 +156,8 @@ class NixlConnectorScheduler:
         control = self._config.kit.side_channel()
         host, _, port = control.address.removeprefix("tcp://").rpartition(":")
         self._issuer.address = Address(host.strip("[]"), int(port))
-        self._side_channel = SideChannel(
-            control, served, self._issuer.key, lambda: self._wake_engine()
-        )
+        keys = (self._issuer.key, PushTicketKey(self._config.secret))
+        self._side_channel = SideChannel(control, served, keys, lambda: self._wake_engine())
         self._side_channel.start()
         self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
         _log.info(

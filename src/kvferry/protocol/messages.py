@@ -224,7 +224,7 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """The holder of a ticket (a router) informs the side channel that no reader will present this
-    ticket.
+    ticket: a ticket of P, or the push ticket of two legs that ended before P had answered.
     """
 
     ticket: str

@@ -302,6 +302,11 @@ class Producer:
         elif status is not TicketStatus.GONE:
             self.abandon(request)
 
+    def decline_push(self, match_id: str, now: float) -> None:
+        """Free the prefill of a push whose router has ended the decode leg before D registered."""
+        self._push.decline(match_id, now)
+        self._report_ended()
+
     def abandon(self, request: RequestId) -> None:
         """Settle a lease that no further reader will attach to; attached readers may finish."""
         pending = self._pending.get(request)

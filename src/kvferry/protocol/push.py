@@ -108,6 +108,11 @@ class PushCoordinator:
         self._matcher.fail(request, match_id, reason, now)
         self._handle_results(now)
 
+    def decline(self, match_id: str, now: float) -> None:
+        """Free the prefill that no reader will register for; see `PushMatcher.decline`."""
+        self._matcher.decline(match_id, now)
+        self._handle_results(now)
+
     def end(self, ended: LeaseEnded) -> None:
         """Remove the prefill of an ended lease and fail the writes from its blocks."""
         for reader in self._matcher.end(ended.request, _END_REASONS[ended.end]):

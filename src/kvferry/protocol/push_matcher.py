@@ -475,9 +475,17 @@ class PushMatcher:
         self._remove(message.reader)
         if registration_key in self._matched:
             self.results.append(ReaderLeft(self._matched[registration_key], message.reader))
+        self._decline(registration_key, MatchKey(message.request_id, message.match_id), now)
+
+    def decline(self, match_id: str, now: float) -> None:
+        """No reader will register for this match id any more, a router says. A reader that has
+        registered decides for itself.
+        """
+        self._decline(("", match_id), MatchKey(RequestId(""), match_id), now)
+
+    def _decline(self, registration_key: RegistrationKey, name: MatchKey, now: float) -> None:
         if registration_key in self._matched or registration_key in self._readers:
             return
-        name = MatchKey(message.request_id, message.match_id)
         found = self._ready.find_exactly(name)
         if len(found) == 1:
             self.results.append(PrefillDeclined(found[0]))

@@ -26,6 +26,7 @@ __all__ = [
     "RegisterForPush",
     "RegisterForPushByAddress",
     "RejectLoad",
+    "ReleasePushTicket",
     "ReleaseTicket",
     "RetainTurn",
     "RevokeLease",
@@ -246,6 +247,13 @@ class ReleaseTicket:
     serial: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReleasePushTicket:
+    """A router has ended the decode leg of a push: no reader will come unless it has registered."""
+
+    match_id: str
+
+
 ConsumerCommand = (
     PrepareLoad
     | PrepareOptionalLoad
@@ -269,5 +277,6 @@ ProducerCommand = (
     | AbandonLease
     | RevokeLease
     | ReleaseTicket
+    | ReleasePushTicket
 )
 WorkerCommand = ConsumerCommand | ProducerCommand

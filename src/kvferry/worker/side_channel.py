@@ -25,9 +25,10 @@ from kvferry.protocol.messages import (
     RetainedTurnReply,
     RetainedTurnRequest,
 )
-from kvferry.protocol.tickets import TicketKey
+from kvferry.protocol.tickets import PushTicketKey, TicketKey
 from kvferry.transports.base import ControlTransport, Received, Route
-from kvferry.worker.commands import ReleaseTicket
+from kvferry.types import EngineId, Epoch
+from kvferry.worker.commands import ReleasePushTicket, ReleaseTicket
 
 __all__ = ["EndedTurn", "SideChannel"]
 
@@ -61,14 +62,14 @@ class SideChannel:
         self,
         control: ControlTransport,
         served: ServedEngine,
-        key: TicketKey,
+        keys: tuple[TicketKey, PushTicketKey],
         wake_engine: Callable[[], None],
     ) -> None:
         self._control = control
         self._served = served
-        self._key = key
+        self._keys = keys
         self._wake_engine = wake_engine
-        self._released: deque[ReleaseTicket] = deque(maxlen=MAX_RELEASED)
+        self._released: deque[ReleaseTicket | ReleasePushTicket] = deque(maxlen=MAX_RELEASED)
         # The engine's thread appends; the side channel's thread pops.
         self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
         self._turns = TextsById(MAX_TURNS)
@@ -101,7 +102,7 @@ class SideChannel:
     def start(self) -> None:
         self._thread.start()
 
-    def take_released(self) -> list[ReleaseTicket]:
+    def take_released(self) -> list[ReleaseTicket | ReleasePushTicket]:
         """Take the tickets that were released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
@@ -213,8 +214,17 @@ class SideChannel:
         self._control.reply(route, frame)
 
     def _release(self, text: str) -> None:
-        ticket = self._key.open(text)
-        if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
+        ticket_key, push_key = self._keys
+        released: ReleaseTicket | ReleasePushTicket
+        try:
+            ticket = ticket_key.open(text)
+            owner = (ticket.engine_id, ticket.epoch_id)
+            released = ReleaseTicket(ticket.lease, ticket.serial)
+        except InvalidTicket:
+            push_ticket = push_key.open(text)
+            owner = (EngineId(push_ticket.engine), Epoch(push_ticket.epoch))
+            released = ReleasePushTicket(push_ticket.match_id)
+        if owner != (self._served.engine, self._served.epoch):
             raise InvalidTicket("a router released a ticket of another incarnation of this engine")
-        self._released.append(ReleaseTicket(ticket.lease, ticket.serial))
+        self._released.append(released)
         self._wake_engine()

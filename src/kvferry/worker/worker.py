@@ -78,6 +78,7 @@ from kvferry.worker.commands import (
     RegisterForPush,
     RegisterForPushByAddress,
     RejectLoad,
+    ReleasePushTicket,
     ReleaseTicket,
     RetainTurn,
     RevokeLease,
@@ -332,6 +333,8 @@ class TransferWorker:
                 self._producer.revoke(request)
             case ReleaseTicket(request, serial):
                 self._producer.release_ticket(request, serial)
+            case ReleasePushTicket(match_id):
+                self._producer.decline_push(match_id, now)
 
     def _execute_for_consumer(self, command: ConsumerCommand, now: float) -> None:
         match command:

@@ -137,7 +137,12 @@ class PushSource:
             "transfer_mode": "push",
             "push_ticket": push_ticket,
         }
-        return Handover(msgspec.Raw(_encoder.encode(params)), None, None, push_ticket=push_ticket)
+        return Handover(
+            msgspec.Raw(_encoder.encode(params)),
+            None,
+            self.side_channel,
+            push_ticket=push_ticket,
+        )
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -150,9 +155,9 @@ class Handover(msgspec.Struct, frozen=True):
     params: msgspec.Raw
     """`kv_transfer_params` as JSON text; from P unless `push_ticket` is set."""
     ticket: str | None
-    """P's ticket for the blocks. None: P issues no tickets, and no early release is possible."""
+    """P's ticket for the blocks. None: P issues no tickets, or has not answered yet."""
     side_channel: Address | None
-    """P's side channel, where `ticket` is released."""
+    """P's side channel, where `ticket` or `push_ticket` is released."""
     push_source: PushSource | None = None
     """Set if P's answer reports push mode."""
     push_ticket: str = ""

@@ -247,7 +247,7 @@ class Dispatcher:
         prefiller, decoder = pair
         self.instance_client.metrics.in_parallel.add()
         context.prefiller = prefiller
-        with PrefilledBlocks(self.releases, None) as held:
+        with PrefilledBlocks(self.releases, None, push_handover) as held:
             parallel = _ParallelLegs(push_handover, held)
             result: HttpResponse | LegFailure | None = await run_both_legs(
                 self._prefill_alongside(context, prefiller, parallel, last_turn),

@@ -81,11 +81,18 @@ class PrefilledBlocks:
     """P's blocks held for one request; released on exit unless D has taken the blocks over.
 
     `with PrefilledBlocks(releases, handover) as held: …; held.mark_handed_over()`
+
+    In a push, P's answer may be lost when the legs are cancelled: P's front-end no longer sends it,
+    but P's engine has computed the prompt and holds the blocks for a D that never registers. So the
+    push ticket is released as well.
     """
 
-    def __init__(self, releases: BlockReleaser, handover: Handover | None) -> None:
+    def __init__(
+        self, releases: BlockReleaser, handover: Handover | None, push: Handover | None = None
+    ) -> None:
         self._releases = releases
         self.handover = handover
+        self._push = push
         self._is_ours = handover is not None
         self._is_handed_over = False
         self._is_over = False
@@ -120,6 +127,8 @@ class PrefilledBlocks:
         trace: TracebackType | None,
     ) -> None:
         self._is_over = True
+        if self._push is not None and not self._is_handed_over:
+            self._releases.release(self._push)
         self._release()
 
     def _release(self) -> None:
@@ -148,10 +157,11 @@ class SideChannelSender:
         self._thread.start()
 
     def release(self, handover: Handover) -> None:
-        if handover.ticket is None or handover.side_channel is None:
+        ticket = handover.ticket or handover.push_ticket
+        if not ticket or handover.side_channel is None:
             self.dropped += 1
             return
-        self._put(_url(handover.side_channel), Release(ticket=handover.ticket))
+        self._put(_url(handover.side_channel), Release(ticket))
 
     def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
         """Ask D which blocks of the turn are retained: JSON parameters, or "" for none.
