@@ -13,6 +13,7 @@ from aiohttp import web
 from tests.router.stubs import (
     AS_ADMIN,
     Behaviour,
+    Stage,
     StubEngine,
     answers,
     completes,
@@ -40,6 +41,12 @@ FAILING = {
     "no json": answers(200, "no json"),
 }
 PERSISTENT: dict[str, Any] = {"max_retries": 2}
+
+
+async def add_instance(s: Stage, role: str, port: int) -> None:
+    new = {"role": role, "url": f"http://127.0.0.1:{port}"}
+    async with s.session.post(f"{s.url}/admin/instances", json=new, headers=AS_ADMIN) as answer:
+        assert answer.status == 201
 
 
 @pytest.mark.parametrize("way", ["drops", "500", "no json"])
@@ -117,11 +124,7 @@ def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
             for _ in range(4):
-                new = {"role": role, "url": f"http://127.0.0.1:{free_port()}"}
-                async with s.session.post(
-                    f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
-                ) as answer:
-                    assert answer.status == 201
+                await add_instance(s, role, free_port())
             for _ in range(10):
                 status, _, body = await s.post(ONE)
                 assert (status, body[:40]) == (200, b'{"id": "d", "choices": [{"text": "hello"')
@@ -146,11 +149,7 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
         async with stage(
             prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100
         ) as s:
-            new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
-            async with s.session.post(
-                f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
-            ) as answer:
-                assert answer.status == 201
+            await add_instance(s, "decode", free_port())
             assert (await s.post(ONE))[0] == 200
             assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
             assert await s.metric("kvferry:router_instance_failures_total") == 2, (
@@ -178,11 +177,7 @@ def test_decode_instances_that_cannot_be_reached_are_asked_last_when_all_have_fa
             prefills, could_not_get_the_blocks_twice, max_retries=2, failures_in_a_row=100
         ) as s:
             for _ in range(2):
-                new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
-                async with s.session.post(
-                    f"{s.url}/admin/instances", json=new, headers=AS_ADMIN
-                ) as answer:
-                    assert answer.status == 201
+                await add_instance(s, "decode", free_port())
             assert (await s.post(ONE))[0] == 200
             assert len(s.d.calls) == 3
 
@@ -196,9 +191,7 @@ def test_a_refusal_by_one_d_is_told_rather_than_that_another_is_down(num_asked_b
     async def scene() -> None:
         full = answers(503, "{}", Retry_After="7")
         async with stage(prefills, full, max_retries=2, failures_in_a_row=100) as s:
-            new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
-            async with s.session.post(f"{s.url}/admin/instances", json=new, headers=AS_ADMIN):
-                pass
+            await add_instance(s, "decode", free_port())
             for _ in range(num_asked_before + 1):
                 status, headers, _ = await s.post(ONE)
             assert (status, headers.get("Retry-After")) == (503, "7")
@@ -224,9 +217,7 @@ def test_a_d_that_dies_is_replaced_by_one_that_has_come_back_meanwhile() -> None
             AsyncExitStack() as back,
             stage(prefills, dies_when_the_other_is_back, max_retries=1, failures_in_a_row=100) as s,
         ):
-            new = {"role": "decode", "url": f"http://127.0.0.1:{port}"}
-            async with s.session.post(f"{s.url}/admin/instances", json=new, headers=AS_ADMIN):
-                pass
+            await add_instance(s, "decode", port)
             # The second request tries the other D first, because it is its turn.
             assert [(await s.post(ONE))[0] for _ in range(2)] == [200, 200]
 

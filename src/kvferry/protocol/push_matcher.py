@@ -478,8 +478,8 @@ class PushMatcher:
         self._decline(registration_key, MatchKey(message.request_id, message.match_id), now)
 
     def decline(self, match_id: str, now: float) -> None:
-        """No reader will register for this match id any more, a router says. A reader that has
-        registered decides for itself.
+        """Handle a router's report that no further reader will register for this match id. A reader
+        that has registered keeps the prefill.
         """
         self._decline(("", match_id), MatchKey(RequestId(""), match_id), now)
 
