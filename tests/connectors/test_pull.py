@@ -17,7 +17,7 @@ from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError
 from kvferry.protocol import messages as codec
-from kvferry.protocol.messages import FailureReply, FailureRequest, Release
+from kvferry.protocol.messages import FailureReply, FailureRequest, Release, ReleaseLeg
 from kvferry.protocol.tickets import HOLE
 from kvferry.transports.base import Received
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
@@ -298,6 +298,45 @@ def test_a_router_hands_a_ticket_back(
     assert woken.wait(5)
     step_until(lambda: "a" in p.seen.finished_sending, p)
     router.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_router_that_lost_the_answer_of_p_releases_the_leg(
+    pair: tuple[EngineSide, EngineSide], network: MemoryNetwork, is_early: bool
+) -> None:
+    """The message may arrive before the prefill ends. Ids of other legs free and wake nothing."""
+    p, _ = pair
+    own = p.prefill(
+        EngineRequest("other", TOKENS, {"do_remote_decode": True, "leg_id": "l"}), [8, 9, 10]
+    )
+    p.step()
+    num_woken = 0
+
+    def wake() -> None:
+        nonlocal num_woken
+        num_woken += 1
+
+    p.scheduler.set_wakeup(wake)
+
+    def compute() -> None:
+        request = EngineRequest("a", TOKENS, {"do_remote_decode": True, "leg_id": "lost"})
+        p.prefill(request, [5, 6, 7])
+
+    with closing(MemoryControlTransport(network)) as router:
+        address = f"tcp://{own['remote_host']}:{own['remote_port']}"
+        if not is_early:
+            compute()
+        for leg_id in ("unknown", "lost"):
+            router.send(address, codec.encode(ReleaseLeg(leg_id)))
+        # The side channel answers in order: it has taken both messages.
+        router.send(address, codec.encode(FailureRequest(7, "unknown")))
+        assert any(isinstance(event, Received) for event in router.poll(DEADLINE_S))
+        if is_early:
+            assert num_woken == 0
+            compute()
+        step_until(lambda: "a" in p.seen.finished_sending, p)
+    assert num_woken == 1
+    assert "other" not in p.seen.finished_sending
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -48,6 +48,8 @@ class StubEngine:
     behaviour: Behaviour
     mode: str = "push"
     """The advertised mode; if it is empty, there is no `/metrics` page."""
+    side_channel: str = ""
+    """The advertised address of the side channel; if it is empty, none is advertised."""
     num_looks: int = 0
     """Number of requests for the `/metrics` page."""
     num_ignored: int = 0
@@ -87,6 +89,8 @@ class StubEngine:
             "# TYPE kvferry:transfer_mode "
             f'gauge\nkvferry:transfer_mode{{model_name="m",mode="{self.mode}"}} 1.0\n'
         )
+        if self.side_channel:
+            page += f'kvferry:side_channel{{address="{self.side_channel}"}} 1.0\n'
         if self.num_tokens is not None:
             page += f"vllm:generation_tokens_total {self.num_tokens}\n"
         return web.Response(text=page) if self.mode else web.Response(status=404)
@@ -96,6 +100,7 @@ class StubEngine:
 class RecordedReleases:
     handovers: list[Handover] = field(default_factory=list)
     push_tickets: list[str] = field(default_factory=list)
+    legs: list[tuple[Address, str]] = field(default_factory=list)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def release(self, handover: Handover) -> None:
@@ -104,6 +109,9 @@ class RecordedReleases:
             return
         self.handovers.append(handover)
         self.happened.set()
+
+    def release_leg(self, side_channel: Address, leg_id: str) -> None:
+        self.legs.append((side_channel, leg_id))
 
     @property
     def tickets(self) -> list[str | None]:

@@ -19,6 +19,7 @@ from tests.router.stubs import (
     Stage,
     StubEngine,
     completes,
+    drops_connection,
     hangs,
     prefills,
     router,
@@ -30,6 +31,7 @@ from tests.router.test_concurrent_legs import KEY, PUSHED, first_then
 from tests.router.test_proxy import ONE
 
 from kvferry.protocol.tickets import PushTicketKey
+from kvferry.types import Address
 
 TICKET = json.dumps({"id": "p", "kv_transfer_params": PARAMS}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
@@ -46,6 +48,13 @@ async def leave(s: Stage) -> None:
     await asyncio.gather(request, return_exceptions=True)
 
 
+async def until_probed(s: Stage) -> None:
+    """Wait until a probe has begun and ended."""
+    num_looks = s.p.num_looks
+    while s.p.num_looks < num_looks + 2:
+        await asyncio.sleep(0.01)
+
+
 def test_p_is_told_at_once_and_is_not_asked_again() -> None:
     async def scene() -> None:
         async with stage([hangs, completes], completes, max_retries=2) as s:
@@ -58,11 +67,35 @@ def test_p_is_told_at_once_and_is_not_asked_again() -> None:
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize("ending", ["the client leaves", "P breaks off"])
+def test_a_leg_without_an_answer_is_released_by_its_id(ending: str) -> None:
+    """P's engine may have computed the prompt although its front-end sends no answer."""
+
+    async def scene() -> None:
+        behaviour = hangs if ending == "the client leaves" else drops_connection
+        async with stage(behaviour, completes, probe_interval_s=0.02) as s:
+            s.p.side_channel = "127.0.0.1:5600"
+            await until_probed(s)
+            if ending == "the client leaves":
+                await leave(s)
+            else:
+                assert (await s.post(ONE))[0] == 502
+            while not s.releases.legs:
+                await asyncio.sleep(0.01)
+            leg_id = s.p.calls[0].body["kv_transfer_params"]["leg_id"]
+            assert s.releases.legs == [(Address("127.0.0.1", 5600), leg_id)]
+            assert s.releases.handovers == []
+
+    uvloop.run(scene())
+
+
 def test_what_the_leg_brings_reaches_a_client_that_stays() -> None:
     async def scene() -> None:
-        async with stage(prefills, completes) as s:
+        async with stage(prefills, completes, probe_interval_s=0.02) as s:
+            s.p.side_channel = "127.0.0.1:5600"
+            await until_probed(s)
             assert (await s.post(ONE))[0] == 200
-            assert (len(s.d.calls), s.releases.handovers) == (1, [])
+            assert (len(s.d.calls), s.releases.handovers, s.releases.legs) == (1, [], [])
 
     uvloop.run(scene())
 

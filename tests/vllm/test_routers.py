@@ -11,12 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
+from tests.e2e.harness import Engine, Prompt, ask, ask_all, metrics, new_session, post
 from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.vllm.abused_cluster import SOON_S
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ROOT, ready
-from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
+from tests.vllm.vllm_asking import ONLY_THE_BEST, ask_and_leave, assert_free, stream
 
 from kvferry.bench.router.contestants import Tools, missing_packages
 from kvferry.bench.router.report import Router
@@ -258,6 +258,31 @@ def test_several_prompts_in_one_request_get_the_answer_of_one_engine(trio: Trio)
                 streamed = await stream_choices(session, trio.router, body)
                 assert streamed == await stream_choices(session, trio.p, body)
             await assert_free(session, trio.p, trio.d, timeout_s=SOON_S)
+
+    asyncio.run(check())
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> None:
+    """P computes a prompt in a tenth of a second, so some clients leave when P's engine has ended
+    the prefill and P's front-end has not answered yet.
+    """
+    rng = random.Random("clients that leave")
+    leaving = [
+        Prompt(tuple(rng.randrange(10, 500) for _ in range(rng.randrange(40, 900))), 60)
+        for _ in range(60)
+    ]
+
+    async def check() -> None:
+        async with new_session() as session:
+            await asyncio.gather(
+                *(
+                    ask_and_leave(session, trio.router, prompt, index / 40)
+                    for index, prompt in enumerate(leaving)
+                )
+            )
+            await assert_free(session, trio.p, trio.d, timeout_s=SOON_S)
+            some = leaving[::10]
+            assert await ask_all(trio.router, some) == await ask_all(trio.p, some)
 
     asyncio.run(check())
 

@@ -123,8 +123,8 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
 
 
 def read_leg_id(params: object) -> str:
-    """The id under which the router that sent this leg may ask why its transfer failed; empty if
-    the router sent none.
+    """The id under which the router that sent this leg may release the leg, or ask why its transfer
+    failed; empty if the router sent none.
     """
     leg_id = params.get("leg_id") if isinstance(params, Mapping) else None
     return leg_id if isinstance(leg_id, str) and len(leg_id) <= MAX_LEG_ID_CHARS else ""

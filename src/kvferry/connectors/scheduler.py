@@ -384,8 +384,10 @@ class NixlConnectorScheduler:
             self._retained.retain(request_id, num_held, role.retention.turn_id)
         else:
             tokens = fingerprint(all_tokens, self._cache.block_size, salt)
-            params = self._mode.ticket_params(self._issue(request, held, tokens))
+            ticket = self._issue(request, held, tokens)
+            params = self._mode.ticket_params(ticket)
             self._held.hold(request_id, num_held, request.family)
+            self._publish_leg(request, ticket)
         self._report_held_blocks()
         return params
 
@@ -423,6 +425,14 @@ class NixlConnectorScheduler:
         """Let routers ask for an ended turn, unless no router has named it."""
         if turn.turn_id and self._side_channel is not None:
             self._side_channel.publish_turn(turn)
+
+    def _publish_leg(self, request: Request, ticket: Ticket) -> None:
+        """Let the router release the ticket of a prefill leg even if the answer that carries the
+        ticket does not reach the router.
+        """
+        leg_id = read_leg_id(request.kv_transfer_params)
+        if leg_id and self._side_channel is not None:
+            self._side_channel.publish_leg(leg_id, ReleaseTicket(ticket.lease, ticket.serial))
 
     def reclaim_blocks(self, num_blocks: int) -> None:
         """Evict the oldest retained turns, because the engine lacks `num_blocks` blocks."""

@@ -2,8 +2,8 @@
 
 P is the producer (prefill side), D the consumer (decode side). A producer's transfer worker
 receives `ToProducer`, a consumer's transfer worker receives `ToConsumer` and `PushOffer`. A side
-channel, which runs in the process of an engine's scheduler, answers `HandshakeRequest`, `Release`,
-`RetainedTurnRequest` and `FailureRequest`. Pure.
+channel, which runs in the process of an engine's scheduler, receives `HandshakeRequest`, `Release`,
+`ReleaseLeg`, `RetainedTurnRequest` and `FailureRequest`. Pure.
 
 Durations cross the wire, deadlines never do. A new field has a default. Each change bumps
 `WIRE_VERSION` and adds an entry to this history:
@@ -20,7 +20,7 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
     6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
     7  messages and fields renamed; entries 1 to 6 use the new names
     8  `factors` names every setting of the model instead of one hash, and is bounded; questions of
-       routers: `wait_s` in RetainedTurnRequest; FailureRequest, FailureReply
+       routers: `wait_s` in RetainedTurnRequest; FailureRequest, FailureReply; ReleaseLeg
 """
 
 from typing import Annotated, TypeVar
@@ -60,6 +60,7 @@ __all__ = [
     "Refused",
     "RegionInfo",
     "Release",
+    "ReleaseLeg",
     "RetainedTurnReply",
     "RetainedTurnRequest",
     "Revoke",
@@ -228,6 +229,14 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     """
 
     ticket: str
+
+
+class ReleaseLeg(msgspec.Struct, frozen=True, tag=True):
+    """A router has ended a prefill leg without having received P's answer, and so without a ticket:
+    if P holds blocks for this leg, no reader will come. The router chose `leg_id`.
+    """
+
+    leg_id: Name
 
 
 class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
@@ -454,6 +463,7 @@ Message = (
     | Refused
     | Detach
     | Release
+    | ReleaseLeg
     | RetainedTurnRequest
     | RetainedTurnReply
     | FailureRequest

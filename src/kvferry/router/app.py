@@ -39,7 +39,7 @@ from kvferry.router.serving.push import LegFinisher, PushSources
 from kvferry.router.serving.side_channel import BlockReleaser
 from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests
-from kvferry.types import FailurePolicy
+from kvferry.types import Address, FailurePolicy
 
 __all__ = ["RouterApp"]
 
@@ -332,3 +332,7 @@ class _CountingReleaser:
     def release(self, handover: Handover) -> None:
         self._metrics.releases.add()
         self._releases.release(handover)
+
+    def release_leg(self, side_channel: Address, leg_id: str) -> None:
+        self._metrics.releases.add()
+        self._releases.release_leg(side_channel, leg_id)

@@ -22,6 +22,7 @@ from kvferry.protocol.messages import (
     FailureRequest,
     HandshakeRequest,
     Release,
+    ReleaseLeg,
     RetainedTurnReply,
     RetainedTurnRequest,
 )
@@ -39,6 +40,7 @@ MAX_FAILURES = 1000
 FAILURE_S = 60.0
 """How long the reason of a failed transfer is kept for the router, which asks at once."""
 MAX_REASON_CHARS = 1000
+MAX_LEGS = 10_000
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -77,6 +79,11 @@ class SideChannel:
         self._published_failures: deque[tuple[str, str]] = deque(maxlen=MAX_FAILURES)
         self._failures = TextsById(MAX_FAILURES)
         """The reasons of failed transfers, by leg id."""
+        self._published_legs: deque[tuple[str, ReleaseTicket]] = deque(maxlen=MAX_LEGS)
+        self._legs: dict[str, ReleaseTicket | None] = {}
+        """How to release each finished prefill leg, by leg id; None if a router has released the
+        leg before its end. Beyond `MAX_LEGS` the oldest is forgotten: its lease then expires.
+        """
         self._questions: OpenQuestions[tuple[Route, int]] = OpenQuestions()
         """Questions about turns that have not ended; each asker is a route and a nonce."""
         self._expire_at = 0.0
@@ -122,6 +129,14 @@ class SideChannel:
         """
         self._published_failures.append((leg_id, reason[:MAX_REASON_CHARS]))
 
+    def publish_leg(self, leg_id: str, release: ReleaseTicket) -> None:
+        """Let the router that chose `leg_id` release the leg's ticket by this id; never waits.
+
+        Called by the engine's thread when it issues the ticket. If the router has already released
+        the leg, the ticket is released within `POLL_S`.
+        """
+        self._published_legs.append((leg_id, release))
+
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
         if self._is_closing:
@@ -143,6 +158,7 @@ class SideChannel:
                 # a router's request never overtakes it.
                 self._store_published_turns()
                 self._store_published_failures()
+                self._store_published_legs()
                 for received in arrived:
                     if isinstance(received, Received):
                         self._take(received)
@@ -158,6 +174,8 @@ class SideChannel:
                     self._control.reply(received.route, codec.encode(answer(self._served, message)))
                 case Release(ticket):
                     self._release(ticket)
+                case ReleaseLeg(leg_id):
+                    self._release_leg(leg_id)
                 case RetainedTurnRequest():
                     self._take_question(received.route, message, time.monotonic())
                 case FailureRequest(nonce, leg_id):
@@ -199,6 +217,14 @@ class SideChannel:
             leg_id, reason = self._published_failures.popleft()
             self._failures.add(leg_id, reason, time.monotonic() + FAILURE_S)
 
+    def _store_published_legs(self) -> None:
+        while self._published_legs:
+            leg_id, release = self._published_legs.popleft()
+            if leg_id in self._legs and self._legs.pop(leg_id) is None:
+                self._pass_on(release)
+            else:
+                self._remember_leg(leg_id, release)
+
     def _expire_questions(self, now: float) -> None:
         if now >= self._expire_at:
             self._expire_at = now + POLL_S
@@ -226,5 +252,22 @@ class SideChannel:
             released = ReleasePushTicket(push_ticket.match_id)
         if owner != (self._served.engine, self._served.epoch):
             raise InvalidTicket("a router released a ticket of another incarnation of this engine")
+        self._pass_on(released)
+
+    def _release_leg(self, leg_id: str) -> None:
+        release = self._legs.pop(leg_id, None)
+        if release is not None:
+            self._pass_on(release)
+        else:
+            # The engine may still compute the leg. The message does not wake the engine: anyone who
+            # reaches this port can send ids that no leg has.
+            self._remember_leg(leg_id, None)
+
+    def _remember_leg(self, leg_id: str, release: ReleaseTicket | None) -> None:
+        self._legs[leg_id] = release
+        while len(self._legs) > MAX_LEGS:
+            del self._legs[next(iter(self._legs))]
+
+    def _pass_on(self, released: ReleaseTicket | ReleasePushTicket) -> None:
         self._released.append(released)
         self._wake_engine()

@@ -137,15 +137,11 @@ class InstanceWatcher:
         """The instance's side channel, if reported. Waits for a probe if nothing is known about
         the instance.
         """
-        reading = await self._reading(instance)
-        host, _, port = (
-            reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
-        )
-        return (
-            Address(host.strip("[]"), int(port))
-            if host and port.isdecimal() and 0 < int(port) < 65536
-            else None
-        )
+        return _side_channel(await self._reading(instance))
+
+    def known_side_channel(self, instance: Instance) -> Address | None:
+        """The instance's side channel according to its last probe; None if it is not known."""
+        return _side_channel(self._readings.get(instance))
 
     async def close(self) -> None:
         probes = list(self._probes.values())
@@ -236,3 +232,12 @@ class InstanceWatcher:
             return answer.status, await answer.read(
                 MAX_PAGE_BYTES, self.instance_client.options.timeouts.probe
             )
+
+
+def _side_channel(reading: InstanceReading | None) -> Address | None:
+    host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
+    return (
+        Address(host.strip("[]"), int(port))
+        if host and port.isdecimal() and 0 < int(port) < 65536
+        else None
+    )

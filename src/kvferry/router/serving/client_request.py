@@ -207,7 +207,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
         `last_turn`: the parameters that D returned at the end of the conversation's last turn.
         With the parameters P fetches the blocks that D has retained. `leg_id`: the router may ask
-        P under this id why the leg failed.
+        P under this id why the leg failed, or release the leg.
         """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")

@@ -75,7 +75,9 @@ class Dispatcher:
     decode: DecodeLeg = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillLeg(self.instance_client, self.push_sources, self.ask_failure)
+        self.prefill = PrefillLeg(
+            self.instance_client, self.push_sources, self._release_leg, self.ask_failure
+        )
         self.decode = DecodeLeg(self.instance_client, self.turns, self.ask_failure)
 
     @property
@@ -318,6 +320,11 @@ class Dispatcher:
                 return replace(failure, needs_prefill=True)
             instance = self._choose(Role.DECODE, context, hints, asked)
         return failure or _no_instance(Role.DECODE)
+
+    def _release_leg(self, instance: Instance, leg_id: str) -> None:
+        side_channel = self.watcher.known_side_channel(instance)
+        if side_channel is not None:
+            self.releases.release_leg(side_channel, leg_id)
 
     # -- choice of instances --
 

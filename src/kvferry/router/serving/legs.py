@@ -3,9 +3,10 @@
 Runs on the event loop. `PrefillLeg`: computing a prompt has one side effect. P holds the blocks,
 and only P's answer contains the ticket to release them. A failed prefill may be retried on another
 P. When the router abandons a prefill leg, for whatever reason, P aborts the request; if P's answer
-was already in flight, `on_late_handover` receives the ticket. `DecodeLeg`: D's bytes reach the
-client as they arrive. Another D may be tried until the client has received a byte; a stream that
-starts with an error event counts as no answer.
+was already in flight, `on_late_handover` receives the ticket. P's front-end may also drop the
+answer of a prefill that has ended: so the router releases the leg by its id. `DecodeLeg`: D's bytes
+reach the client as they arrive. Another D may be tried until the client has received a byte; a
+stream that starts with an error event counts as no answer.
 """
 
 import asyncio
@@ -53,6 +54,8 @@ class PrefillLeg:
 
     instance_client: InstanceClient
     push_sources: PushSources
+    release_leg: Callable[[Instance, str], None]
+    """Lets P free the blocks of the leg with this id; never waits or raises."""
     ask_failure: "FailureQuery | None" = None
 
     async def run(
@@ -79,9 +82,14 @@ class PrefillLeg:
                 leg_id,
                 on_late_handover,
             )
+        except asyncio.CancelledError:
+            self.release_leg(instance, leg_id)
+            raise
         except (UpstreamError, RemoteProtocolError) as error:
             self.push_sources.forget(instance)
             result = self.instance_client.failure(instance, error)
+            if not result.is_unsent:
+                self.release_leg(instance, leg_id)
         if isinstance(result, LegFailure):
             context.mark(RequestEvent.PREFILL_FAILED, result.message)
         else:

@@ -23,6 +23,7 @@ from kvferry.protocol.messages import (
     FailureRequest,
     Message,
     Release,
+    ReleaseLeg,
     RetainedTurnReply,
     RetainedTurnRequest,
     decode,
@@ -69,11 +70,19 @@ class BlockReleaser(Protocol):
     def release(self, handover: Handover) -> None:
         """Ask P to free the blocks. Returns at once and never raises."""
 
+    def release_leg(self, side_channel: Address, leg_id: str) -> None:
+        """Ask P to free the blocks of a prefill leg whose answer the router did not receive.
+        Returns at once and never raises.
+        """
+
 
 class NullReleaser:
     """For clusters without a side channel: leases expire by themselves."""
 
     def release(self, handover: Handover) -> None:
+        return None
+
+    def release_leg(self, side_channel: Address, leg_id: str) -> None:
         return None
 
 
@@ -140,7 +149,7 @@ class PrefilledBlocks:
 class SideChannelSender:
     """One thread that owns a control transport and sends messages to side channels.
 
-    `release`, `query_turn` and `query_failure` may be called from any thread.
+    `release`, `release_leg`, `query_turn` and `query_failure` may be called from any thread.
     """
 
     def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
@@ -162,6 +171,9 @@ class SideChannelSender:
             self.dropped += 1
             return
         self._put(_url(handover.side_channel), Release(ticket))
+
+    def release_leg(self, side_channel: Address, leg_id: str) -> None:
+        self._put(_url(side_channel), ReleaseLeg(leg_id))
 
     def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
         """Ask D which blocks of the turn are retained: JSON parameters, or "" for none.
