@@ -66,7 +66,9 @@ async def count(checkout: Path, prompt_bytes: int, concurrency: int, requests: i
             process = start_router(Path(folder), checkout, port, stubs.prefill, stubs.decode)
             try:
                 await until_ready(router)
-                clients = [await connect_router_client(messages, router) for _ in range(concurrency)]
+                clients = [
+                    await connect_router_client(messages, router) for _ in range(concurrency)
+                ]
                 await run_load(clients, LoadSpec(requests=WARM_UPS * concurrency))
                 await control("--zero", process.pid)
                 result = await run_load(clients, LoadSpec(requests=requests))

@@ -38,12 +38,12 @@ _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
 
 
-_KNOWN_SIZES = {b"%x\r\n" % size: size for size in range(1, 4097)}
-"""Chunk size lines as engines write them, line end included, with their values. A lookup is cheaper
-than parsing. Larger chunks are parsed, which is little work per byte. The table never changes, so
-no client can fill it with sizes of its own.
+_KNOWN_SIZES = {b"\r\n%x\r\n" % size: size for size in range(1, 4097)}
+"""Chunk size lines as engines write them, between two line ends, with their values. A lookup is
+cheaper than parsing. Larger chunks are parsed, which is little work per byte. The table never
+changes, so no client can fill it with sizes of its own.
 """
-_MAX_KNOWN_LINE = max(map(len, _KNOWN_SIZES))
+_MAX_KNOWN_LINE = max(map(len, _KNOWN_SIZES)) - 2
 
 
 class FramingError(Exception):
@@ -153,27 +153,28 @@ class ChunkedBody:
 
         Nearly all input consists of complete chunks of known sizes.
         """
-        position, end = 0, len(data)
-        known = _KNOWN_SIZES.get
-        width = (
-            data.find(b"\n") + 1
-        )  # width of a size line; consecutive chunks mostly have the same width
-        while True:
-            size = known(data[position : position + width])
+        position, end, known = 0, len(data), _KNOWN_SIZES.get
+        while position < end:
+            start = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
+            size = known(b"\r\n" + data[position:start]) if start else None
             if size is None:
-                line_end = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
-                size = known(data[position:line_end]) if line_end else None
-                if size is None:
-                    return self._take_end(data, position)
-                width = line_end - position
-            stop = position + width + size
+                return self._take_end(data, position)
+            # Consecutive size lines mostly have the same width: one lookup then checks the end of a
+            # chunk and reads the size of the next.
+            width = start - position
+            between = width + 2
+            stop = start + size
+            while (size := known(data[stop : stop + between])) is not None:
+                if decoded is not None:
+                    decoded.append(data[start:stop])
+                start = stop + between
+                stop = start + size
             if data[stop : stop + 2] != b"\r\n":
-                return position
+                return start - width
             if decoded is not None:
-                decoded.append(data[position + width : stop])
+                decoded.append(data[start:stop])
             position = stop + 2
-            if position == end:
-                return position
+        return position
 
     def _take_end(self, data: bytes, position: int) -> int:
         if data[position : position + 5] != b"0\r\n\r\n":

@@ -220,12 +220,13 @@ def _has_bare_cr(head: bytes) -> bool:
 
 def _decode_fields(fields: list[tuple[bytes, bytes]]) -> tuple[Headers, dict[str, str]]:
     """The fields in their order, and by lower-case name."""
-    pairs = [
-        (name.decode("latin-1"), value.decode("latin-1").strip(" \t")) for name, value in fields
-    ]
+    pairs: list[tuple[str, str]] = []
     values: dict[str, str] = {}
-    for name, value in pairs:
+    for raw_name, raw_value in fields:
+        name = raw_name.decode("latin-1")
         key = name.lower()
+        value = raw_value.decode("latin-1").strip(" \t")
+        pairs.append((name, value))
         values[key] = f"{values[key]}, {value}" if key in values else value
     return Headers(pairs, values), values
 

@@ -68,7 +68,6 @@ _PREFILL_PARAMS = {
     "remote_port": None,
 }
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
-_NO_CONVERSATION = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 # In the spellings of a boolean that vLLM accepts, strings in either case. 1.0 and true equal 1.
 _TRUE: frozenset[object] = frozenset((1, "1", "t", "true", "y", "yes", "on"))
@@ -214,7 +213,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         leg |= {
             "stream": msgspec.Raw(b"false"),
             "max_tokens": one,
-            "kv_transfer_params": _with_leg_id(_prefill_params(push_ticket, last_turn), leg_id),
+            "kv_transfer_params": _prefill_params(push_ticket, last_turn, leg_id),
         }
         if "max_completion_tokens" in leg:
             leg["max_completion_tokens"] = one
@@ -228,8 +227,8 @@ class ClientRequest(msgspec.Struct, frozen=True):
         Without `handover`, D computes the prompt itself. `turn_id`: D retains the blocks of this
         turn under this id for the next turn. `leg_id`: as for the prefill leg."""
         # With null D retains nothing; without the key D retains the turn by default.
-        conversation_field = (
-            _NO_CONVERSATION
+        added = (
+            b'"conversation":null'
             if turn_id is None
             else b'"conversation":"%s"' % turn_id.encode("ascii")
         )
@@ -237,31 +236,35 @@ class ClientRequest(msgspec.Struct, frozen=True):
             return _encoder.encode(
                 self.fields
                 if turn_id is None
-                else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % conversation_field)}
+                else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % added)}
             )
-        params = _with_leg_id(_with_field(handover.params, conversation_field), leg_id)
+        if leg_id:
+            added = b"%b,%b" % (_leg_id_field(leg_id), added)
+        params = _with_fields(handover.params, added)
         return _encoder.encode(self.fields | {"kv_transfer_params": params})
 
 
-def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
-    if not push_ticket and last_turn is None:
-        return _PLAIN_PREFILL_PARAMS
-    asked: dict[str, object] = dict(_PREFILL_PARAMS)
-    if last_turn is not None:
-        asked |= _decoder.decode(last_turn) | {"do_remote_decode": True, "do_remote_prefill": False}
-    if push_ticket:
-        asked["push_ticket"] = push_ticket
-    return msgspec.Raw(_encoder.encode(asked))
+def _prefill_params(push_ticket: str, last_turn: bytes | None, leg_id: str) -> msgspec.Raw:
+    params = _PLAIN_PREFILL_PARAMS
+    if push_ticket or last_turn is not None:
+        asked: dict[str, object] = dict(_PREFILL_PARAMS)
+        if last_turn is not None:
+            asked |= _decoder.decode(last_turn)
+            asked |= {"do_remote_decode": True, "do_remote_prefill": False}
+        if push_ticket:
+            asked["push_ticket"] = push_ticket
+        params = msgspec.Raw(_encoder.encode(asked))
+    return _with_fields(params, _leg_id_field(leg_id)) if leg_id else params
 
 
-def _with_leg_id(params: msgspec.Raw, leg_id: str) -> msgspec.Raw:
-    return _with_field(params, b'"leg_id":"%s"' % leg_id.encode("ascii")) if leg_id else params
+def _leg_id_field(leg_id: str) -> bytes:
+    return b'"leg_id":"%b"' % leg_id.encode("ascii")
 
 
-def _with_field(params: msgspec.Raw, field: bytes) -> msgspec.Raw:
-    """Add one key to a JSON object that stays undecoded text."""
+def _with_fields(params: msgspec.Raw, added: bytes) -> msgspec.Raw:
+    """Add keys to a JSON object that stays undecoded text."""
     rest = bytes(params)[1:].lstrip()
-    return msgspec.Raw(b"{%s%s%s" % (field, b"" if rest.startswith(b"}") else b",", rest))
+    return msgspec.Raw(b"{%b%b%b" % (added, b"" if rest.startswith(b"}") else b",", rest))
 
 
 def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
@@ -429,6 +432,8 @@ def _normalise(fields: _Fields) -> None:
 
 def _normalised_flag(text: msgspec.Raw) -> msgspec.Raw:
     """`true` or `false` for any spelling of these; engines refuse what is no spelling of either."""
+    if bytes(text) in (b"true", b"false"):
+        return text
     try:
         value = _flag_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):

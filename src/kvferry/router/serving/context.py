@@ -35,8 +35,8 @@ __all__ = [
 
 
 _FIT = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-# Ids must be unique, not secret: knowing an id grants no access. A seeded generator therefore
-# suffices, without a system call per request.
+# Ids that clients see must be unique, not secret: knowing one grants no access. A seeded generator
+# therefore suffices, without a system call per request.
 _draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
 
 

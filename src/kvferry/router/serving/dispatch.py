@@ -365,8 +365,11 @@ class Dispatcher:
         Instances in `asked` have failed with the same blocks and are not picked.
         """
         now, unanswered = time.monotonic(), context.unanswered
-        for failed in (context.tried, *(unanswered[n:] for n in range(len(unanswered) + 1))):
-            picked = pick(role, hints, now, [*failed, *asked])
+        picked = pick(role, hints, now, [*context.tried, *asked])
+        if picked is not None or not context.tried:
+            return picked
+        for num_forgiven in range(len(unanswered) + 1):
+            picked = pick(role, hints, now, [*unanswered[num_forgiven:], *asked])
             if picked is not None:
                 return picked
         return None

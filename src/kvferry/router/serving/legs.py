@@ -11,6 +11,7 @@ stream that starts with an error event counts as no answer.
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -30,7 +31,6 @@ from kvferry.router.serving.context import (
     RequestContext,
     build_error_response,
     forwarded_headers,
-    new_id,
 )
 from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
@@ -73,7 +73,7 @@ class PrefillLeg:
         while the answer was in flight.
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
-        leg_id = new_id()
+        leg_id = _new_leg_id()
         try:
             result = await self._ask(
                 context,
@@ -130,6 +130,11 @@ class PrefillLeg:
         if handover is None:
             self.instance_client.metrics.without_blocks.add()
         return handover
+
+
+def _new_leg_id() -> str:
+    """A random id that nobody can guess: whoever knows it can release the leg's blocks."""
+    return os.urandom(16).hex()
 
 
 def _late_handover(status: int, text: bytes) -> Handover | None:
@@ -237,7 +242,7 @@ class DecodeLeg:
         response of a prefill leg that runs in parallel takes precedence.
         """
         context.mark(RequestEvent.DECODE_BEGAN, instance)
-        leg_id = new_id()
+        leg_id = _new_leg_id()
         body = context.client.decode_body(handover, context.turn_id, leg_id)
         try:
             result = await self._ask(context, held, instance, body, leg_id, has_begun)
