@@ -381,6 +381,23 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     assert of_worker.data["transports"]["memory"]["bytes"] == 3 * 3 * 4 * 16
 
 
+def test_at_debug_level_the_log_shows_the_stages_of_a_load_in_their_order(
+    pair: tuple[EngineSide, EngineSide], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = pair
+    caplog.set_level("DEBUG", logger="kvferry.connectors.worker")
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "r" in d.seen.finished_recving, p, d)
+    (line,) = [line for line in caplog.messages if line.startswith("load ended request=r ")]
+    stages = dict(word.split("=") for word in line.split()[3:])
+    assert (stages.pop("bytes"), stages.pop("transport")) == (str(3 * 3 * 4 * 16), "memory")
+    assert list(stages) == [
+        *("attached_ms", "allocated_ms", "began_ms", "moved_ms", "confirmed_ms"),
+    ]
+    assert float(stages["began_ms"]) <= float(stages["moved_ms"]) <= float(stages["confirmed_ms"])
+
+
 def test_requests_that_share_a_ticket_read_it_once(pair: tuple[EngineSide, EngineSide]) -> None:
     p, d = pair
     params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])

@@ -388,6 +388,24 @@ class ReceiveTotals:
         """Report the totals of an ended receive, if the transfer worker timed the receive."""
         total_bytes, segments, transport = self._moved.pop(request, (0, 0, ""))
         if times is not None:
-            results.recving_times[request] = [
-                replace(times, total_bytes=total_bytes, segments=segments, transport=transport)
-            ]
+            times = replace(times, total_bytes=total_bytes, segments=segments, transport=transport)
+            results.recving_times[request] = [times]
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("load ended request=%s %s", request, _describe_stages(times))
+
+
+def _describe_stages(times: TransferTimes) -> str:
+    """The stages that a load has reached, in milliseconds since the request arrived."""
+    stages = {
+        "attached": times.attached_at,
+        "allocated": times.allocated_at,
+        "began": times.began_at,
+        "moved": times.moved_at,
+        "confirmed": times.confirmed_at,
+    }
+    reached = [
+        f"{name}_ms={1e3 * (at - times.tracked_at):.1f}"
+        for name, at in stages.items()
+        if at is not None
+    ]
+    return " ".join([*reached, f"bytes={times.total_bytes}", f"transport={times.transport}"])
