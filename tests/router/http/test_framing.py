@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.http.kit import chunked
 
-from kvferry.router.http.framing import ChunkedBody, FramingError, LengthBody, UntilCloseBody, chunk
+from kvferry.router.http.framing import (
+    ChunkedBody,
+    FramingError,
+    LengthBody,
+    UntilCloseBody,
+    chunk,
+    first_chunk,
+)
 
 CHUNKS = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 
@@ -214,6 +221,12 @@ def test_a_body_read_in_part_can_go_on_raw(chunks: list[bytes], data: st.DataObj
     again.advance(prefix + raw[at:], decoded)
     assert again.is_ended
     assert b"".join(decoded) == b"".join(chunks)
+
+
+@given(st.binary(min_size=1, max_size=40), st.binary(max_size=10))
+def test_the_first_chunk_is_found_without_decoding_the_rest(data: bytes, rest: bytes) -> None:
+    assert first_chunk(chunk(data) + rest) == data
+    assert first_chunk(chunk(data)[:-3]) is None
 
 
 @given(st.binary(max_size=50), st.binary(max_size=10), st.lists(st.integers(0, 100), max_size=6))

@@ -274,7 +274,7 @@ def make_body(kind: BodyKind, length: int) -> Body:
 def first_chunk(data: bytes) -> bytes | None:
     """Data of the first chunk in `data`, if its size line is known and the chunk is complete."""
     start = data.find(b"\n") + 1
-    size = _KNOWN_SIZES.get(data[:start])
+    size = _KNOWN_SIZES.get(b"\r\n" + data[:start])
     return data[start : start + size] if size is not None and len(data) >= start + size else None
 
 
