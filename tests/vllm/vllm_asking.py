@@ -1,6 +1,5 @@
 """Requests and checks that only vLLM servers need, in addition to those for any engine."""
 
-import asyncio
 import json
 import random
 from typing import Any
@@ -30,17 +29,6 @@ def random_prompts(
         Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), max_tokens)
         for length in lengths
     ]
-
-
-async def ask_and_leave(
-    session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, after_s: float
-) -> None:
-    """Disconnect after this time, unless the answer has arrived."""
-    try:
-        async with asyncio.timeout(after_s):
-            await ask(session, engine, prompt)
-    except TimeoutError:
-        return
 
 
 async def assert_free(
