@@ -56,6 +56,8 @@ class AccessPolicy:
 
     def is_refused(self, request: ServerRequest) -> bool:
         """Whether the path requires an API key that the request does not have."""
+        if not self.keys:
+            return False
         if request.path == "/metrics":
             return not self.sees_details(request)
         return (

@@ -176,7 +176,8 @@ class RouterApp:
                     405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]
                 ),
             )
-        if path not in _GENERATING and _is_large(request):
+        is_page = path not in _GENERATING
+        if is_page and _is_large(request):
             return self._refuse(
                 request,
                 build_error_response(
@@ -194,7 +195,8 @@ class RouterApp:
                 ),
             )
         if (
-            access_policy.is_admin_path(path)
+            is_page
+            and access_policy.is_admin_path(path)
             and path != "/admin/register"
             and not access_policy.is_admin(request.headers)
         ):

@@ -91,8 +91,6 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
         pass  # the client offers another protocol; the router answers in HTTP/1.1
     except HttpParserError as error:
         raise RequestRefused(f"the request is not valid HTTP: {error}") from None
-    if _has_bare_cr(data):
-        raise RequestRefused("the request is not valid HTTP: a line end has no LF")
     method, target = parser.get_method(), found.target
     # httptools also accepts several blanks, RTSP, HTTP/2.0, no version, and empty lines before.
     line = b"%b %b HTTP/1." % (method, target)
