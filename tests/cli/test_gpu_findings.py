@@ -26,6 +26,7 @@ from kvferry.cli.findings import (
     ucx_settings_finding,
     vllm_finding,
 )
+from kvferry.vllm.release import TESTED
 
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 GPU = "cuda:0 (H200)"
@@ -192,8 +193,10 @@ def test_rdma_devices_are_listed_with_their_state(tmp_path: Path) -> None:
 
 
 def test_vllm_and_nccl_are_reported_by_version() -> None:
+    for version in (*TESTED, f"{TESTED[-1]}+cpu"):
+        assert vllm_finding(version).text == f"{version}, as tested with kvferry"
     assert vllm_finding("0.32.1").level is Severity.OK
     assert vllm_finding(None).level is Severity.OK
     other = vllm_finding("0.40.0")
-    assert (other.level, "vllm==0.32.*" in other.text) == (Severity.ADVICE, True)
+    assert (other.level, f"vllm=={TESTED[-1]}" in other.text) == (Severity.ADVICE, True)
     assert "NCCL 2.28.9" in torch_finding(TWO_GPUS).text

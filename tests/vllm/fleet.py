@@ -3,6 +3,7 @@ the `with` block.
 """
 
 import json
+import os
 import secrets
 import sys
 import time
@@ -21,7 +22,8 @@ from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+# `make test-vllm VLLM_VERSION=…` names the environment of another release than the newest.
+PYTHON = ROOT / os.environ.get("KVFERRY_TEST_VLLM_VENV", ".venv-vllm") / "bin" / "python"
 START_S = 240.0
 TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"

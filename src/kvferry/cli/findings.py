@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry.vllm.release import TESTED, release
+
 __all__ = [
     "Finding",
     "GpuReport",
@@ -50,7 +52,6 @@ MIN_PYTHON = (3, 11)
 MIN_CORES = 3
 TESTED_ARCHITECTURES = ("x86_64", "aarch64")
 MIN_OPEN_FILES = 4096
-TESTED_VLLM = "0.32"
 MIN_FREE_SHARE = 0.9
 """The share of a GPU's memory that vLLM takes by default."""
 
@@ -197,11 +198,14 @@ def vllm_finding(version: str | None) -> Finding:
     """Report vLLM; `version` is None if vLLM is not installed in this environment."""
     if version is None:
         return Finding(Severity.OK, "vLLM", "not installed here; the embedded engine works without")
-    if version.startswith(f"{TESTED_VLLM}."):
+    tested = ", ".join(TESTED)
+    if version.split("+")[0] in TESTED:
         return Finding(Severity.OK, "vLLM", f"{version}, as tested with kvferry")
+    if release(version) in map(release, TESTED):
+        return Finding(Severity.OK, "vLLM", f"{version}; kvferry is tested with {tested}")
     text = (
-        f"{version}, but kvferry is tested with {TESTED_VLLM}; install vllm=={TESTED_VLLM}.*, or "
-        "try this one with care"
+        f"{version}, but kvferry is tested with {tested}; install vllm=={TESTED[-1]}, or try a "
+        "newer one with care"
     )
     return Finding(Severity.ADVICE, "vLLM", text)
 

@@ -18,6 +18,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        from kvferry.vllm.release import check_release
+
+        check_release()
         from kvferry.vllm import connector
 
         return getattr(connector, name)

@@ -7,7 +7,6 @@ request. So the cache must hold all tokens of a request, or the last ones, in bl
 alone.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-import vllm
 from kvferry.errors import ConfigError
 
-__all__ = ["TESTED", "check_supported", "layer_specs", "release", "warn_if_untested"]
+__all__ = ["check_supported", "layer_specs"]
 
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
@@ -110,33 +108,3 @@ def layer_specs(spec: Any) -> list[Any]:
     return (
         list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     )
-
-
-# -- versions --
-# The vLLM versions that this adapter was tested with.
-
-
-TESTED = ("0.32.0",)
-
-_log = logging.getLogger(__name__)
-
-
-def warn_if_untested() -> None:
-    """Log a warning if this vLLM version is untested. Logs once per process and role, since a
-    connector is built once per process and role.
-    """
-    version = str(vllm.__version__).split("+")[0]
-    if version not in TESTED:
-        _log.warning(
-            "kvferry was tested with vLLM %s, but this is %s: its connector interface may have "
-            "changed",
-            ", ".join(TESTED),
-            version,
-        )
-
-
-def release() -> str:
-    """vLLM's major and minor version. The byte arrangement of the cache may change between minor
-    versions.
-    """
-    return ".".join(str(vllm.__version__).split(".")[:2])

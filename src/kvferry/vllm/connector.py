@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.connectors import contract
@@ -30,12 +29,13 @@ from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
-from kvferry.vllm.compatibility import check_supported, warn_if_untested
+from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
+from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.translate import (
     BlocksView,
@@ -232,7 +232,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     inner_name = "NixlConnector"
     transfer_mode = "pull"
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = find_cache_hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -353,6 +353,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             count, is_async = self._inner.get_num_new_matched_tokens(
                 self._view(request), num_computed_tokens
             )
+        if request.skip_reading_prefix_cache:
+            # The request must compute its whole prompt, for example because its client wants the
+            # logprobs of the prompt. vLLM 0.30 would load; 0.31 and later ignore the answer.
+            count, is_async = 0, False
         if count is None:
             self._needs.note_skipped()
         else:

@@ -14,10 +14,11 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import vllm
 from kvferry.connectors.contract import ModelIdentity
 from kvferry.protocol.handshake import named_factors
 from kvferry.protocol.messages import Factor
-from kvferry.vllm.compatibility import release
+from kvferry.vllm.release import release
 from kvferry.vllm.weights import find_model, sample_weights
 from vllm import envs
 
@@ -116,7 +117,7 @@ def model_identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
         total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         dtype=_dtype_name(model.dtype),
-        cache_format=f"vllm {release()} {attention_backends}",
+        cache_format=f"vllm {release(vllm.__version__)} {attention_backends}",
         settings=_settings(vllm_config) if is_worker else {},
     )
 

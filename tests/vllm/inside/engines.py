@@ -70,6 +70,13 @@ __all__ = [
 
 BLOCK = 32
 DEADLINE_S = 30.0
+QUEUES = (
+    "waiting",
+    "skipped_waiting",  # of vLLM 0.30
+    "kv_holding_waiting",  # since 0.31
+    "deferred_waiting",  # since 0.31
+)
+"""The scheduler's queues of requests that do not run."""
 _MODULUS = 16_777_213
 """The largest prime that a float32 holds exactly, so that slots can be compared for equality."""
 
@@ -446,6 +453,14 @@ class Engine:
         )
         return snapshot
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for KV from a peer."""
+        return any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.scheduler.requests.values()
+        )
+
     def remains(self) -> dict[str, Any]:
         """Return by name everything that must be gone after all requests have ended; empty if all
         of it is.
@@ -460,11 +475,7 @@ class Engine:
         held = {
             "requests": list(scheduler.requests),
             "running": list(scheduler.running),
-            "waiting": [
-                *scheduler.waiting,
-                *scheduler.kv_holding_waiting,
-                *scheduler.deferred_waiting,
-            ],
+            "waiting": [request for name in QUEUES for request in getattr(scheduler, name, ())],
             "arrived": [
                 *scheduler.finished_recving_kv_req_ids,
                 *scheduler.failed_recving_kv_req_ids,

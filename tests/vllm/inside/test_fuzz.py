@@ -170,7 +170,7 @@ class World:
         closed during the other's read was seen to abort the process.
         """
         run_until(
-            lambda: not self.d.scheduler.kv_holding_waiting and self.d.transfer_worker.reads == 0,
+            lambda: not self.d.is_loading and self.d.transfer_worker.reads == 0,
             self.p,
             self.d,
         )

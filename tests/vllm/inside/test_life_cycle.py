@@ -12,7 +12,11 @@ import torch
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
+
+import vllm
+from kvferry.vllm.release import release
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 100]
 
@@ -167,6 +171,25 @@ def test_a_request_that_must_not_read_caches_computes_and_frees_p(
     d.add("b", prompt(100), p.prefill("a", prompt(100)), skip_reading_prefix_cache=True)
     assert finish(d, "b", p) == greedy(prompt(100), 4)
     assert d.loaded_tokens == 0
+    settle(p, d)
+
+
+def test_a_load_that_ends_in_a_paused_engine_is_used(pair: tuple[Engine, Engine]) -> None:
+    """Since 0.32, an engine that is paused for new requests goes on with those that have loaded.
+    Before, they wait until it resumes.
+    """
+    p, d = pair
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    wait_for_load(d, "b")
+    d.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    run_until(lambda: p.transfer_worker.leases == 0, p, d)
+    if release(vllm.__version__) in ("0.30", "0.31"):
+        for _ in range(10):
+            d.step()
+        assert d.answers["b"].tokens == []
+        d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens == 100
     settle(p, d)
 
 

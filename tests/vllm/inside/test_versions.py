@@ -1,30 +1,34 @@
-"""Tests that an untested vLLM version is reported and never refused."""
+"""Tests that an untested vLLM version is reported, and that only a vLLM that lacks something is
+refused.
+"""
 
 import logging
 
 import pytest
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import run_until
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import kvferry.vllm
 import vllm
-from kvferry.vllm.compatibility import TESTED, warn_if_untested
+from kvferry.errors import ConfigError
+from kvferry.vllm.release import NEEDED, TESTED, NeededName, warn_if_untested
 
 WARNING = (
-    "kvferry was tested with vLLM 0.32.0, but this is 0.99.1: its connector interface may have "
-    "changed"
+    "kvferry was tested with vLLM 0.30.0, 0.31.0, 0.32.0, but this is 0.99.1: its connector "
+    "interface may have changed"
 )
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "kvferry.vllm.compatibility"
+        record.getMessage() for record in caplog.records if record.name == "kvferry.vllm.release"
     ]
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])
-def test_the_tested_version_is_taken_in_silence(
+@pytest.mark.parametrize("version", [*TESTED, "0.32.0+cpu"])
+def test_a_tested_version_is_taken_in_silence(
     version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
@@ -32,7 +36,7 @@ def test_the_tested_version_is_taken_in_silence(
     assert said(caplog) == []
 
 
-def test_the_installed_version_is_the_tested_one() -> None:
+def test_the_installed_version_is_a_tested_one() -> None:
     assert str(vllm.__version__).split("+")[0] in TESTED
 
 
@@ -51,6 +55,36 @@ def test_another_version_is_warned_of_and_serves(
     assert said(caplog) == [WARNING] * 2
     engine.add("a", [1, 2, 3])
     run_until(lambda: engine.answers["a"].finish is not None, engine)
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: needed.name)
+def test_a_vllm_that_lacks_something_is_refused_by_name(
+    needed: NeededName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the release, what it lacks, what for, and the release to install. It comes
+    when vLLM looks up the connector's class, before anything is started.
+    """
+    monkeypatch.setattr(vllm, "__version__", "0.29.0+cpu")
+    monkeypatch.delattr(f"{needed.module}.{needed.name}")
+    transfer = KVTransferConfig(
+        kv_connector="NixlConnector", kv_connector_module_path="kvferry.vllm", kv_role="kv_both"
+    )
+    with pytest.raises(ConfigError) as caught:
+        KVConnectorFactory.get_connector_class(transfer)
+    assert str(caught.value) == (
+        f"vLLM 0.29.0 lacks what kvferry needs: {needed.name} (to {needed.purpose}); install vLLM "
+        "0.30 or newer, best 0.32.0"
+    )
+
+
+def test_a_vllm_that_lacks_several_things_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for needed in NEEDED[:2]:
+        monkeypatch.delattr(f"{needed.module}.{needed.name}")
+    with pytest.raises(ConfigError) as caught:
+        _ = kvferry.vllm.KVFerryConnector
+    assert all(f"{needed.name} (to {needed.purpose})" in str(caught.value) for needed in NEEDED[:2])
 
 
 def test_a_version_that_is_no_version_serves_too(
