@@ -60,12 +60,16 @@ class StubEngine:
     """The engine accepts connections but does not answer health checks, like a process that is
     stopped.
     """
+    before_probe: Callable[[], None] = lambda: None
+    """Called at the beginning of each probe; may change any of the above."""
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            self.before_probe()
         if self.is_stopped and request.path in ("/metrics", "/health"):
             self.num_ignored += 1
             return await hangs(request, {})

@@ -15,14 +15,21 @@ Pure: the caller passes `now` (local monotonic seconds) and the random source. U
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
 from kvferry.errors import LocalProtocolError
 from kvferry.router.fleet.health import Breaker, BreakerPhase, HealthOptions
 from kvferry.router.fleet.instances import Instance, Outcome, Role
-from kvferry.router.fleet.members import Leg, Member, MemberState, RoutingHints, leg_weight
+from kvferry.router.fleet.members import (
+    Leg,
+    Member,
+    MemberState,
+    RoutingHints,
+    TokenProgress,
+    leg_weight,
+)
 from kvferry.router.fleet.policies import Policy, make_policy
 
 __all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHints"]
@@ -143,6 +150,7 @@ class Fleet:
             member.breaker.restart()
             member.update_ready_at()
             member.incarnation += 1
+            member.progress = TokenProgress()
             member.probe_at = min(member.probe_at, now)
 
     def members(self, role: Role | None = None) -> list[Member]:
@@ -284,22 +292,17 @@ class Fleet:
         before, leg.member.failed_with = leg.member.failed_with, peer
         return Outcome.ABANDONED if before in (None, peer) else Outcome.FAILED
 
-    def note_progress(self, instance: Instance, now: float) -> None:
-        """Record that the instance's own figures (tokens computed) have grown."""
+    def note_tokens(self, instance: Instance, counts: Sequence[float | None], now: float) -> None:
+        """Record how many tokens the instance has computed by its own figures; None: not shown."""
         member = self._members.get(instance)
         if member is not None:
-            member.progressed_at = now
+            member.progress.note(counts, now)
 
     def has_stalled(self, leg: Leg, now: float) -> bool:
         """True if the engine has computed nothing in all the time of a long leg: it hangs, although
         its API server still answers probes.
         """
-        progressed_at = leg.member.progressed_at
-        return (
-            progressed_at is not None
-            and progressed_at < leg.began
-            and now - leg.began >= self._options.health.stall_s
-        )
+        return leg.member.progress.has_stalled(leg.began, now, self._options.health.stall_s)
 
     def is_current(self, leg: Leg) -> bool:
         """True if the instance is still a member and has the same incarnation as when the leg

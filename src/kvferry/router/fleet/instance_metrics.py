@@ -194,16 +194,6 @@ class MetricsWatcher:
             )
         return growth
 
-    def has_progressed(self, reading: InstanceReading) -> bool:
-        """True if the engine has computed tokens since the last reading, or if there was none. An
-        engine that reports no tokens makes no known progress.
-        """
-        load = reading.load
-        now = (load.generated_tokens, load.prompt_tokens)
-        if self.reading is None:
-            return now != (None, None)
-        return now != (self.reading.load.generated_tokens, self.reading.load.prompt_tokens)
-
     def forget(self) -> None:
         """Drop the figures of an instance that does not answer. The figures are out of date, and
         the next answer may come from another incarnation.

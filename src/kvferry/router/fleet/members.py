@@ -3,6 +3,7 @@
 Pure. The `Fleet` owns and changes members; other modules only read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -10,7 +11,15 @@ from math import inf
 from kvferry.router.fleet.health import Breaker, BreakerPhase
 from kvferry.router.fleet.instances import Instance, Outcome, Role
 
-__all__ = ["Leg", "LegHistory", "Member", "MemberState", "RoutingHints", "leg_weight"]
+__all__ = [
+    "Leg",
+    "LegHistory",
+    "Member",
+    "MemberState",
+    "RoutingHints",
+    "TokenProgress",
+    "leg_weight",
+]
 
 _GRACE_S = 60.0
 """How long a member whose registration has run out stays while it answers probes."""
@@ -71,6 +80,50 @@ class LegHistory:
         self.last_error, self.last_error_at = error, now
 
 
+@dataclass(slots=True)
+class TokenProgress:
+    """Whether an engine computes, by the token counts that the router has read from its page.
+
+    Progress is a count that is larger than in the last reading of the same incarnation. The first
+    reading shows no progress. A failed probe, or a page without counts, shows nothing at all.
+    """
+
+    since: float | None = None
+    """When the first counts of this incarnation were read; None: the engine has shown none."""
+    read_at: float = -inf
+    """When counts were last read."""
+    grew_at: float = -inf
+    """When a reading last showed progress."""
+    _counts: tuple[float | None, ...] = ()
+
+    def note(self, counts: Sequence[float | None], now: float) -> None:
+        """Record one reading. A count that went back is that of a new incarnation."""
+        if all(count is None for count in counts):
+            return
+        growth = [
+            later - earlier
+            for earlier, later in zip(self._counts, counts, strict=False)
+            if earlier is not None and later is not None
+        ]
+        if self.since is None or min(growth, default=0) < 0:
+            self.since, self._counts = now, tuple(counts)
+        else:
+            if max(growth, default=0) > 0:
+                self.grew_at = now
+            self._counts = tuple(
+                earlier if later is None else later
+                for earlier, later in zip(self._counts, counts, strict=True)
+            )
+        self.read_at = now
+
+    def has_stalled(self, began: float, now: float, stall_s: float) -> bool:
+        """True if readings since `began` show no progress, over `stall_s` or more."""
+        if self.since is None:
+            return False
+        seen_from = max(began, self.since)
+        return self.grew_at < seen_from < self.read_at and now - seen_from >= stall_s
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """An instance with its breaker, lease and load."""
@@ -96,8 +149,8 @@ class Member:
     probe_at: float = -inf
     failed_with: Instance | None = None
     """The peer with which the last KV transfer failed; None if a leg was answered since."""
-    progressed_at: float | None = None
-    """When the instance's own figures last showed progress; None if it reports none."""
+    progress: TokenProgress = field(default_factory=TokenProgress)
+    """What the instance's own figures show about its engine."""
     record: LegHistory = field(default_factory=LegHistory)
 
     @property

@@ -121,15 +121,18 @@ class InstanceWatcher:
             await asyncio.shield(self._start_probe(instance))
         return self._readings.get(instance)
 
-    def forget(self, instance: Instance) -> None:
-        """Drop what is known about a failed instance, which may return as a new incarnation."""
-        for known in (self.latest, self._readings, self._signs, self._probed_at):
-            known.pop(instance, None)
+    def forget_mode(self, instance: Instance) -> None:
+        """Drop the transfer mode and the side channel of a failed instance, which may return as a
+        new incarnation with others: the next request that needs them waits for a probe.
+        """
+        self._readings.pop(instance, None)
+        self._probed_at.pop(instance, None)
 
     def forget_instance(self, instance: Instance) -> None:
         """Drop everything about an instance that has left the fleet."""
-        self.forget(instance)
-        self._process_start.pop(instance, None)
+        self.forget_mode(instance)
+        for known in (self.latest, self._signs, self._process_start):
+            known.pop(instance, None)
         self.instance_client.metrics.forget(instance)
         self.on_instance_gone(instance)
 
@@ -184,8 +187,8 @@ class InstanceWatcher:
         reading = read_metrics(page if page_status == 200 else b"")
         self._readings[instance] = reading
         self._note_restart(instance, reading, now)
-        if watcher.has_progressed(reading):
-            self.instance_client.fleet.note_progress(instance, now)
+        counts = (reading.load.generated_tokens, reading.load.prompt_tokens)
+        self.instance_client.fleet.note_tokens(instance, counts, now)
         growth = watcher.note(reading, now)
         self.instance_client.time_series.note_instances(
             growth.tokens, growth.moved_bytes, now, growth.over_s

@@ -315,7 +315,7 @@ class Dispatcher:
                 return failure
             context.note_failure(instance, failure)
             asked.append(instance)
-            self.watcher.forget(instance)
+            self.watcher.forget_mode(instance)
             if not failure.is_refusal:
                 return replace(failure, needs_prefill=True)
             instance = self._choose(Role.DECODE, context, hints, asked)
