@@ -1,7 +1,7 @@
 """Tests which instance a failed leg counts against.
 
-A P whose KV no D can use gets no D ejected, and an engine that hangs is ejected although its API
-server answers probes.
+A P whose KV no D can use gets no D ejected, nor does a request that no D can load. An engine that
+hangs is ejected although its API server answers probes.
 """
 
 from typing import Any
@@ -14,16 +14,20 @@ from tests.router.stubs import (
     PARAMS,
     Behaviour,
     Stage,
+    answers,
     completes,
     hangs,
     prefills,
+    prefills_without_blocks,
     stage,
 )
 
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.options import RouterOptions
+from kvferry.router.serving.legs import FailureQuery
 
 NEW_WEIGHTS = "new weights"
+INTERNAL = answers(500, '{"error": {"message": "Internal server error"}}')
 DEFAULT = RouterOptions().routing
 AS_BY_DEFAULT: dict[str, Any] = {
     name: getattr(DEFAULT, name) for name in ("prefill_policy", "decode_policy", "max_retries")
@@ -39,7 +43,7 @@ def computes_with(weights: str) -> Behaviour:
 
 async def has_old_weights(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """Answers as vLLM does if KV cannot be loaded."""
-    if body["kv_transfer_params"]["ticket"] == NEW_WEIGHTS:
+    if body.get("kv_transfer_params", {}).get("ticket") == NEW_WEIGHTS:
         return web.json_response({"error": {"message": "Internal server error"}}, status=500)
     return await completes(request, body)
 
@@ -97,6 +101,107 @@ def test_a_d_that_can_use_no_ps_kv_is_ejected() -> None:
         ) as s:
             assert [(await s.post({"prompt": "a"}))[0] for _ in range(12)] == [200] * 12
             assert (await states(s)).count("ejected") == 1
+
+    uvloop.run(scene())
+
+
+def test_a_d_that_can_not_use_the_kv_of_the_only_p_is_ejected() -> None:
+    """The other D uses the KV of the same P all the time."""
+
+    async def scene() -> None:
+        async with stage(
+            computes_with(NEW_WEIGHTS),
+            [has_old_weights, completes],
+            ask_failure=is_known,
+            max_retries=1,
+        ) as s:
+            assert [(await s.post({"prompt": "a"}))[0] for _ in range(12)] == [200] * 12
+            assert await states(s) == ["healthy", "ejected", "healthy"]
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("num_broken", [1, 2])
+def test_without_retries_too_a_d_that_can_use_no_kv_is_ejected(num_broken: int) -> None:
+    """No request shows by itself that another D can use the KV: other requests do."""
+
+    async def scene() -> None:
+        decode: list[Behaviour] = [has_old_weights] * num_broken + [completes]
+        async with stage(computes_with(NEW_WEIGHTS), decode, ask_failure=is_known) as s:
+            for _ in range(24):
+                await s.post({"prompt": "a"})
+            assert (await states(s)).count("ejected") == num_broken
+            assert (await s.post({"prompt": "a"}))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_prompts_without_kv_do_not_show_that_a_p_is_good() -> None:
+    """The KV of the only P is of no use to any D; prompts too short for KV are served."""
+
+    async def computes_long_prompts(
+        request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        behave = (
+            prefills_without_blocks if body["prompt"] == "short" else computes_with(NEW_WEIGHTS)
+        )
+        return await behave(request, body)
+
+    async def scene() -> None:
+        async with stage(computes_long_prompts, [has_old_weights] * 2, ask_failure=is_known) as s:
+            for _ in range(12):
+                # Round robin: the first D gets the long prompts, the second the short ones.
+                assert (await s.post({"prompt": "a long prompt"}))[0] == 502
+                assert (await s.post({"prompt": "short"}))[0] == 200
+            assert "ejected" not in await states(s)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_a_request_whose_kv_no_d_can_use_is_retried_once_more_than_max_retries(
+    max_retries: int,
+) -> None:
+    async def scene() -> None:
+        async with stage(
+            [prefills] * 12, [INTERNAL] * 4, ask_failure=is_known, max_retries=max_retries
+        ) as s:
+            assert (await s.post({"prompt": "a"}))[0] == 502
+            for engines in (s.prefillers, s.decoders):
+                assert sum(len(engine.calls) for engine in engines) == max_retries + 2
+
+    uvloop.run(scene())
+
+
+def test_requests_whose_kv_no_d_can_use_eject_no_d() -> None:
+    """Every other request is a good one, which shows that the Ps and the Ds work."""
+
+    async def is_good_or_bad(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (INTERNAL if body["prompt"] == "bad" else completes)(request, body)
+
+    async def scene() -> None:
+        async with stage(
+            [prefills] * 12, [is_good_or_bad] * 4, ask_failure=is_known, max_retries=6
+        ) as s:
+            for _ in range(12):
+                assert (await s.post({"prompt": "good"}))[0] == 200
+                assert (await s.post({"prompt": "bad"}))[0] == 502
+            assert set(await states(s)) == {"healthy"}
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("ask", [is_unknown, is_known])
+def test_a_p_that_refuses_every_prefill_leg_is_ejected_whether_or_not_it_says_why(
+    ask: FailureQuery,
+) -> None:
+    """A P with the `kv_role` of a consumer refuses every leg, and its side channel says why."""
+
+    async def scene() -> None:
+        async with stage([INTERNAL, prefills], completes, ask_failure=ask, max_retries=1) as s:
+            assert [(await s.post({"prompt": "a"}))[0] for _ in range(12)] == [200] * 12
+            assert await states(s) == ["ejected", "healthy", "healthy"]
+            assert len(s.p.calls) == 3
 
     uvloop.run(scene())
 

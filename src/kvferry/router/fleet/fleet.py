@@ -76,6 +76,8 @@ class Fleet:
         }
         self._members: dict[Instance, Member] = {}
         self._num_chosen = 0
+        self.kv_used_at: dict[Instance, float] = {}
+        """When a D last used the KV of each P. Kept since a D first failed to, empty before."""
 
     # -- membership --
 
@@ -130,6 +132,7 @@ class Fleet:
         member = self._members.pop(instance, None)
         if member is not None:
             self._by_role[instance.role].members.remove(member)
+            self.kv_used_at.pop(instance, None)
         return member is not None
 
     def expire(self, now: float) -> list[Instance]:
@@ -151,6 +154,7 @@ class Fleet:
             member.update_ready_at()
             member.incarnation += 1
             member.progress = TokenProgress()
+            self.kv_used_at.pop(instance, None)
             member.probe_at = min(member.probe_at, now)
 
     def members(self, role: Role | None = None) -> list[Member]:
@@ -259,7 +263,7 @@ class Fleet:
         """
         if not leg.is_answered:
             leg.is_answered = True
-            leg.member.failed_with = None
+            leg.member.failing_since = None
             leg.member.breaker.note_answer(leg.generation, now)
             leg.member.update_ready_at()
 
@@ -284,13 +288,21 @@ class Fleet:
             breaker.end_trial(leg.generation, now)
         member.update_ready_at()
 
-    def note_transfer_failed(self, leg: Leg, peer: Instance | None) -> Outcome:
-        """Record that a leg failed because KV of the peer could not be used; return the outcome of
-        the leg. The failure counts against the instance only after one with another peer: a P with
-        other weights is refused by every D, and no D is at fault.
+    def note_transfer_failed(self, leg: Leg, prefiller: Instance, now: float) -> bool:
+        """Record that D could not use the KV of P; True if D is at fault.
+
+        A P with other weights is refused by every D, and no D is at fault. A D is at fault if other
+        Ds have used the KV of this P since this D first failed, and it has answered nothing since.
         """
-        before, leg.member.failed_with = leg.member.failed_with, peer
-        return Outcome.ABANDONED if before in (None, peer) else Outcome.FAILED
+        used_at = self.kv_used_at.setdefault(prefiller, -inf)
+        if leg.member.failing_since is None:
+            leg.member.failing_since = now
+        return used_at > leg.member.failing_since
+
+    def note_kv_used(self, prefiller: Instance | None, now: float) -> None:
+        """Record that a D has used the KV of P. Only needed while `kv_used_at` is not empty."""
+        if prefiller is not None:
+            self.kv_used_at[prefiller] = now
 
     def note_tokens(self, instance: Instance, counts: Sequence[float | None], now: float) -> None:
         """Record how many tokens the instance has computed by its own figures; None: not shown."""

@@ -147,8 +147,8 @@ class Member:
     incarnation: int = 0
     """Grows with each restart, which empties the instance's cache."""
     probe_at: float = -inf
-    failed_with: Instance | None = None
-    """The peer with which the last KV transfer failed; None if a leg was answered since."""
+    failing_since: float | None = None
+    """When this D first could not use KV; None if the D has answered a leg since."""
     progress: TokenProgress = field(default_factory=TokenProgress)
     """What the instance's own figures show about its engine."""
     record: LegHistory = field(default_factory=LegHistory)

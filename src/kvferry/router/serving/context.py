@@ -92,7 +92,7 @@ class LegFailure:
     is_final: bool = False
     """Another instance would fare no better, or must not get this request."""
     is_transfer: bool = False
-    """The engine works, but could not use the KV of its peer: a retry takes another peer."""
+    """D works, but could not use P's KV: a retry takes another P."""
     needs_prefill: bool = False
     """D could not use P's blocks, or had consumed them: a retry starts with the prefill leg."""
 
@@ -128,6 +128,8 @@ class RequestContext:
     """Why the client's stream was cut short; empty if it was not."""
     prefiller: Instance | None = None
     """The prefill instance whose blocks the decode leg receives."""
+    num_failed_transfers: int = 0
+    """Decode legs that failed because D could not use P's KV."""
 
     def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)

@@ -125,9 +125,12 @@ class Dispatcher:
         the fleet have been tried.
         """
         if failure.is_transfer and not failure.is_consequence:
-            # D works, and another P may do better.
+            # D works, and another P may do better. If it does not, the request may be at fault.
             now = time.monotonic()
-            return self.fleet.peek(Role.PREFILL, context.hints, now, context.tried) is not None
+            return (
+                context.num_failed_transfers == 1
+                and self.fleet.peek(Role.PREFILL, context.hints, now, context.tried) is not None
+            )
         return failure.is_consequence or (
             (failure.is_unsent or failure.is_refusal)
             and (failure.instance is None or context.tried.count(failure.instance) <= 1)

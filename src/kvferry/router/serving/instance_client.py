@@ -222,9 +222,14 @@ class TrackedLeg:
     def __enter__(self) -> Self:
         return self
 
-    def note_transfer_failed(self, peer: Instance | None) -> None:
-        """The instance answered with an error because it could not use KV of the peer."""
-        self.outcome = self._calls.fleet.note_transfer_failed(self.leg, peer)
+    def note_transfer_failed(self, prefiller: Instance, num_failed: int) -> None:
+        """D answered with an error because it could not use the KV of P. `num_failed`: transfers of
+        the same request that have failed. Only the first may count against its D, because the
+        request itself may be what no D can load.
+        """
+        now = time.monotonic()
+        is_at_fault = self._calls.fleet.note_transfer_failed(self.leg, prefiller, now)
+        self.outcome = Outcome.FAILED if is_at_fault and num_failed == 1 else Outcome.ABANDONED
 
     def __exit__(
         self,

@@ -117,7 +117,7 @@ class PrefillLeg:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500:
                 failure = await self.instance_client.server_error(answer, instance, call)
-                return await _explain(failure, leg_id, self.ask_failure, call, None)
+                return _with_reason(failure, await _ask_reason(failure, leg_id, self.ask_failure))
             text = await self.instance_client.read(answer)
             if 400 <= answer.status < 500:
                 call.outcome = Outcome.ANSWERED
@@ -175,29 +175,22 @@ def make_failure_query_by(
     return ask
 
 
-async def _explain(
-    failure: LegFailure,
-    leg_id: str,
-    ask: FailureQuery | None,
-    call: TrackedLeg,
-    peer: Instance | None,
-) -> LegFailure:
-    """Ask the engine that answered with an error whether KV of its peer could not be used.
+async def _ask_reason(failure: LegFailure, leg_id: str, ask: FailureQuery | None) -> str:
+    """Ask the engine that answered with an error why; empty if it does not know.
 
-    If so, add the reason to the failure, unless the engine's answer contains it, and do not count
-    the failure against the engine.
+    What an engine knows is why D could not use P's KV, or why P does not prefill for a D.
     """
-    instance, answer = failure.instance, failure.answer
-    if ask is None or instance is None:
+    if ask is None or failure.instance is None:
+        return ""
+    return await ask(failure.instance, leg_id)
+
+
+def _with_reason(failure: LegFailure, reason: str) -> LegFailure:
+    """Add the reason, unless the engine's answer contains it."""
+    answer = failure.answer
+    if not reason or (answer is not None and reason in error_message(answer.body)):
         return failure
-    reason = await ask(instance, leg_id)
-    if not reason:
-        return failure
-    call.note_transfer_failed(peer)
-    failure = replace(failure, is_transfer=True)
-    if answer is not None and reason in error_message(answer.body):
-        return failure
-    message = f"{instance} failed: {reason}"
+    message = f"{failure.instance} failed: {reason}"
     # The client does not know about P: it gets P's reason only if the router has no other answer.
     return replace(
         failure,
@@ -271,7 +264,7 @@ class DecodeLeg:
                 return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500:
                 failure = await self.instance_client.server_error(answer, instance, call)
-                return await _explain(failure, leg_id, self.ask_failure, call, context.prefiller)
+                return await self._explain(context, call, failure, leg_id)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
             # A complete body, or the first event, must arrive before the client gets a byte:
             # until then another D can be tried.
@@ -290,12 +283,14 @@ class DecodeLeg:
                     response,
                     needs_prefill=True,
                 )
-                return await _explain(failure, leg_id, self.ask_failure, call, context.prefiller)
+                return await self._explain(context, call, failure, leg_id)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
             if answer.status == 200:
                 held.mark_handed_over()
+                if self.instance_client.fleet.kv_used_at and held.handover is not None:
+                    self.instance_client.fleet.note_kv_used(context.prefiller, time.monotonic())
             self._note_first(context, call)
             if whole is not None:
                 headers = forwarded_headers(answer.headers)
@@ -303,6 +298,17 @@ class DecodeLeg:
             else:
                 await self._relay(context, held, instance, answer, call)
         return None
+
+    async def _explain(
+        self, context: RequestContext, call: TrackedLeg, failure: LegFailure, leg_id: str
+    ) -> LegFailure:
+        """Ask D why its leg failed; see `Fleet.note_transfer_failed` for whose fault it is."""
+        reason = await _ask_reason(failure, leg_id, self.ask_failure)
+        if reason and context.prefiller is not None:
+            context.num_failed_transfers += 1
+            call.note_transfer_failed(context.prefiller, context.num_failed_transfers)
+            failure = replace(failure, is_transfer=True)
+        return _with_reason(failure, reason)
 
     async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
         """The first event of a stream if that event is an error, else None.
