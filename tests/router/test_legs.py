@@ -279,11 +279,50 @@ def test_a_prompt_list_beside_messages_is_left_to_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "num_choices"),
-    [(1, 1), (12, 12), (2.0, 2), ("3", 3), (None, 1), (0, 1), (-2, 1), ("x", 1), (10**30, 1)],
+    ("spelling", "num_choices"),
+    [
+        *((text, 2) for text in ("2", "2.0", "2e0", "20e-1", "0.2E1", '"2"', '"+2"', '" 2 "')),
+        *((text, 2) for text in ('"2.00"', '"02"', '"0_2"', '"\\t+02.0\\n"', r'"\u0032"')),
+        *((text, 20) for text in ("20", '"2_0"', '"20.0"', "2e1")),
+        ("true", 1),
+    ],
 )
-def test_the_number_of_choices_is_read_as_an_engine_reads_it(n: object, num_choices: int) -> None:
-    assert accepted({"prompt": "a", "n": n}).num_choices == num_choices
+def test_the_number_of_choices_of_several_prompts_reaches_engines_as_the_router_reads_it(
+    spelling: str, num_choices: int
+) -> None:
+    """Choice j of prompt i has the index i * n + j: router and engine must agree about n."""
+    request = read_client_request(b'{"prompt": ["a", "b"], "n": %b}' % spelling.encode())
+    assert isinstance(request, ClientRequest)
+    assert request.num_choices == num_choices
+    for prompt in request.prompts:
+        body = request.with_prompt(prompt).decode_body(None)
+        assert json.loads(body)["n"] == num_choices
+        assert b'"n":%d' % num_choices in body
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": None}])
+def test_without_a_number_of_choices_each_prompt_has_one(fields: dict[str, Any]) -> None:
+    assert accepted({"prompt": ["a", "b"], **fields}).num_choices == 1
+
+
+@pytest.mark.parametrize(
+    "n",
+    [
+        *(0, -2, 2.5, 10**30, 1e300, False, [2], {}, "", " ", "x", "0", "-2", "2.", "2.5", "2e0"),
+        *("2__0", "_2", "2_", "+ 2", "++2", "0x2", "\u0662", "true", "0" * 10_000),
+    ],
+)
+def test_several_prompts_with_a_number_of_choices_that_is_no_count_are_refused(n: object) -> None:
+    assert (
+        "n must be a count" in refused(json.dumps({"prompt": ["a", "b"], "n": n}).encode()).message
+    )
+
+
+@pytest.mark.parametrize("n", ["2e0", '"2_0"', "0", '"x"'])
+def test_the_number_of_choices_of_one_prompt_is_left_to_the_engine(n: str) -> None:
+    request = read_client_request(b'{"prompt": "a", "n": %b}' % n.encode())
+    assert isinstance(request, ClientRequest)
+    assert request.decode_body(None) == b'{"prompt":"a","n":%b}' % n.encode()
 
 
 @pytest.mark.parametrize(

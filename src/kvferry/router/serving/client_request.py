@@ -34,7 +34,7 @@ _Fields = dict[str, msgspec.Raw]
 # takes ten times as long as decoding a short text.
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _name_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
-_flag_decoder: msgspec.json.Decoder[bool | int | float | str] = msgspec.json.Decoder(
+_scalar_decoder: msgspec.json.Decoder[bool | int | float | str] = msgspec.json.Decoder(
     bool | int | float | str
 )
 _encoder = msgspec.json.Encoder()
@@ -72,8 +72,10 @@ _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 # In the spellings of a boolean that vLLM accepts, strings in either case. 1.0 and true equal 1.
 _TRUE: frozenset[object] = frozenset((1, "1", "t", "true", "y", "yes", "on"))
 _FALSE: frozenset[object] = frozenset((0, "0", "f", "false", "n", "no", "off"))
-# In the spellings of a count that vLLM accepts: 2, 2.0, "2".
-_COUNT = re.compile(rb'"?0*([1-9][0-9]{0,8})(?:\.0*)?"?')
+# A string that vLLM reads as a count, without the spaces around it: 2, +2, 2.0, 02, 2_0 (twenty).
+_COUNT = re.compile(r"\+?([0-9]+(?:_[0-9]+)*)(?:\.0+)?")
+_MAX_COUNT_CHARS = 64
+_MAX_CHOICES = 10**9
 # vLLM also accepts kv_transfer_params inside vllm_xargs.
 _EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
 _MAX_SMALL_BYTES = 1024 * 1024
@@ -170,6 +172,8 @@ class ClientRequest(msgspec.Struct, frozen=True):
     conversation_id: str | None = None
     prompts: tuple[msgspec.Raw, ...] = ()
     """The prompts of a request with several prompts; empty if the request has one."""
+    num_choices: int = 1
+    """The number of choices for each of several prompts; not read if the request has one."""
 
     @property
     def prompt(self) -> memoryview:
@@ -181,12 +185,6 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def is_streamed(self) -> bool:
         """Whether the engine will stream; `read_client_request` has normalised the field."""
         return bytes(self.fields.get("stream", b"")) == b"true"
-
-    @property
-    def num_choices(self) -> int:
-        """The number of choices for each prompt. Engines refuse an `n` that is not a count."""
-        n = _COUNT.fullmatch(bytes(self.fields.get("n", b"")))
-        return int(n[1]) if n is not None else 1
 
     @property
     def num_repeated_bytes(self) -> int:
@@ -305,7 +303,7 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
         )
     for key in _NEVER_FORWARDED:
         fields.pop(key, None)
-    return ClientRequest(fields, conversation, prompts)
+    return _with_choices(fields, prompts) if prompts else ClientRequest(fields, conversation)
 
 
 def _conversation(name: msgspec.Raw | None) -> str | None:
@@ -406,6 +404,38 @@ def _several_prompts(fields: _Fields) -> tuple[msgspec.Raw, ...] | InvalidReques
     return prompts
 
 
+def _with_choices(
+    fields: _Fields, prompts: tuple[msgspec.Raw, ...]
+) -> ClientRequest | InvalidRequest:
+    num_choices = _take_num_choices(fields)
+    if num_choices is None:
+        return InvalidRequest(400, "n must be a count of choices, 1 or more")
+    return ClientRequest(fields, None, prompts, num_choices)
+
+
+def _take_num_choices(fields: _Fields) -> int | None:
+    """The number of choices for each prompt; None if `n` is no count.
+
+    The router computes the indices of all choices from it, so engines get the number as read here,
+    not the client's spelling of it.
+    """
+    text = fields.get("n")
+    if text is None or bytes(text) == b"null":
+        return 1
+    try:
+        value = _scalar_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if isinstance(value, str):
+        # Python refuses to read numbers of thousands of digits.
+        count = _COUNT.fullmatch(value.strip()) if len(value) <= _MAX_COUNT_CHARS else None
+        value = int(count[1]) if count is not None else 0
+    if not 1 <= value <= _MAX_CHOICES or value != int(value):
+        return None
+    fields["n"] = msgspec.Raw(b"%d" % value)
+    return int(value)
+
+
 def _is_utf8(body: bytes) -> bool:
     """Whether the body is UTF-8. msgspec does not check values that stay undecoded."""
     try:
@@ -435,7 +465,7 @@ def _normalised_flag(text: msgspec.Raw) -> msgspec.Raw:
     if bytes(text) in (b"true", b"false"):
         return text
     try:
-        value = _flag_decoder.decode(text)
+        value = _scalar_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return text
     value = value.lower() if isinstance(value, str) else value
