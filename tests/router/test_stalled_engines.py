@@ -6,6 +6,7 @@ shows no counts does.
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -76,6 +77,25 @@ def test_a_d_that_hangs_is_ejected_under_steady_load(is_push: bool) -> None:
     uvloop.run(scene())
 
 
+def test_in_push_a_p_that_hangs_gets_no_d_ejected() -> None:
+    """Both legs time out together. A D that computes nothing has no KV yet, and is not at fault."""
+
+    async def scene() -> None:
+        async with stage(pushes, [completes, completes], push_key=KEY, **QUICK) as s:
+            for engine in (s.p, *s.decoders):
+                engine.num_tokens = 0
+            for _ in range(4):
+                assert (await s.post({"prompt": "a"}))[0] == 200
+            for engine in (s.p, *s.decoders):
+                engine.behaviour = hangs
+            answers = await asyncio.gather(*(s.post({"prompt": "a"}) for _ in range(12)))
+            assert {status for status, *_ in answers} == {504}
+            assert await s.metric("kvferry:router_legs_at_once") >= 12
+            assert await states(s) == ["suspect", "healthy", "healthy"]
+
+    uvloop.run(scene())
+
+
 def misses_every_other_probe(engine: StubEngine) -> None:
     engine.is_stopped = not engine.is_stopped
 
@@ -118,6 +138,14 @@ def test_an_engine_has_stalled_if_no_count_grew_for_the_time_of_a_leg() -> None:
     fleet = probed((0, (5, 9)), (40, (5, 9)), (70, (5, 9)))
     assert has_stalled(fleet, began=10, now=70)
     assert not has_stalled(fleet, began=11, now=70), "the leg is not old enough"
+
+
+def test_the_time_in_which_a_d_waits_for_p_does_not_count() -> None:
+    fleet = probed((0, (5, 9)), (40, (5, 9)), (70, (5, 9)))
+    leg = fleet.begin(A, 1)
+    assert fleet.has_stalled(leg, 70, ready_at=10)
+    assert not fleet.has_stalled(leg, 70, ready_at=11)
+    assert not fleet.has_stalled(leg, 70, ready_at=inf), "P has not answered yet"
 
 
 @pytest.mark.parametrize("counts", [(6, 9), (5, 10), (None, 10)])

@@ -310,11 +310,13 @@ class Fleet:
         if member is not None:
             member.progress.note(counts, now)
 
-    def has_stalled(self, leg: Leg, now: float) -> bool:
+    def has_stalled(self, leg: Leg, now: float, ready_at: float = -inf) -> bool:
         """True if the engine has computed nothing in all the time of a long leg: it hangs, although
-        its API server still answers probes.
+        its API server still answers probes. `ready_at`: before this time the engine had to wait for
+        the KV of its peer.
         """
-        return leg.member.progress.has_stalled(leg.began, now, self._options.health.stall_s)
+        began = max(leg.began, ready_at)
+        return leg.member.progress.has_stalled(began, now, self._options.health.stall_s)
 
     def is_current(self, leg: Leg) -> bool:
         """True if the instance is still a member and has the same incarnation as when the leg

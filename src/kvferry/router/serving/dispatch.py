@@ -287,6 +287,7 @@ class Dispatcher:
             return replace(result, needs_prefill=True)
         if result is not None:
             parallel.held.receive(result)
+        parallel.held.ready_at = time.monotonic()
         parallel.is_computed.set()
         return None
 

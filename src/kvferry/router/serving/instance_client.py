@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from kvferry.router.serving.context import (
     build_error_response,
     forwarded_headers,
 )
+from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
 
 __all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
@@ -71,11 +73,15 @@ class InstanceClient:
             )
         return target
 
-    def track_leg(self, instance: Instance, hints: RoutingHints) -> "TrackedLeg":
-        """Context manager around one leg that records the instance's load and health."""
+    def track_leg(
+        self, instance: Instance, hints: RoutingHints, held: PrefilledBlocks | None = None
+    ) -> "TrackedLeg":
+        """Context manager around one leg that records the instance's load and health. `held`: the
+        blocks that a decode leg needs.
+        """
         if self.fleet.get(instance) is None:
             raise ConnectFailed("it was removed from the fleet")
-        return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints))
+        return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints), held)
 
     def post(
         self,
@@ -211,10 +217,13 @@ class TrackedLeg:
     abandoned and does not affect the health of the instance.
     """
 
-    __slots__ = ("_calls", "error", "leg", "outcome")
+    __slots__ = ("_calls", "_held", "error", "leg", "outcome")
 
-    def __init__(self, instance_client: InstanceClient, leg: Leg) -> None:
+    def __init__(
+        self, instance_client: InstanceClient, leg: Leg, held: PrefilledBlocks | None
+    ) -> None:
         self._calls = instance_client
+        self._held = held
         self.leg = leg
         self.outcome = Outcome.FAILED
         self.error = ""
@@ -238,15 +247,17 @@ class TrackedLeg:
         trace: TracebackType | None,
     ) -> None:
         now = time.monotonic()
-        is_own = isinstance(error, _OF_THE_REQUEST) and not self._calls.fleet.has_stalled(
-            self.leg, now
-        )
+        is_own = isinstance(error, _OF_THE_REQUEST) and not self._has_stalled(now)
         if isinstance(error, UpstreamError | RemoteProtocolError) and not is_own:
             self.error = describe_error(error)
         elif error is not None:
             self.outcome = Outcome.ABANDONED
         self._calls.fleet.end(self.leg, self.outcome, now, self.error)
         self._calls.metrics.leg(self.leg.instance, self.outcome)
+
+    def _has_stalled(self, now: float) -> bool:
+        ready_at = -inf if self._held is None else self._held.ready_at
+        return self._calls.fleet.has_stalled(self.leg, now, ready_at)
 
 
 def describe_error(error: Exception) -> str:

@@ -257,7 +257,7 @@ class DecodeLeg:
         has_begun: asyncio.Event | None,
     ) -> LegFailure | None:
         with (
-            self.instance_client.track_leg(instance, context.hints) as call,
+            self.instance_client.track_leg(instance, context.hints, held) as call,
             await self.instance_client.post(context, instance, body) as answer,
         ):
             if answer.status == UNAVAILABLE:

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 from types import TracebackType
 from typing import Protocol
 
@@ -102,6 +103,8 @@ class PrefilledBlocks:
         self._releases = releases
         self.handover = handover
         self._push = push
+        self.ready_at = -inf if push is None else inf
+        """When P had computed the blocks: until then D can only wait for them."""
         self._is_ours = handover is not None
         self._is_handed_over = False
         self._is_over = False
