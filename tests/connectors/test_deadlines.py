@@ -285,7 +285,7 @@ def test_leg_wait_bounds_how_long_a_registration_waits_for_its_prefill_leg() -> 
     waiting.advance(41)
     [reply] = take_replies(waiting.outbox)
     assert isinstance(reply.message, Refused)
-    assert reply.message.reason == "no prefill leg for this request arrived within 41 s"
+    assert "no prefill leg for this request arrived within 41 s" in reply.message.reason
 
 
 def test_every_deadline_is_told_in_time_to_whoever_sleeps_until_it() -> None:

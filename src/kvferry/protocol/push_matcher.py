@@ -516,7 +516,9 @@ class PushMatcher:
             self._refuse(
                 self._waiting[reader].route,
                 reader,
-                f"no prefill leg for this request arrived within {self.leg_wait_s:g} s",
+                # A leg that ended more than `tombstone_ttl_s` before D registered is forgotten.
+                f"no prefill leg for this request arrived within {self.leg_wait_s:g} s, or its "
+                "blocks were freed long before the decode side registered",
             )
             self._remove(reader)
         self._tombstones.expire(now)
