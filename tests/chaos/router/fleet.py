@@ -17,6 +17,8 @@ from tests.chaos.mode import Mode
 from tests.chaos.router.verdict import Happened
 from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
 
+from kvferry.bench.vllm.servers import free_ports
+
 __all__ = ["Member", "RouterChaosCluster"]
 
 REUSE: dict[str, Any] = {
@@ -222,7 +224,8 @@ class RouterChaosCluster:
             float(line.rsplit(" ", 1)[1]) for line in lines if all(word in line for word in words)
         )
 
-    def _serve(self, member: Member, port: int = 0) -> Starting:
+    def _serve(self, member: Member, port: int | None = None) -> Starting:
+        """Start an incarnation, at a port that no outgoing connection takes between two lives."""
         member.num_lives += 1
         flags = (
             CHUNKED
@@ -248,7 +251,7 @@ class RouterChaosCluster:
             *flags,
             extra=extra,
             policy=policy,
-            port=port,
+            port=free_ports(1)[0] if port is None else port,
             engine_id=member.name,
             connector=member.connector,
         )
