@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.e2e.harness import Engine
 
@@ -47,14 +48,12 @@ def _stopped_main_thread(pid: int) -> Iterator[None]:
     _ptrace(SEIZE, pid)
     deadline = time.monotonic() + TRY_S
     try:
-        _interrupt(pid)
         # A thread that is stopped while it holds the interpreter's lock would stop all others. A
         # thread in one of these calls does not hold the lock.
-        while (call := _system_call(pid)) not in WAITING[platform.machine()]:
-            assert time.monotonic() < deadline, f"process {pid} never waits: call {call}"
+        while not _stop_while_waiting(pid):
+            assert time.monotonic() < deadline, f"process {pid} never waits"
             _ptrace(CONTINUE, pid)
             time.sleep(0.001)
-            _interrupt(pid)
         yield
     finally:
         try:
@@ -63,14 +62,34 @@ def _stopped_main_thread(pid: int) -> Iterator[None]:
             os.waitpid(pid, WAIT_FOR_ANY_THREAD)
 
 
-def _interrupt(pid: int) -> None:
+def _stop_while_waiting(pid: int) -> bool:
+    """Stop the thread; return whether it is stopped in one of the calls in `WAITING`."""
+    before = _where(pid)
     _ptrace(INTERRUPT, pid)
     os.waitpid(pid, WAIT_FOR_ANY_THREAD)
+    after = _where(pid)
+    # On aarch64 the number of an interrupted call is lost: the thread is still in the call it was
+    # in before if its stack is the same and it is about to repeat the call, or to return from it.
+    return after.call in WAITING[platform.machine()] or (
+        before.call in WAITING[platform.machine()]
+        and after.stack == before.stack
+        and after.instruction in (before.instruction, before.instruction - 4)
+    )
 
 
-def _system_call(pid: int) -> int:
-    first, *_ = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
-    return -1 if first == "running" else int(first)
+class _Where(NamedTuple):
+    """What a thread does: the number of its system call (-1: none), stack and instruction."""
+
+    call: int
+    stack: int
+    instruction: int
+
+
+def _where(pid: int) -> _Where:
+    words = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
+    if words[0] == "running":
+        return _Where(-1, 0, 0)
+    return _Where(int(words[0]), int(words[-2], 16), int(words[-1], 16))
 
 
 def _ptrace(request: int, pid: int) -> None:
