@@ -97,14 +97,17 @@ class PrefilledBlocks:
     push ticket is released as well.
     """
 
+    ready_at = -inf
+    """When P had computed the blocks: until then D can only wait for them."""
+
     def __init__(
         self, releases: BlockReleaser, handover: Handover | None, push: Handover | None = None
     ) -> None:
         self._releases = releases
         self.handover = handover
         self._push = push
-        self.ready_at = -inf if push is None else inf
-        """When P had computed the blocks: until then D can only wait for them."""
+        if push is not None:
+            self.ready_at = inf
         self._is_ours = handover is not None
         self._is_handed_over = False
         self._is_over = False
