@@ -3,8 +3,8 @@
     python scripts/count_router_instructions.py ../before . --requests 300
 
 A noisy machine cannot show a difference of 5 % in requests per second. The number of instructions,
-counted by valgrind (Debian, Ubuntu: apt install valgrind), differs by less than 1 % between two
-runs of the same code. It leaves out the kernel's work and waiting for memory. All checkouts run in
+counted by valgrind (Debian, Ubuntu: apt install valgrind), differs by 0.1 % between two runs with
+the same settings. The count leaves out the kernel's work and waits for memory. All checkouts run in
 this Python's environment, with the stub engines and the client of `kvferry bench router` beside
 them, and without health probes.
 """
@@ -31,6 +31,7 @@ probe_interval_s = 3600
 """
 START_S = 300
 """valgrind slows the router down about fifty times."""
+CONTROL_S = 60
 WARM_UPS = 20
 """Requests of each client that are not counted."""
 
@@ -65,7 +66,7 @@ async def count(checkout: Path, prompt_bytes: int, concurrency: int, requests: i
         async with start_stubs(messages) as stubs:
             process = start_router(Path(folder), checkout, port, stubs.prefill, stubs.decode)
             try:
-                await until_ready(router)
+                await until_ready(router, process, Path(folder) / "log")
                 clients = [
                     await connect_router_client(messages, router) for _ in range(concurrency)
                 ]
@@ -114,9 +115,11 @@ def start_router(
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-async def until_ready(router: Address) -> None:
+async def until_ready(router: Address, process: subprocess.Popen[bytes], log: Path) -> None:
     async with asyncio.timeout(START_S):
         while True:
+            if process.poll() is not None:
+                raise SystemExit(f"the router ended under valgrind:\n{log.read_text()[-2000:]}")
             try:
                 _, writer = await asyncio.open_connection(router.host, router.port)
             except OSError:
@@ -130,7 +133,9 @@ async def control(action: str, pid: int) -> None:
     process = await asyncio.create_subprocess_exec(
         "callgrind_control", action, str(pid), stdout=subprocess.DEVNULL
     )
-    if await process.wait():
+    async with asyncio.timeout(CONTROL_S):
+        status = await process.wait()
+    if status:
         raise SystemExit(f"callgrind_control {action} failed")
 
 

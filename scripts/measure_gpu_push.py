@@ -35,7 +35,7 @@ from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.types import Address
 
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
-START_S = 60.0
+START_S, STOP_S = 60.0, 10.0
 WARM_UP_TOKENS = 128
 SEED = 7
 
@@ -130,7 +130,10 @@ def running_router(pair: ServerPair, secret: dict[str, str]) -> Iterator[Address
         yield address
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def print_table(times: dict[tuple[int, str], Times]) -> None:

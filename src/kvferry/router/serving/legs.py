@@ -133,7 +133,7 @@ class PrefillLeg:
 
 
 def _new_leg_id() -> str:
-    """A random id that nobody can guess: whoever knows it can release the leg's blocks."""
+    """A random id that cannot be guessed: a sender who knows it can release the leg's blocks."""
     return os.urandom(16).hex()
 
 
