@@ -25,10 +25,12 @@ _ENGINE = (
     "torch",
     "uvloop",
 )
+_OBJECT = ("obstore",)
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "router": _ROUTER,
     "engine": _ENGINE,
-    "all": tuple(sorted({*_ROUTER, *_ENGINE, "rich"})),
+    "object": _OBJECT,
+    "all": tuple(sorted({*_ROUTER, *_ENGINE, *_OBJECT, "rich"})),
 }
 """The names under which the packages of an extra are imported."""
 

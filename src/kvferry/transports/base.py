@@ -41,6 +41,8 @@ __all__ = [
     "Operation",
     "Received",
     "Route",
+    "RowBlocks",
+    "RowCopier",
     "Segments",
     "StoreCompletion",
     "StoreHandle",
@@ -395,6 +397,51 @@ class HostStream:
         return None
 
 
+# -- rows in host memory --
+# Copies between a cache and the rows of a storage tier (kvferry/tiers).
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """One row of host memory and the blocks of the cache whose bytes it holds.
+
+    In a row, the blocks follow each other; within a block, the group's regions follow each other in
+    the order in which the copier was given them:
+
+        row     | block 0                          | block 1 …
+                | region a | region b | …          | region a | …
+    """
+
+    address: int
+    group: int
+    block_ids: tuple[int, ...]
+
+
+class RowCopier(Protocol):
+    """Copies blocks of one rank's cache to and from rows of host memory.
+
+    Each call blocks its thread until all bytes have arrived, without the GIL. Two threads may call
+    at once if they copy different rows and blocks. Both calls return a checksum of each row, over
+    the bytes as they arrived at their destination: so the result of `load` proves the bytes in the
+    cache, whatever other processes did to the row meanwhile.
+    """
+
+    def row_bytes(self, group: int, num_blocks: int) -> int: ...
+
+    def save(self, rows: Sequence[RowBlocks]) -> list[int]:
+        """Copy from the cache to the rows, and return the checksums (64 bits)."""
+
+    def load(self, rows: Sequence[RowBlocks]) -> list[int]:
+        """Copy from the rows to the cache, and return the checksums (64 bits)."""
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Prepare host memory for fast copies. Failure to pin only makes copies slower."""
+
+    def unpin(self, address: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 # -- transport kit --
 # Makes transports for an engine, so that engines and connectors never import an implementation.
 
@@ -421,6 +468,9 @@ class TransportKit(Protocol):
         """Make the store for a worker with a host buffer. Transports see `host_buffer`, which lies
         in `memory` (allocated by this kit) and has one region for each of the engine's regions.
         """
+
+    def row_copier(self, regions: Sequence[Region]) -> RowCopier:
+        """Make the copier between a worker's registered regions and rows of host memory."""
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         """Return the stream that reports when an engine with these regions has finished its GPU

@@ -1,0 +1,113 @@
+"""The contract of a storage tier.
+
+A tier holds immutable objects of one namespace by key. An object is the KV of one chunk of tokens
+in one KV-cache group of one rank. A key names the contents, so an object never changes: two writers
+of one key write the same bytes. A tier is a cache: it may forget any object at any time, and never
+returns bytes that it has not checked.
+
+The conformance suite is `kvferry.testing.tier_conformance`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, Protocol
+
+__all__ = [
+    "KEY_BYTES",
+    "LoadOutcome",
+    "LoadResult",
+    "ObjectKey",
+    "StoreOutcome",
+    "StoreResult",
+    "Tier",
+    "TierUsage",
+]
+
+KEY_BYTES = 32
+
+ObjectKey = NewType("ObjectKey", bytes)
+"""`KEY_BYTES` bytes. Equal keys in one namespace mean equal contents."""
+
+
+class LoadOutcome(StrEnum):
+    LOADED = "loaded"
+    MISSING = "missing"
+    REFUSED = "refused"
+    """The object is damaged, truncated, forged, or of another namespace, key or format. The tier
+    has removed it, if the storage permits.
+    """
+    FAILED = "failed"
+    """The storage did not answer, or answered with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    outcome: LoadOutcome
+    reason: str = ""
+    """One sentence for the log if the object was refused or the storage failed."""
+
+
+class StoreOutcome(StrEnum):
+    STORED = "stored"
+    PRESENT = "present"
+    """The tier had the object already."""
+    DROPPED = "dropped"
+    """The tier did not try: it is full and may not evict, or it waits after a failure."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    outcome: StoreOutcome
+    reason: str = ""
+    """One sentence for the log if the object was dropped or the storage failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """What a tier holds, as far as this process knows, and what it has evicted since it started."""
+
+    used_bytes: int = 0
+    num_objects: int = 0
+    max_bytes: int | None = None
+    """None if only the storage itself bounds the tier."""
+    num_evicted: int = 0
+
+
+class Tier(Protocol):
+    """A store of objects of one namespace.
+
+    - Any thread may call any method; calls may block, but every wait has a deadline of the tier.
+    - No method raises for what storage, other writers or bad objects do; `LoadResult` and
+      `StoreResult` say what happened.
+    - An object becomes visible whole or not at all, also if the writer is killed.
+    - `load` returns LOADED only if every byte of `into` was checked. After any other outcome, the
+      contents of `into` are undefined.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in settings, metrics and logs: `disk`, `object`."""
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Whether each object is stored. A hint: `load` alone decides."""
+
+    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+        """How many leading keys are stored, found with few requests: an implementation may assume
+        that a stored key's predecessors are stored too. A hint, like `find`.
+        """
+
+    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+        """Read one object of exactly `len(into)` bytes. `into` starts at a page boundary."""
+
+    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+        """Write one object. `payload` starts at a page boundary and is not changed meanwhile."""
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        """Remove objects; a missing object is no error."""
+
+    def usage(self) -> TierUsage: ...
+
+    def close(self) -> None:
+        """Stop the tier's threads and release its resources. Idempotent; stored objects stay."""
