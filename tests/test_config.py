@@ -347,7 +347,7 @@ def test_a_wrong_setting_inside_a_multi_connector_is_named_by_its_whole_path(
 
 def test_offloading_needs_to_know_how_much_memory() -> None:
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    assert refusal(config).startswith("kv_connector_extra_config.cpu_bytes_to_use is missing")
+    assert refusal(config).startswith("kv_connector_extra_config.tiers is missing")
     extra = KVTransferConfig.from_mapping(
         {**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}
     ).extra

@@ -15,8 +15,14 @@ from kvferry.config.extra import (
     ExtraConfig,
     FreeExtraConfig,
     NixlExtraConfig,
-    OffloadingExtraConfig,
     register_extra_config,
+)
+from kvferry.config.offloading import (
+    CpuTierConfig,
+    DiskTierConfig,
+    ObjectTierConfig,
+    OffloadingExtraConfig,
+    TierConfig,
 )
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
@@ -31,6 +37,8 @@ from kvferry.config.transfer import (
 __all__ = [
     "BufferDevice",
     "ClusterSecret",
+    "CpuTierConfig",
+    "DiskTierConfig",
     "ExampleExtraConfig",
     "ExtraConfig",
     "FreeExtraConfig",
@@ -38,8 +46,10 @@ __all__ = [
     "KVTransferConfig",
     "MultiExtraConfig",
     "NixlExtraConfig",
+    "ObjectTierConfig",
     "OffloadingExtraConfig",
     "SideChannelConfig",
+    "TierConfig",
     "fault_spec_from_environment",
     "find_checkpoint",
     "ignored_variables",

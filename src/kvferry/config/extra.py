@@ -34,7 +34,6 @@ __all__ = [
     "ExtraConfig",
     "FreeExtraConfig",
     "NixlExtraConfig",
-    "OffloadingExtraConfig",
     "extra_config_class",
     "register_extra_config",
 ]
@@ -216,38 +215,6 @@ class NixlExtraConfig(ExtraConfig):
 
 
 @dataclass(frozen=True)
-class OffloadingExtraConfig(ExtraConfig):
-    """Settings of OffloadingConnector."""
-
-    spec_name: Text = "CPUOffloadingSpec"
-    spec_module_path: Text | None = None
-    cpu_bytes_to_use: Natural = 0
-    block_size: Natural = 0
-    """Tokens per offloaded chunk; 0: the engine's block size."""
-    blocks_per_chunk: Natural = 0
-    eviction_policy: Text = "lru"
-    cache_policy_module_path: Text | None = None
-    store_threshold: Natural = 0
-    """From 2 on, only blocks that were seen this often are stored."""
-    max_tracker_size: Count = 64_000
-    offload_prompt_only: Flag = True
-    canonical_layout: Flag = False
-    self_describing_kv_events: Flag = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.cpu_bytes_to_use == 0:
-            raise ConfigError(
-                "cpu_bytes_to_use is missing; set it to the number of bytes of host memory to "
-                "use, for example 1073741824"
-            )
-        if self.block_size and self.blocks_per_chunk:
-            raise ConfigError(
-                "block_size and blocks_per_chunk both set the size of a chunk; keep one of them"
-            )
-
-
-@dataclass(frozen=True)
 class ExampleExtraConfig(ExtraConfig):
     """Settings of ExampleConnector."""
 
@@ -259,7 +226,6 @@ _CLASSES: dict[str, type[ExtraConfig]] = {
     "NixlConnector": NixlExtraConfig,
     "NixlPullConnector": NixlExtraConfig,
     "NixlPushConnector": NixlExtraConfig,
-    "OffloadingConnector": OffloadingExtraConfig,
 }
 
 

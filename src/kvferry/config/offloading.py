@@ -1,0 +1,325 @@
+"""Settings of `OffloadingConnector`: where KV is kept after its request has ended. Pure.
+
+Keys that vLLM's OffloadingConnector has keep vLLM's names. The docstrings under the fields are
+copied into docs/configuration.md.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Self
+
+from msgspec import Meta
+
+from kvferry.config.extra import ExtraConfig, register_extra_config
+from kvferry.config.fields import (
+    LARGEST_INT,
+    Count,
+    Flag,
+    Natural,
+    Seconds,
+    Text,
+    check_fields,
+    nearest,
+    refuse_unknown_keys,
+    shown,
+)
+from kvferry.errors import ConfigError
+
+__all__ = [
+    "CpuTierConfig",
+    "DiskTierConfig",
+    "ObjectTierConfig",
+    "OffloadingExtraConfig",
+    "TierConfig",
+    "parse_size",
+]
+
+Size = Annotated[
+    int,
+    Meta(ge=1, le=LARGEST_INT, description='a number of bytes, or a text such as "8GiB"'),
+]
+Tiers = Annotated[tuple[Any, ...], Meta(description="a list of objects with one key each")]
+"""A tuple of `TierConfig`, once read."""
+_UNITS = {"": 1, "B": 1, **{f"{u}iB": 1024**n for n, u in enumerate("KMGT", 1)}}
+_UNITS |= {f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)}
+EVICTION_POLICIES = ("lru", "arc")
+SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
+
+
+def parse_size(key: str, value: object) -> object:
+    """A text such as `8GiB` as a number of bytes; any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,3})?) ?([KMGT]?i?B?)", value.strip())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(
+            f'{key} is {shown(value)}, which is not a size; write a number of bytes or "8GiB"'
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+# -- tiers --
+
+
+@dataclass(frozen=True)
+class TierConfig(ExtraConfig):
+    """Settings of one tier."""
+
+    name: ClassVar[str]
+    short_form: ClassVar[str] = ""
+    """The field that a bare value sets, as in `{"cpu": "8GiB"}`."""
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
+        missing = [
+            f.name for f in fields(cls) if f.name not in mapping and f.name in cls.required()
+        ]
+        if missing:
+            raise ConfigError(f"{missing[0]} is missing; the tier {cls.name} needs it")
+        return cls(
+            **{key: parse_size(key, v) if key == "size" else v for key, v in mapping.items()}
+        )
+
+    @classmethod
+    def required(cls) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class CpuTierConfig(TierConfig):
+    """Settings of the tier `cpu`: host memory that all engines of this user on this host share."""
+
+    name = "cpu"
+    short_form = "size"
+
+    size: Size = 0
+    """How much host memory this engine adds, over all its ranks."""
+    store_after: Count = 1
+    """A chunk is stored when requests have needed it this often."""
+
+    @classmethod
+    def required(cls) -> tuple[str, ...]:
+        return ("size",)
+
+
+@dataclass(frozen=True)
+class DiskTierConfig(TierConfig):
+    """Settings of the tier `disk`: files in a folder that several engines may share."""
+
+    name = "disk"
+
+    path: Text = "."
+    """The folder. It may be on a network file system."""
+    size: Size = 1
+    """The most bytes that the folder may hold, over all engines that share it."""
+    store_after: Count = 1
+    """A chunk is stored when requests have needed it this often."""
+
+    @classmethod
+    def required(cls) -> tuple[str, ...]:
+        return ("path", "size")
+
+
+@dataclass(frozen=True)
+class ObjectTierConfig(TierConfig):
+    """Settings of the tier `object`: a bucket of an S3-compatible object store. Credentials come
+    from the environment or the usual files, never from here.
+    """
+
+    name = "object"
+
+    bucket: Text = "-"
+    """The name of the bucket, which must exist."""
+    endpoint: Text | None = None
+    """The URL of the store; null: Amazon's."""
+    prefix: Text = "kvferry"
+    """The start of every object's name in the bucket."""
+    region: Text | None = None
+    """The region; null: from the environment, else us-east-1."""
+    store_after: Count = 2
+    """A chunk is stored when requests have needed it this often."""
+
+    @classmethod
+    def required(cls) -> tuple[str, ...]:
+        return ("bucket",)
+
+
+TIERS: Mapping[str, type[TierConfig]] = {
+    tier.name: tier for tier in (CpuTierConfig, DiskTierConfig, ObjectTierConfig)
+}
+
+
+# -- connector --
+
+
+@dataclass(frozen=True)
+class OffloadingExtraConfig(ExtraConfig):
+    """Settings of OffloadingConnector.
+
+    The class has more fields than the style allows because the JSON is one flat table, and because
+    vLLM has keys that kvferry only accepts.
+    """
+
+    tiers: Tiers = ()
+    """Where KV is kept, the fastest first: `[{"cpu": "8GiB"}, {"disk": {"path": …, "size": …}},
+    {"object": {"bucket": …, "endpoint": …}}]`.
+    """
+    cpu_bytes_to_use: Natural = 0
+    """vLLM's name for a tier `cpu` of this size; the same as `"tiers": [{"cpu": …}]`."""
+    num_cpu_blocks: Natural = 0
+    """An older name of vLLM's: the size of the tier `cpu` in blocks of this engine."""
+    block_size: Natural = 0
+    """Tokens per stored chunk, a multiple of the engine's block size; 0: see `blocks_per_chunk`."""
+    blocks_per_chunk: Natural = 0
+    """Blocks per stored chunk; 0: one. A prompt shares stored KV with another in whole chunks."""
+    eviction_policy: Text = "lru"
+    """Which chunks the tier `cpu` evicts: lru (least recently used) or arc (adapts to scans)."""
+    store_threshold: Natural = 0
+    """vLLM's name for `store_after` of all tiers; 0: each tier's own."""
+    max_tracker_size: Count = 64_000
+    """How many chunks are counted for `store_after`."""
+    offload_prompt_only: Flag = True
+    """Store the KV of prompts only; false: also of generated tokens."""
+    break_even: Flag = True
+    """Compute instead of loading where computing was measured to be faster."""
+    lookup_timeout: Seconds = 1.0
+    """How long a request waits for disks and object stores to say what they hold."""
+    load_timeout: Seconds = 10.0
+    """How long a load may take; after that the engine computes the prompt."""
+    io_threads: Count = 8
+    """The number of threads of each rank that read and write disks and object stores."""
+    pool_path: Text | None = None
+    """The folder of the tier `cpu`, in a memory file system; null: /dev/shm/kvferry-UID."""
+    spec_name: Text = "CPUOffloadingSpec"
+    """Accepted because vLLM has it: CPUOffloadingSpec or TieringOffloadingSpec; no effect here."""
+    self_describing_kv_events: Flag = False
+    """Accepted because vLLM has it; no effect here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block_size and self.blocks_per_chunk:
+            raise ConfigError(
+                "block_size and blocks_per_chunk both set the size of a chunk; keep one of them"
+            )
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"eviction_policy is {shown(self.eviction_policy)}; "
+                f"{nearest(self.eviction_policy, EVICTION_POLICIES)}"
+            )
+        if self.spec_name not in SPECS:
+            raise ConfigError(
+                f"spec_name is {shown(self.spec_name)}; only vLLM's own OffloadingConnector loads "
+                "other classes: remove spec_name, or remove kv_connector_module_path"
+            )
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        names = [tier.name for tier in self.tiers]
+        if not names and not self.cpu_bytes_to_use and not self.num_cpu_blocks:
+            raise ConfigError(
+                'tiers is missing; set where KV is kept, for example "tiers": [{"cpu": "8GiB"}], '
+                "or cpu_bytes_to_use"
+            )
+        if "cpu" in names and (self.cpu_bytes_to_use or self.num_cpu_blocks):
+            raise ConfigError(
+                "tiers has a tier cpu, and cpu_bytes_to_use or num_cpu_blocks sets its size too; "
+                "keep one of them"
+            )
+        if self.cpu_bytes_to_use and self.num_cpu_blocks:
+            raise ConfigError(
+                "cpu_bytes_to_use and num_cpu_blocks both set the size of the tier cpu; keep one "
+                "of them"
+            )
+        if len(set(names)) < len(names) or names != sorted(names, key=list(TIERS).index):
+            raise ConfigError(
+                f"tiers lists {', '.join(names)}; list each tier once, in the order "
+                f"{', '.join(TIERS)}"
+            )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        for key in ("spec_module_path", "cache_policy_module_path", "secondary_tiers"):
+            if mapping.get(key):
+                raise ConfigError(
+                    f"{key} is for vLLM's own OffloadingConnector; remove it and use tiers, or "
+                    "remove kv_connector_module_path"
+                )
+        if mapping.get("canonical_layout") not in (None, False, "False", "false"):
+            raise ConfigError(
+                "canonical_layout is not supported: a chunk is found only by engines of the same "
+                "tensor-parallel size; remove it"
+            )
+        known = {f.name for f in fields(cls)}
+        ignored = ("spec_module_path", "cache_policy_module_path", "secondary_tiers")
+        kept = {k: v for k, v in mapping.items() if k not in (*ignored, "canonical_layout")}
+        refuse_unknown_keys(kept, known, connector)
+        if "tiers" in kept:
+            kept["tiers"] = _read_tiers(kept["tiers"])
+        if "cpu_bytes_to_use" in kept:
+            kept["cpu_bytes_to_use"] = parse_size("cpu_bytes_to_use", kept["cpu_bytes_to_use"])
+        return cls(**kept)
+
+    def tier(self, name: str) -> TierConfig | None:
+        tiers: tuple[TierConfig, ...] = self.tiers
+        return next((tier for tier in tiers if tier.name == name), None)
+
+    def cpu_bytes(self, bytes_per_block: int) -> int:
+        """The size of the tier `cpu` over all ranks, 0 for none. A block has `bytes_per_block` over
+        all ranks.
+        """
+        cpu = self.tier("cpu")
+        if isinstance(cpu, CpuTierConfig):
+            return cpu.size
+        return self.cpu_bytes_to_use or self.num_cpu_blocks * bytes_per_block
+
+    def store_after(self) -> dict[str, int]:
+        """How often requests must have needed a chunk before each tier stores it."""
+        own = {tier.name: getattr(tier, "store_after", 1) for tier in self.tiers}
+        if not self.tier("cpu") and (self.cpu_bytes_to_use or self.num_cpu_blocks):
+            own["cpu"] = 1
+        return {
+            name: self.store_threshold or after
+            for name, after in sorted(own.items(), key=lambda item: list(TIERS).index(item[0]))
+        }
+
+    def blocks_of_chunk(self, block_size: int) -> int:
+        """How many blocks of `block_size` tokens a chunk has."""
+        if self.block_size % block_size:
+            raise ConfigError(
+                f"kv_connector_extra_config.block_size is {self.block_size}, which is not a "
+                f"multiple of this engine's block size of {block_size} tokens"
+            )
+        return self.blocks_per_chunk or self.block_size // block_size or 1
+
+
+def _read_tiers(listed: object) -> tuple[TierConfig, ...]:
+    if not isinstance(listed, (list, tuple)):
+        raise ConfigError(f"tiers must be a list of objects, got {shown(listed)}")
+    return tuple(_read_tier(index, entry) for index, entry in enumerate(listed))
+
+
+def _read_tier(index: int, entry: object) -> TierConfig:
+    if isinstance(entry, TierConfig):
+        return entry
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        raise ConfigError(
+            f'tiers[{index}] must be an object with one key, such as {{"cpu": "8GiB"}}, got '
+            f"{shown(entry)}"
+        )
+    name, settings = next(iter(entry.items()))
+    tier = TIERS.get(name)
+    if tier is None:
+        raise ConfigError(f"tiers[{index}] has {shown(name)}; {nearest(str(name), TIERS)}")
+    if not isinstance(settings, Mapping):
+        if not tier.short_form:
+            raise ConfigError(f"tiers[{index}].{name} must be an object, got {shown(settings)}")
+        settings = {tier.short_form: settings}
+    try:
+        return tier.from_mapping(settings, f"the tier {name}")
+    except ConfigError as error:
+        raise ConfigError(f"tiers[{index}].{name}.{error}") from None
+
+
+register_extra_config("OffloadingConnector", OffloadingExtraConfig)

@@ -1,0 +1,1 @@
+"""`OffloadingConnector`: KV that outlives its request, in the tiers of `kvferry.tiers`."""

@@ -1,0 +1,65 @@
+"""Whether loading KV is faster than computing it, from what this engine has measured. Pure.
+
+The engine's own speed is measured in steps that compute many prompt tokens, and the speed of each
+tier in loads. As long as either is unknown, the engine loads: that is how it learns the speed.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+__all__ = ["BreakEven"]
+
+MIN_STEP_TOKENS = 64
+"""Steps with fewer prompt tokens say more about a step's fixed cost than about computing tokens."""
+MIN_SAMPLES = 3
+MAX_SAMPLES = 32
+RETRY_EVERY = 16
+"""So often a load is tried although computing was faster: the tier may have become faster."""
+
+
+@dataclass(slots=True)
+class BreakEven:
+    """Medians of the last measurements."""
+
+    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _byte_s: dict[str, deque[float]] = field(default_factory=dict)
+    _num_skipped: int = 0
+
+    def note_step(self, num_prompt_tokens: int, seconds: float) -> None:
+        if num_prompt_tokens >= MIN_STEP_TOKENS and seconds > 0:
+            self._token_s.append(seconds / num_prompt_tokens)
+
+    def note_load(self, seconds: float, bytes_by_tier: Mapping[str, int]) -> None:
+        """Count a load for the tier that most of it came from."""
+        if not bytes_by_tier or seconds <= 0:
+            return
+        tier = max(bytes_by_tier, key=lambda name: bytes_by_tier[name])
+        samples = self._byte_s.setdefault(tier, deque(maxlen=MAX_SAMPLES))
+        samples.append(seconds / sum(bytes_by_tier.values()))
+
+    def is_load_faster(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
+        """Whether to load `num_tokens` tokens, of which each tier has so many bytes."""
+        compute_s = self.compute_s(num_tokens)
+        load_s = self.load_s(bytes_by_tier)
+        if compute_s is None or load_s is None or load_s <= compute_s:
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % RETRY_EVERY == 0
+
+    def compute_s(self, num_tokens: int) -> float | None:
+        """How long computing takes; None if unknown."""
+        if len(self._token_s) < MIN_SAMPLES:
+            return None
+        return num_tokens * median(self._token_s)
+
+    def load_s(self, bytes_by_tier: Mapping[str, int]) -> float | None:
+        """How long a load takes; None if the speed of a tier is unknown."""
+        total = 0.0
+        for tier, size in bytes_by_tier.items():
+            samples = self._byte_s.get(tier, ())
+            if len(samples) < MIN_SAMPLES:
+                return None
+            total += size * median(samples)
+        return total

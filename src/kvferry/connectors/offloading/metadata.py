@@ -1,0 +1,156 @@
+"""The messages between the scheduler half and the worker half of `OffloadingConnector`, and its
+statistics. Plain data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connectors.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from kvferry.connectors.stats import KVConnectorStats, add_up, merge_stats
+from kvferry.tiers.base import ObjectKey, TierUsage
+from kvferry.tiers.commands import OffloadCommand, TierCounts
+
+__all__ = [
+    "LOOKUP_COUNTERS",
+    "TIER_COUNTERS",
+    "TIER_LEVELS",
+    "FailedLoad",
+    "LoadTime",
+    "OffloadStats",
+    "OffloadingHandshakeMetadata",
+    "OffloadingMetadata",
+    "OffloadingWorkerMetadata",
+]
+
+
+# -- messages --
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingMetadata(KVConnectorMetadata):
+    """The commands of one step for the offload worker of every rank, in order."""
+
+    commands: tuple[OffloadCommand, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """What the scheduler must know to look up the objects of one rank."""
+
+    tp_rank: int
+    factors: Mapping[str, Any]
+    """The factors of the rank's namespace."""
+    row_bytes: tuple[int, ...]
+    """The size of a chunk in each KV-cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    reason: str
+    missing: tuple[ObjectKey, ...] = ()
+    """The chunks that no tier could provide."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """How long one rank took to load, and how much came from each tier."""
+
+    seconds: float
+    bytes_by_tier: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the ranks report to the scheduler besides finished transfers."""
+
+    failed: dict[str, FailedLoad] = field(default_factory=dict)
+    times: list[LoadTime] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.failed or self.times)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadingWorkerMetadata":
+        assert isinstance(other, OffloadingWorkerMetadata)
+        failed = dict(self.failed)
+        for request, load in other.failed.items():
+            known = failed.get(request, FailedLoad(load.reason))
+            failed[request] = FailedLoad(known.reason, (*known.missing, *load.missing))
+        return OffloadingWorkerMetadata(failed, [*self.times, *other.times])
+
+
+# -- statistics --
+
+TIER_COUNTERS: Mapping[str, str] = {
+    "loads": "Chunks loaded from the tier.",
+    "loaded_bytes": "Bytes loaded from the tier.",
+    "misses": "Chunks that a lookup found in the tier, but that were gone when they were loaded.",
+    "refused": "Stored chunks that were damaged, forged or of another engine, and were not used.",
+    "failed_loads": "Chunks that could not be read because the storage failed or did not answer.",
+    "stores": "Chunks stored in the tier.",
+    "stored_bytes": "Bytes stored in the tier.",
+    "failed_stores": "Chunks that could not be stored because the storage failed.",
+    "dropped_stores": "Chunks that were not stored because the tier was busy, full or failing.",
+    "evictions": "Chunks that the tier has evicted.",
+}
+"""Counters of each tier, over all ranks."""
+
+TIER_LEVELS: Mapping[str, str] = {
+    "used_bytes": "Bytes that the tier holds, as far as this engine knows.",
+    "max_bytes": "The size of the tier; 0 if only the storage bounds it.",
+    "objects": "Chunks that the tier holds, as far as this engine knows.",
+}
+
+LOOKUP_COUNTERS: Mapping[str, str] = {
+    "queried_tokens": "Prompt tokens that were looked up in the tiers.",
+    "hit_tokens": "Prompt tokens whose KV was found in the tiers and was loaded.",
+    "skipped_tokens": "Prompt tokens found in the tiers, but computed because that was faster.",
+    "failed_loads": "Requests whose load failed, so that their prompt was computed.",
+    "lookup_timeouts": "Requests that did not wait any longer for a tier's answer.",
+}
+
+
+class OffloadStats(KVConnectorStats):
+    """Counters of the lookups and of each tier.
+
+    data: {"lookups": {counter: int}, "tiers": {tier: {counter: number}},
+           "levels": {"tier level": {"reporter": value}}}
+    """
+
+    def count(self, counter: str, by: float = 1) -> None:
+        assert counter in LOOKUP_COUNTERS
+        add_up(self.data, {"lookups": {counter: by}})
+
+    def add_tiers(self, counts: TierCounts) -> None:
+        if counts:
+            add_up(self.data, {"tiers": counts})
+
+    def set_usage(self, reporter: str, tier: str, usage: TierUsage) -> None:
+        values = (usage.used_bytes, usage.max_bytes or 0, usage.num_objects)
+        for level, value in zip(TIER_LEVELS, values, strict=True):
+            levels = self.data.setdefault("levels", {})
+            levels.setdefault(f"{tier} {level}", {})[reporter] = value
+
+    def aggregate(self, other: KVConnectorStats) -> "OffloadStats":
+        merge_stats(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One figure per tier and direction, for the log line."""
+        lookups = self.data.get("lookups", {})
+        queried, hit = lookups.get("queried_tokens", 0), lookups.get("hit_tokens", 0)
+        shown: dict[str, int | float] = {
+            "Tokens looked up": queried,
+            "Tokens from tiers": hit,
+        }
+        for tier, row in sorted(self.data.get("tiers", {}).items()):
+            shown[f"MB from {tier}"] = round(row.get("loaded_bytes", 0) / 2**20, 1)
+            shown[f"MB to {tier}"] = round(row.get("stored_bytes", 0) / 2**20, 1)
+            if row.get("refused"):
+                shown[f"Refused from {tier}"] = int(row["refused"])
+        return shown
