@@ -32,7 +32,9 @@ from kvferry.transports.base import (
     DataTransport,
     EngineStream,
     HostStream,
+    RowCopier,
 )
+from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
@@ -119,6 +121,9 @@ class MemoryKit:
         self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
     ) -> BlockStore:
         return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
+
+    def row_copier(self, regions: Sequence[Region]) -> RowCopier:
+        return CpuRowCopier(regions)
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         return HostStream()

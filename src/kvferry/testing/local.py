@@ -15,7 +15,9 @@ from kvferry.transports.base import (
     DataTransport,
     EngineStream,
     HostStream,
+    RowCopier,
 )
+from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 
 __all__ = ["LocalMemory", "LocalTransportKit", "ManualClock"]
@@ -87,6 +89,9 @@ class LocalTransportKit:
         self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
     ) -> BlockStore:
         return self.block_store(host_buffer)
+
+    def row_copier(self, regions: Sequence[Region]) -> RowCopier:
+        return CpuRowCopier(regions)
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         return HostStream()

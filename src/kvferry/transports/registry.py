@@ -27,7 +27,9 @@ from kvferry.transports.base import (
     DataTransport,
     EngineStream,
     HostStream,
+    RowCopier,
 )
+from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
@@ -157,6 +159,13 @@ class ConfiguredTransportKit:
         return HostBlockStore(
             host_buffer, CudaHostBuffer(engine, host_buffer, (memory.address, memory.size_bytes))
         )
+
+    def row_copier(self, regions: Sequence[Region]) -> RowCopier:
+        if any(region.memory is not MemoryKind.DRAM for region in regions):
+            raise ConfigError(
+                "storage tiers for a cache on a GPU are not supported yet; remove the tiers"
+            )
+        return CpuRowCopier(regions)
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}

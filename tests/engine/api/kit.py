@@ -14,6 +14,7 @@ from kvferry.transports.base import (
     DataTransport,
     EngineStream,
     HostStream,
+    RowCopier,
 )
 from kvferry.types import Region
 
@@ -45,6 +46,9 @@ class PrivateMemoryKit:
     def host_buffer_store(
         self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory
     ) -> BlockStore:
+        raise NotImplementedError
+
+    def row_copier(self, regions: Sequence[Region]) -> RowCopier:
         raise NotImplementedError
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:

@@ -15,6 +15,12 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+#if defined(__aarch64__) && defined(__GNUC__)
+#include <arm_neon.h>
+#endif
 
 #define CHUNK 128
 
@@ -297,6 +303,210 @@ static PyObject *start_kernel(PyObject *module, PyObject *args)
     return Py_BuildValue("ii", call, status);
 }
 
+/* Rows of a storage tier: segments copied between addresses, with a checksum of the bytes as they arrived. The checksum is defined in
+ * checksum.py. Another process may write to the source meanwhile, so each byte is read from the source exactly once: the bytes that are
+ * stored are the bytes that are summed. (Reading them back from the target would be slower: processors write long segments past their
+ * caches.) */
+#define GROUP 64
+#define PIECE 4096
+#define HALF_WORDS (GROUP / 8)
+
+static uint32_t sum_key[PIECE / 4];
+
+static void fill_sum_key(void)
+{
+    for (uint64_t i = 0; i < PIECE / 8; i++) {
+        uint64_t word = (i + 1) * 0x9E3779B97F4A7C15u;
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+        word ^= word >> 31;
+        sum_key[2 * i] = (uint32_t)word;
+        sum_key[2 * i + 1] = (uint32_t)(word >> 32);
+    }
+}
+
+static uint64_t sum_group(const uint32_t *words, const uint32_t *key)
+{
+    uint64_t sum = 0, one = (uint64_t)1 << 32;
+    for (int i = 0; i < HALF_WORDS; i++)
+        sum += (one + (words[i] ^ key[i])) * (one + (words[i + HALF_WORDS] ^ key[i + HALF_WORDS]));
+    return sum;
+}
+
+typedef uint64_t CopyGroups(char *target, const char *source, int64_t groups);
+
+#if defined(__aarch64__) && defined(__GNUC__)
+static uint64_t copy_groups_neon(char *target, const char *source, int64_t groups)
+{
+    uint64x2_t a = vdupq_n_u64(0), b = a, c = a, d = a;
+    uint32x4_t s = vdupq_n_u32(0), t = s, u = s, v = s;
+    const uint32_t *key = sum_key;
+    for (; groups; groups--, source += GROUP, target += GROUP, key += GROUP / 4) {
+        const uint32_t *from = (const uint32_t *)source;
+        uint32_t *to = (uint32_t *)target;
+        uint32x4_t w = vld1q_u32(from), x = vld1q_u32(from + 4), y = vld1q_u32(from + 8), z = vld1q_u32(from + 12);
+        __asm__ volatile("" : "+w"(w), "+w"(x), "+w"(y), "+w"(z)); /* the compiler must not load them again */
+        vst1q_u32(to, w);
+        vst1q_u32(to + 4, x);
+        vst1q_u32(to + 8, y);
+        vst1q_u32(to + 12, z);
+        w = veorq_u32(w, vld1q_u32(key));
+        x = veorq_u32(x, vld1q_u32(key + 4));
+        y = veorq_u32(y, vld1q_u32(key + 8));
+        z = veorq_u32(z, vld1q_u32(key + 12));
+        a = vmlal_u32(a, vget_low_u32(w), vget_low_u32(y));
+        b = vmlal_high_u32(b, w, y);
+        c = vmlal_u32(c, vget_low_u32(x), vget_low_u32(z));
+        d = vmlal_high_u32(d, x, z);
+        s = vaddq_u32(s, w);
+        t = vaddq_u32(t, x);
+        u = vaddq_u32(u, y);
+        v = vaddq_u32(v, z);
+    }
+    uint64_t products = vaddvq_u64(vaddq_u64(vaddq_u64(a, b), vaddq_u64(c, d)));
+    return products + ((uint64_t)vaddvq_u32(vaddq_u32(vaddq_u32(s, t), vaddq_u32(u, v))) << 32);
+}
+#endif
+
+#if HAS_WIDE
+WIDE static uint64_t copy_groups_wide(char *target, const char *source, int64_t groups)
+{
+    __m256i even = _mm256_setzero_si256(), odd = even, s = even, t = even;
+    const __m256i *from = (const __m256i *)source, *key = (const __m256i *)sum_key;
+    __m256i *to = (__m256i *)target;
+    int is_aligned = ((uintptr_t)target & 31) == 0;
+    for (; groups; groups--, from += 2, to += 2, key += 2) {
+        __m256i x = _mm256_loadu_si256(from), y = _mm256_loadu_si256(from + 1);
+        __asm__ volatile("" : "+x"(x), "+x"(y)); /* the compiler must not load them again */
+        if (is_aligned) {
+            _mm256_stream_si256(to, x);
+            _mm256_stream_si256(to + 1, y);
+        } else {
+            _mm256_storeu_si256(to, x);
+            _mm256_storeu_si256(to + 1, y);
+        }
+        x = _mm256_xor_si256(x, _mm256_loadu_si256(key));
+        y = _mm256_xor_si256(y, _mm256_loadu_si256(key + 1));
+        even = _mm256_add_epi64(even, _mm256_mul_epu32(x, y));
+        odd = _mm256_add_epi64(odd, _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(y, 32)));
+        s = _mm256_add_epi32(s, x);
+        t = _mm256_add_epi32(t, y);
+    }
+    uint64_t products[4], sum = 0;
+    uint32_t words[8], high = 0;
+    _mm256_storeu_si256((__m256i *)products, _mm256_add_epi64(even, odd));
+    _mm256_storeu_si256((__m256i *)words, _mm256_add_epi32(s, t));
+    for (int i = 0; i < 4; i++)
+        sum += products[i];
+    for (int i = 0; i < 8; i++)
+        high += words[i];
+    return sum + ((uint64_t)high << 32);
+}
+#endif
+
+/* For other processors: through a buffer that no other process sees. */
+static uint64_t copy_groups_plain(char *target, const char *source, int64_t groups)
+{
+    uint32_t words[GROUP / 4];
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < groups; i++) {
+        memcpy(words, source + i * GROUP, GROUP);
+        __asm__ volatile("" ::: "memory"); /* the compiler must not read the source instead */
+        memcpy(target + i * GROUP, words, GROUP);
+        sum += sum_group(words, sum_key + i * (GROUP / 4));
+    }
+    return sum;
+}
+
+static CopyGroups *fastest_copy_groups(void)
+{
+#if defined(__aarch64__) && defined(__GNUC__)
+    return copy_groups_neon;
+#endif
+#if HAS_WIDE
+    if (__builtin_cpu_supports("avx2"))
+        return copy_groups_wide;
+#endif
+    return copy_groups_plain;
+}
+
+static uint64_t copy_piece(CopyGroups *copy_groups, char *target, const char *source, int64_t size)
+{
+    int64_t whole = size / GROUP * GROUP;
+    uint64_t sum = copy_groups(target, source, whole / GROUP) + (uint64_t)size;
+    if (size > whole) {
+        uint32_t words[GROUP / 4] = {0};
+        memcpy(words, source + whole, (size_t)(size - whole));
+        __asm__ volatile("" ::: "memory");
+        memcpy(target + whole, words, (size_t)(size - whole));
+        sum += sum_group(words, sum_key + whole / 4);
+    }
+    return sum;
+}
+
+static void copy_all_rows(const Py_buffer *numbers)
+{
+    const int64_t *targets = numbers[0].buf, *sources = numbers[1].buf, *sizes = numbers[2].buf, *ends = numbers[3].buf;
+    uint64_t *checksums = numbers[4].buf;
+    Py_ssize_t rows = numbers[3].len / 8, segment = 0;
+    CopyGroups *copy_groups = fastest_copy_groups();
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        uint64_t checksum = 0;
+        for (; segment < ends[row]; segment++) {
+            char *target = (char *)(uintptr_t)targets[segment];
+            const char *source = (const char *)(uintptr_t)sources[segment];
+            for (int64_t at = 0; at < sizes[segment]; at += PIECE) {
+                int64_t left = sizes[segment] - at;
+                checksum += copy_piece(copy_groups, target + at, source + at, left < PIECE ? left : PIECE);
+                checksum *= 0x9E3779B97F4A7C15u;
+            }
+        }
+        checksums[row] = checksum;
+    }
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+static int check_rows(const Py_buffer *numbers)
+{
+    const int64_t *sizes = numbers[2].buf, *ends = numbers[3].buf;
+    Py_ssize_t segments = numbers[0].len / 8, rows = numbers[3].len / 8;
+    int64_t before = 0;
+    int is_valid = numbers[0].len % 8 == 0 && numbers[0].len == numbers[1].len && numbers[0].len == numbers[2].len && numbers[3].len % 8 == 0 &&
+                   numbers[3].len == numbers[4].len;
+    for (Py_ssize_t i = 0; i < segments && is_valid; i++)
+        is_valid = sizes[i] >= 0;
+    for (Py_ssize_t i = 0; i < rows && is_valid; i++) {
+        is_valid = ends[i] >= before && ends[i] <= segments;
+        before = ends[i];
+    }
+    if (!is_valid || before != segments) {
+        PyErr_SetString(PyExc_ValueError, "the segments of these rows do not add up");
+        return 0;
+    }
+    return 1;
+}
+
+static PyObject *copy_rows(PyObject *module, PyObject *args)
+{
+    Py_buffer numbers[5];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*w*:copy_rows", &numbers[0], &numbers[1], &numbers[2], &numbers[3], &numbers[4]))
+        return NULL;
+    int is_valid = check_rows(numbers);
+    if (is_valid) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_all_rows(numbers);
+        Py_END_ALLOW_THREADS
+    }
+    for (int i = 0; i < 5; i++)
+        PyBuffer_Release(&numbers[i]);
+    if (!is_valid)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static double seconds_now(void)
 {
     struct timespec now;
@@ -344,6 +554,7 @@ static PyMethodDef methods[] = {
     {"poll_until", poll_until, METH_VARARGS, "poll_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
     {"spin_wait", spin_wait, METH_VARARGS, "spin_wait(seconds): so long, awake."},
     {"copy_segments", copy_segments, METH_VARARGS, "copy_segments(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
+    {"copy_rows", copy_rows, METH_VARARGS, "copy_rows(targets, sources, sizes, ends, checksums): copy segments between addresses; the checksum of every row of segments, whose ends are given, into checksums."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -351,5 +562,6 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_copy", NULL, 0,
 
 PyMODINIT_FUNC PyInit__copy(void)
 {
+    fill_sum_key();
     return PyModule_Create(&definition);
 }

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 
+from kvferry.transports.copy.checksum import Checksums
 from kvferry.transports.copy.segments import Bytes, Offsets
 
 def copy_segments(
@@ -25,3 +26,6 @@ def start_kernel(
     stream: int,
     event: int,
 ) -> tuple[int, int]: ...
+def copy_rows(
+    targets: Offsets, sources: Offsets, sizes: Offsets, ends: Offsets, checksums: Checksums
+) -> None: ...

@@ -29,6 +29,7 @@ __all__ = [
 NATIVE_FUNCTIONS = (
     "are_within",
     "poll_until",
+    "copy_rows",
     "copy_segments",
     "spin_wait",
     "put_all",

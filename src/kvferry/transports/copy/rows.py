@@ -1,0 +1,154 @@
+"""Copies between a cache in host memory and the rows of storage tiers.
+
+Any thread may call; the native copy runs without the GIL. See `transports.base.RowCopier`.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from kvferry.errors import LocalProtocolError
+from kvferry.transports.base import RowBlocks
+from kvferry.transports.copy.checksum import Checksums, row_checksum
+from kvferry.transports.copy.native import native_or
+from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
+from kvferry.types import MemoryKind, Region
+
+__all__ = ["CopyRows", "CpuRowCopier", "RowSegments", "copy_rows_by_numpy", "row_segments"]
+
+
+# -- segments of rows --
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSegments:
+    """The segments of some rows, row after row: segment `i` has `sizes[i]` bytes at `cache[i]` in
+    the cache and at `host[i]` in the row. The segments of row `r` end before segment `ends[r]`.
+    """
+
+    cache: Offsets
+    host: Offsets
+    sizes: Offsets
+    ends: Offsets
+
+
+def row_segments(rows: Sequence[RowBlocks], regions: Sequence[Region]) -> RowSegments:
+    """Return the segments in the order of `RowBlocks`. LocalProtocolError, before any address is
+    computed, if a group has no region, a block does not exist, or a row is not a range of memory.
+    """
+    # Rows of the same group and length are mostly adjacent: numpy handles them together.
+    parts = [
+        _segments_of_group(list(alike), regions_of(group, regions))
+        for (group, _), alike in groupby(rows, lambda row: (row.group, len(row.block_ids)))
+    ]
+    cache, host, sizes, counts = (
+        np.concatenate([np.empty(0, np.int64), *(part[n] for part in parts)]) for n in range(4)
+    )
+    return RowSegments(cache, host, sizes, np.cumsum(counts))
+
+
+def regions_of(group: int, regions: Sequence[Region]) -> list[Region]:
+    found = [region for region in regions if region.group == group]
+    if not found:
+        raise LocalProtocolError(f"the cache has no region in KV-cache group {group}")
+    return found
+
+
+def _segments_of_group(
+    rows: Sequence[RowBlocks], regions: Sequence[Region]
+) -> tuple[Offsets, Offsets, Offsets, Offsets]:
+    """Return cache addresses, row addresses and sizes of all segments, and each row's number of
+    segments. All rows have equally many blocks of one group.
+    """
+    num_blocks = min(region.num_blocks for region in regions)
+    ids = np.array([row.block_ids for row in rows], np.int64)[:, :, np.newaxis]
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise LocalProtocolError(
+            f"blocks {ids.min()} to {ids.max()} of KV-cache group {regions[0].group}, which has "
+            f"{num_blocks} blocks"
+        )
+    sizes = np.array([region.block_bytes for region in regions], np.int64)
+    block_bytes = int(sizes.sum())
+    row_bytes = block_bytes * ids.shape[1]
+    addresses = [row.address for row in rows]
+    if not 0 < min(addresses) <= max(addresses) < MAX_ADDRESS - row_bytes:
+        raise LocalProtocolError("a row of host memory has no valid address")
+    bases = np.array([region.address for region in regions], np.int64)
+    strides = np.array([region.stride_bytes for region in regions], np.int64)
+    starts = np.array(addresses, np.int64).reshape(-1, 1, 1)
+    in_row = np.arange(ids.shape[1], dtype=np.int64).reshape(-1, 1) * block_bytes
+    cache = bases + ids * strides
+    host = starts + in_row + (np.cumsum(sizes) - sizes)
+    return (
+        cache.ravel(),
+        host.ravel(),
+        np.broadcast_to(sizes, cache.shape).ravel(),
+        np.full(len(rows), ids.shape[1] * len(regions), np.int64),
+    )
+
+
+# -- copier --
+
+
+CopyRows = Callable[[Offsets, Offsets, Offsets, Offsets, Checksums], None]
+"""Copy segments (targets, sources, sizes) between addresses, and fill in the checksum of each row,
+given the rows' ends. The caller has checked all addresses.
+"""
+
+
+def copy_rows_by_numpy(
+    targets: Offsets, sources: Offsets, sizes: Offsets, ends: Offsets, checksums: Checksums
+) -> None:
+    first = 0
+    for row, end in enumerate(ends.tolist()):
+        copied = []
+        for segment in range(first, end):
+            size = int(sizes[segment])
+            # Another process may write to the source meanwhile: it is read once, into a buffer that
+            # only this call sees.
+            copied.append(_memory(int(sources[segment]), size).copy())
+            _memory(int(targets[segment]), size)[:] = copied[-1]
+        checksums[row] = row_checksum(copied)
+        first = end
+
+
+class CpuRowCopier:
+    """Implements `transports.base.RowCopier` for a cache in host memory."""
+
+    def __init__(self, regions: Sequence[Region], copy_rows: CopyRows | None = None) -> None:
+        if any(region.memory is not MemoryKind.DRAM for region in regions):
+            raise LocalProtocolError("this copier is for a cache in host memory")
+        self._regions = tuple(regions)
+        self._copy_rows = copy_rows or native_or("copy_rows", copy_rows_by_numpy)
+
+    def row_bytes(self, group: int, num_blocks: int) -> int:
+        return num_blocks * sum(region.block_bytes for region in regions_of(group, self._regions))
+
+    def save(self, rows: Sequence[RowBlocks]) -> list[int]:
+        segments = row_segments(rows, self._regions)
+        return self._copy(segments.host, segments.cache, segments)
+
+    def load(self, rows: Sequence[RowBlocks]) -> list[int]:
+        segments = row_segments(rows, self._regions)
+        return self._copy(segments.cache, segments.host, segments)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        return None
+
+    def unpin(self, address: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def _copy(self, targets: Offsets, sources: Offsets, segments: RowSegments) -> list[int]:
+        checksums = np.zeros(len(segments.ends), np.uint64)
+        self._copy_rows(targets, sources, segments.sizes, segments.ends, checksums)
+        return checksums.tolist()
+
+
+def _memory(address: int, size_bytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
