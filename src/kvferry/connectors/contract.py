@@ -119,7 +119,8 @@ class KVCacheBlocks(Protocol):
 
 class ScheduledSlice(Protocol):
     """kvferry only: the tokens of one request that one step computes. `scheduler_output.slices`
-    lists the slices of a step.
+    lists the slices of a step; `preempted_req_ids` and `total_num_scheduled_tokens` beside it mean
+    the same as in vLLM.
     """
 
     @property

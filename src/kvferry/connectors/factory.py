@@ -88,7 +88,6 @@ PLANNED = (
     "LMCacheConnectorV1",
     "MooncakeConnector",
     "MultiConnector",
-    "OffloadingConnector",
     "P2pNcclConnector",
 )
 """Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
@@ -132,4 +131,7 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector"
+)
+KVConnectorFactory.register_connector(
+    "OffloadingConnector", "kvferry.connectors.offloading.connector", "OffloadingConnector"
 )

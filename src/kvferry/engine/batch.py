@@ -29,7 +29,7 @@ class StepBatch:
     limits: SchedulerLimits
     slices: list[SequenceSlice] = field(default_factory=list)
     num_tokens: int = 0
-    has_preempted: bool = False
+    preempted_req_ids: set[str] = field(default_factory=set)
     is_lookup_pending: bool = False
     """True if the connector could not answer a lookup yet; the core asks again soon."""
 
@@ -92,7 +92,7 @@ class Batcher:
         batch = StepBatch(self.limits)
         self._continue_running(batch)
         self._admit_ready(batch)
-        if not batch.has_preempted:
+        if not batch.preempted_req_ids:
             self._admit_waiting(batch)
         return batch
 
@@ -120,7 +120,7 @@ class Batcher:
             if self._is_waiting_better(victim is seq):
                 return False
             self._preempt(victim)
-            batch.has_preempted = True
+            batch.preempted_req_ids.add(victim.request_id)
             if victim is seq:
                 return False
         return True
@@ -179,8 +179,9 @@ class Batcher:
                 or self._is_waiting_better(is_own_victim=False)
             ):
                 return False
-            self._preempt(self.queues.ready[-1])
-            batch.has_preempted = True
+            victim = self.queues.ready[-1]
+            self._preempt(victim)
+            batch.preempted_req_ids.add(victim.request_id)
         return True
 
     # -- waiting --

@@ -97,6 +97,12 @@ class StepPlan:
     slices: tuple[SequenceSlice, ...] = ()
     finished_request_ids: frozenset[str] = frozenset()
     connector_metadata: KVConnectorMetadata | None = None
+    preempted_req_ids: frozenset[str] = frozenset()
+    """The requests whose blocks this step took away; the name is vLLM's."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(len(part.token_ids) for part in self.slices)
 
 
 @dataclass(frozen=True, slots=True)

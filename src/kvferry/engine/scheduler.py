@@ -243,7 +243,12 @@ class Scheduler:
         self._has_changed = False
         self._batch = self._batcher.build()
         finished, self._finished_ids = frozenset(self._finished_ids), set()
-        plan = StepPlan(self._num_steps, tuple(self._batch.slices), finished)
+        plan = StepPlan(
+            self._num_steps,
+            tuple(self._batch.slices),
+            finished,
+            preempted_req_ids=frozenset(self._batch.preempted_req_ids),
+        )
         self._num_steps += 1
         if self._connector is None:
             return plan

@@ -31,7 +31,17 @@ from kvferry.tiers.commands import (
 from kvferry.tiers.host_pool import HostPool
 from kvferry.transports.base import RowBlocks
 
-__all__ = ["CopyResult", "LoadRows", "OffloadJobs", "ReadObject", "SaveRows", "Task", "WriteObject"]
+__all__ = [
+    "POOL",
+    "CopyResult",
+    "LoadRows",
+    "OffloadJobs",
+    "ReadObject",
+    "SaveRows",
+    "Task",
+    "TaskResult",
+    "WriteObject",
+]
 
 POOL = "cpu"
 """The name of the host pool in metrics and in `Chunk.tiers`."""
@@ -94,6 +104,9 @@ class CopyResult:
 
     checksums: Sequence[int] = ()
     reason: str = ""
+
+
+TaskResult = CopyResult | LoadResult | StoreResult
 
 
 # -- state --
@@ -216,9 +229,9 @@ class OffloadJobs:
                     save.is_void = True
                 self._pool.clear()
 
-    def complete(
-        self, task_id: int, result: CopyResult | LoadResult | StoreResult, now: float
-    ) -> None:
+    def complete(self, task_id: int, result: TaskResult, seconds: float, now: float) -> None:
+        """Process the result of a task, which took `seconds`."""
+        self._count_time(task_id, seconds)
         if task_id in self._saves:
             assert isinstance(result, CopyResult)
             self._end_save(self._saves.pop(task_id), result)
@@ -328,7 +341,9 @@ class OffloadJobs:
 
     def _write_back(self, chunk: Chunk, row: int) -> None:
         """Write a row to the slower tiers that shall have it and are not known to have it."""
-        for tier in chunk.tiers:
+        for tier in self._tiers:
+            if tier not in chunk.tiers:
+                continue
             if (tier, chunk.key) in self._known:
                 self._known.move_to_end((tier, chunk.key))
                 continue
@@ -553,6 +568,16 @@ class OffloadJobs:
     def _next_task(self) -> int:
         self._last_task += 1
         return self._last_task
+
+    def _count_time(self, task_id: int, seconds: float) -> None:
+        if task_id in self._saves or task_id in self._copies:
+            self._count(
+                POOL, "store_seconds" if task_id in self._saves else "load_seconds", seconds
+            )
+        elif task_id in self._reads:
+            self._count(self._reads[task_id].tier, "load_seconds", seconds)
+        else:
+            self._count(self._writes[task_id].tier, "store_seconds", seconds)
 
     def _count(self, tier: str, name: str, by: float = 1) -> None:
         row = self._counts.setdefault(tier, {})

@@ -36,6 +36,7 @@ from kvferry.tiers.jobs import (
     ReadObject,
     SaveRows,
     Task,
+    TaskResult,
     WriteObject,
 )
 from kvferry.tiers.threads import TaskThreads
@@ -63,7 +64,8 @@ class _Batch:
 @dataclass(frozen=True, slots=True)
 class _Result:
     task_id: int
-    result: CopyResult | LoadResult | StoreResult
+    result: TaskResult
+    seconds: float
 
 
 class OffloadWorker:
@@ -164,9 +166,9 @@ class OffloadWorker:
         match item:
             case _Batch():
                 self._take_batch(item, now)
-            case _Result(task_id, result):
+            case _Result(task_id, result, seconds):
                 self._note_trouble(result, now)
-                self._jobs.complete(task_id, result, now)
+                self._jobs.complete(task_id, result, seconds, now)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
                 self._jobs.handle(command, now)
@@ -216,7 +218,7 @@ class OffloadWorker:
             self._outbox.extend(events)
             self._wake_engine()
 
-    def _note_trouble(self, result: CopyResult | LoadResult | StoreResult, now: float) -> None:
+    def _note_trouble(self, result: TaskResult, now: float) -> None:
         """Log a reason once a minute: thousands of objects may fail for the same reason."""
         if isinstance(result, LoadResult) and result.outcome is LoadOutcome.MISSING:
             return
@@ -236,16 +238,18 @@ class OffloadWorker:
                 self._io.run(lambda: self._transfer(task))
 
     def _copy(self, task_id: int, copy: Callable[[], list[int]]) -> None:
+        began = self._clock()
         try:
             result = CopyResult(copy())
         # Top of a task: only the rows of this task are lost.
         except Exception as error:
             result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
-        self._inbox.put(_Result(task_id, result))
+        self._inbox.put(_Result(task_id, result, self._clock() - began))
 
     def _transfer(self, task: ReadObject | WriteObject) -> None:
         result: LoadResult | StoreResult
         row = self._pool.row(task.row)[: task.size_bytes]
+        began = self._clock()
         try:
             if isinstance(task, ReadObject):
                 result = self._tiers[task.tier].load(task.key, row)
@@ -260,7 +264,7 @@ class OffloadWorker:
                 if isinstance(task, ReadObject)
                 else StoreResult(StoreOutcome.FAILED, reason)
             )
-        self._inbox.put(_Result(task.task_id, result))
+        self._inbox.put(_Result(task.task_id, result, self._clock() - began))
 
     def _answer_without_jobs(self) -> None:
         """Answer every command as an engine without tiers would, until `close`."""

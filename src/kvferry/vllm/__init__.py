@@ -9,10 +9,12 @@ from typing import Any
 
 __all__ = [
     "KVFerryConnector",
+    "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
     "NixlConnector",
     "NixlPullConnector",
     "NixlPushConnector",
+    "OffloadingConnector",
 ]
 
 

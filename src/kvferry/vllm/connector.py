@@ -21,6 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
@@ -33,6 +37,7 @@ from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
+from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
@@ -48,10 +53,12 @@ from kvferry.vllm.translate import (
 
 __all__ = [
     "KVFerryConnector",
+    "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
     "NixlConnector",
     "NixlPullConnector",
     "NixlPushConnector",
+    "OffloadingConnector",
     "OptionalLoadFailures",
     "RemoteLoads",
     "log_with_vllm",
@@ -233,6 +240,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     inner_name = "NixlConnector"
     transfer_mode = "pull"
     _cache_hit_source = find_cache_hit_source()
+    _stats_class: type[KVConnectorStats] = KVFerryStats
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -280,8 +288,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        return KVFerryStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return cls._stats_class(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -290,15 +298,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVFerryPromMetrics:
+    ) -> KVConnectorPromMetrics:
         return KVFerryPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode
         )
 
-    def get_kv_connector_stats(self) -> KVFerryStats | None:
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         self._has_unreported_stats = False
         stats = self._inner.get_kv_connector_stats()
-        return None if stats is None else KVFerryStats(stats.to_dict())
+        return None if stats is None else self._stats_class(stats.to_dict())
 
     def shutdown(self) -> None:
         self._inner.shutdown()
@@ -560,8 +568,79 @@ class KVFerryPushConnector(KVFerryConnector):
         return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
 
 
+class KVFerryOffloadingConnector(KVFerryConnector):
+    """Keeps KV in tiers; in addition to the pull connector, it reports the progress of every
+    request's prompt to kvferry's scheduler half.
+    """
+
+    inner_name = "OffloadingConnector"
+    _stats_class = OffloadVllmStats
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._prefills = PrefillProgressTable()
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._is_prompt_only = extra.get("offload_prompt_only", True) not in (False, "False")
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        # Chunks are whole blocks, and the layout is part of their name.
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def _view(self, request: Any) -> VllmRequestView:
+        return replace(super()._view(request), progress=self._prefills.get(str(request.request_id)))
+
+    def _accept(self, request: Any) -> None:
+        self._prefills.add(request)
+        super()._accept(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        plan = self._prefills.plan(scheduler_output, self._tables)
+        metadata = self._wrapped(scheduler_output, plan)
+        if self._is_prompt_only:
+            for part in plan.slices:
+                progress = self._prefills.get(part.request_id)
+                # Every chunk of the prompt has been offered: look no further.
+                if progress is not None and part.start >= progress.request.num_prompt_tokens:
+                    self._prefills.end(part.request_id)
+        return metadata
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished(request, block_ids)
+        self._prefills.end(str(request.request_id))
+        return answer
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished_all_groups(request, block_ids)
+        self._prefills.end(str(request.request_id))
+        return answer
+
+    def _tables(self, request_id: str) -> tuple[list[int], ...]:
+        return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
+
+
 NixlConnector = NixlPullConnector = KVFerryConnector
 """The name of vLLM's own connector, so that the module path is the only change in a configuration.
 """
 NixlPushConnector = KVFerryPushConnector
 """The name of vLLM's own push connector."""
+OffloadingConnector = KVFerryOffloadingConnector
+"""The name of vLLM's own offloading connector."""

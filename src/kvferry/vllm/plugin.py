@@ -15,7 +15,7 @@ from kvferry.transports.nixl.agent import load_distribution_netlink
 __all__ = ["EPOCH_VARIABLE", "register"]
 
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
-NAMES = ("KVFerryConnector", "KVFerryPushConnector")
+NAMES = ("KVFerryConnector", "KVFerryOffloadingConnector", "KVFerryPushConnector")
 
 
 def register() -> None:

@@ -61,6 +61,8 @@ class PrefillSlices:
     """The part of a step's message that kvferry's push scheduler reads."""
 
     slices: tuple[PrefillSlice, ...]
+    preempted_req_ids: frozenset[str] = frozenset()
+    total_num_scheduled_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +75,9 @@ class PrefillProgressTable:
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
     _running: dict[str, PrefillProgress] = field(default_factory=dict)
+
+    def get(self, request_id: str) -> PrefillProgress | None:
+        return self._running.get(request_id) or self._waiting.get(request_id)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -97,7 +102,9 @@ class PrefillProgressTable:
             tuple(
                 PrefillSlice(name, progress.num_computed_tokens, tables)
                 for name, progress in self._running.items()
-            )
+            ),
+            frozenset(scheduler_output.preempted_req_ids or ()),
+            int(scheduler_output.total_num_scheduled_tokens),
         )
 
 

@@ -1,7 +1,7 @@
 """Whether loading KV is faster than computing it, from what this engine has measured. Pure.
 
-The engine's own speed is measured in steps that compute many prompt tokens, and the speed of each
-tier in loads. As long as either is unknown, the engine loads: that is how it learns the speed.
+The engine's own speed is measured in steps that compute many tokens, and the speed of each tier in
+loads. As long as either is unknown, the engine loads: that is how it learns the speed.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from statistics import median
 __all__ = ["BreakEven"]
 
 MIN_STEP_TOKENS = 64
-"""Steps with fewer prompt tokens say more about a step's fixed cost than about computing tokens."""
+"""Steps with fewer tokens say more about a step's fixed cost than about computing prompts."""
 MIN_SAMPLES = 3
 MAX_SAMPLES = 32
 RETRY_EVERY = 16
@@ -27,9 +27,9 @@ class BreakEven:
     _byte_s: dict[str, deque[float]] = field(default_factory=dict)
     _num_skipped: int = 0
 
-    def note_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        if num_prompt_tokens >= MIN_STEP_TOKENS and seconds > 0:
-            self._token_s.append(seconds / num_prompt_tokens)
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
+            self._token_s.append(seconds / num_tokens)
 
     def note_load(self, seconds: float, bytes_by_tier: Mapping[str, int]) -> None:
         """Count a load for the tier that most of it came from."""

@@ -1,0 +1,100 @@
+"""Opens pools and tiers from the settings of `OffloadingConnector`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvferry.config import DiskTierConfig, ObjectTierConfig, OffloadingExtraConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig
+from kvferry.connectors.geometry import compatibility_factors
+from kvferry.errors import ConfigError
+from kvferry.protocol.layout import Geometry
+from kvferry.tiers.base import Tier
+from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.host_pool import HostPool, PoolReader
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.policies import ArcPolicy, LruPolicy
+
+__all__ = ["chunk_namespace", "open_pool", "open_pool_reader", "open_tiers"]
+
+STAGING_BYTES = 256 * 1024 * 1024
+"""The most host memory of a rank without a tier `cpu`, for chunks on their way to slower tiers."""
+MIN_STAGING_ROWS = 16
+PAGE_BYTES = 4096
+
+
+def chunk_namespace(
+    config: ConnectorConfig, cache: KVCacheConfig, geometry: Geometry, blocks_per_chunk: int
+) -> Namespace:
+    """Everything that decides the bytes of a chunk of this rank, except the tokens and the salt."""
+    factors: dict[str, Any] = dict(compatibility_factors(config, cache))
+    factors |= {
+        "tp_rank": geometry.tp_rank,
+        "tp_size": geometry.tp_size,
+        "block_size": geometry.block_size,
+        "blocks_per_chunk": blocks_per_chunk,
+        "layout": str(geometry.layout),
+        "heads_of_rank": geometry.num_kv_heads,
+        "has_token_rows": cache.has_token_rows,
+        "regions": [
+            [region.group, region.block_bytes, list(region.layer_names)]
+            for region in geometry.regions
+        ],
+        "windows": [[group.sliding_window, group.attention_chunk] for group in cache.groups],
+    }
+    return Namespace(factors)
+
+
+def pool_folder(extra: OffloadingExtraConfig) -> Path:
+    return Path(extra.pool_path or f"/dev/shm/kvferry-{os.getuid()}")
+
+
+def open_pool(
+    extra: OffloadingExtraConfig,
+    namespace: Namespace,
+    row_bytes: int,
+    bytes_per_block: int,
+    tp_size: int,
+) -> HostPool:
+    """Open this rank's part of the tier `cpu`, or private memory if there is no such tier."""
+    row_bytes = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
+    policy = ArcPolicy if extra.eviction_policy == "arc" else LruPolicy
+    total = extra.cpu_bytes(bytes_per_block * tp_size)
+    if not total:
+        num_rows = max(MIN_STAGING_ROWS, STAGING_BYTES // row_bytes)
+        return HostPool.open_private(namespace, row_bytes, num_rows, policy(num_rows))
+    num_rows = total // tp_size // row_bytes
+    if not num_rows:
+        raise ConfigError(
+            f"the tier cpu has {total} bytes for {tp_size} ranks, but one chunk of one rank has "
+            f"{row_bytes} bytes; make the tier larger"
+        )
+    return HostPool.open(pool_folder(extra), namespace, row_bytes, num_rows, policy(num_rows))
+
+
+def open_pool_reader(extra: OffloadingExtraConfig, namespace: Namespace) -> PoolReader | None:
+    """Open the tier `cpu` of one rank for lookups; None if there is no such tier."""
+    return PoolReader(pool_folder(extra), namespace) if extra.cpu_bytes(1) else None
+
+
+def open_tiers(
+    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
+) -> dict[str, Tier]:
+    """Open the tiers behind the host pool, the fastest first."""
+    tiers: dict[str, Tier] = {}
+    disk, bucket = extra.tier("disk"), extra.tier("object")
+    if isinstance(disk, DiskTierConfig):
+        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, disk.size)
+    if isinstance(bucket, ObjectTierConfig):
+        # Imported on demand: the package that it needs is an extra.
+        from kvferry.tiers.object_store import ObjectTier
+
+        tiers["object"] = ObjectTier(
+            bucket.bucket,
+            namespace,
+            secret,
+            endpoint=bucket.endpoint,
+            prefix=bucket.prefix,
+            region=bucket.region,
+        )
+    return tiers

@@ -1,0 +1,148 @@
+"""The worker half of `OffloadingConnector`: builds the rank's offload worker, submits each step's
+commands and collects its events.
+
+Runs on the worker process's main thread and never blocks there.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from kvferry.config import OffloadingExtraConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVConnectorTransferResults,
+    KVTensor,
+)
+from kvferry.connectors.geometry import geometry_of
+from kvferry.connectors.offloading.metadata import (
+    FailedLoad,
+    LoadTime,
+    OffloadingHandshakeMetadata,
+    OffloadingMetadata,
+    OffloadingWorkerMetadata,
+    OffloadStats,
+)
+from kvferry.connectors.offloading.settings import chunk_namespace, open_pool, open_tiers
+from kvferry.tiers.base import TierUsage
+from kvferry.tiers.commands import LoadEnded, StoresEnded
+from kvferry.tiers.jobs import POOL, OffloadJobs
+from kvferry.tiers.worker import OffloadWorker
+from kvferry.transports.base import EngineStream, HostStream
+
+__all__ = ["OffloadingWorker"]
+
+_log = logging.getLogger(__name__)
+
+
+class OffloadingWorker:
+    """The connector of one tensor-parallel rank."""
+
+    def __init__(
+        self, config: ConnectorConfig, cache: KVCacheConfig, extra: OffloadingExtraConfig
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._worker: OffloadWorker | None = None
+        self._handshake: OffloadingHandshakeMetadata | None = None
+        self._wake_engine: Callable[[], None] | None = None
+        self._order: EngineStream = HostStream()
+        self._worker_metadata = OffloadingWorkerMetadata()
+        self._reported: dict[str, TierUsage] = {}
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        """Open the host pool and the tiers, and start the offload worker."""
+        geometry = geometry_of(self._config, self._cache, kv_caches)
+        rank, tp_size = geometry.tp_rank, geometry.tp_size
+        self._order = self._config.kit.engine_stream(geometry.regions)
+        copier = self._config.kit.row_copier(geometry.regions)
+        blocks = self._extra.blocks_of_chunk(self._cache.block_size)
+        groups = range(len(self._cache.groups))
+        row_bytes = tuple(copier.row_bytes(group, blocks) for group in groups)
+        namespace = chunk_namespace(self._config, self._cache, geometry, blocks)
+        block_bytes = sum(copier.row_bytes(group, 1) for group in groups)
+        pool = open_pool(self._extra, namespace, max(row_bytes), block_bytes, tp_size)
+        copier.pin(pool.address, pool.size_bytes)
+        tiers = open_tiers(self._extra, namespace, self._config.secret)
+        jobs = OffloadJobs(pool, row_bytes, tuple(tiers), self._extra.load_timeout)
+        self._worker = OffloadWorker(
+            jobs,
+            pool,
+            tiers,
+            copier,
+            self._extra.io_threads,
+            f"kvferry-offload{rank}",
+            time.monotonic,
+        )
+        if self._wake_engine is not None:
+            self._worker.set_wakeup(self._wake_engine)
+        self._worker.start()
+        self._handshake = OffloadingHandshakeMetadata(rank, namespace.factors, row_bytes)
+        _log.info(
+            "tiers open tiers=%s rows=%d row_bytes=%d namespace=%s rank=%d",
+            ",".join([POOL, *tiers]),
+            pool.num_rows,
+            max(row_bytes),
+            namespace.hex,
+            rank,
+        )
+
+    def handshake_metadata(self) -> OffloadingHandshakeMetadata | None:
+        return self._handshake
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+        if self._worker is not None:
+            self._worker.set_wakeup(wake)
+
+    def start_load_kv(self, metadata: OffloadingMetadata) -> None:
+        if metadata.commands:
+            self._running_worker().submit(metadata.commands, self._order.mark())
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        for event in self._running_worker().take_events():
+            match event:
+                case StoresEnded(request):
+                    results.finished_sending.add(request)
+                case LoadEnded(request, reason, missing, seconds, bytes_by_tier):
+                    results.finished_recving.add(request)
+                    if reason:
+                        results.failed_recving.add(request)
+                        results.failure_reasons[request] = reason
+                        self._worker_metadata.failed[request] = FailedLoad(reason, missing)
+                        _log.info("load from tiers failed request=%s reason=%s", request, reason)
+                    else:
+                        self._worker_metadata.times.append(LoadTime(seconds, bytes_by_tier))
+        return results
+
+    def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
+        """The reports for the scheduler that `get_transfer_results` has collected."""
+        metadata, self._worker_metadata = self._worker_metadata, OffloadingWorkerMetadata()
+        return None if metadata.is_empty else metadata
+
+    def take_stats(self) -> OffloadStats | None:
+        if self._worker is None:
+            return None
+        stats = OffloadStats()
+        stats.add_tiers(self._worker.take_counts())
+        reporter = f"tp{self._config.parallel.tp_rank}"
+        for tier, usage in self._worker.usage().items():
+            known = self._reported.get(tier, TierUsage())
+            if usage != known:
+                stats.set_usage(reporter, tier, usage)
+                evicted = usage.num_evicted - known.num_evicted
+                if evicted:
+                    stats.add_tiers({tier: {"evictions": evicted}})
+                self._reported[tier] = usage
+        return None if stats.is_empty() else stats
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _running_worker(self) -> OffloadWorker:
+        assert self._worker is not None, "the engine has not called register_kv_caches"
+        return self._worker
