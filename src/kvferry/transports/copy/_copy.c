@@ -444,63 +444,43 @@ static uint64_t copy_piece(CopyGroups *copy_groups, char *target, const char *so
     return sum;
 }
 
-static void copy_all_rows(const Py_buffer *numbers)
+static void copy_and_sum_all(const Py_buffer *numbers)
 {
-    const int64_t *targets = numbers[0].buf, *sources = numbers[1].buf, *sizes = numbers[2].buf, *ends = numbers[3].buf;
-    uint64_t *checksums = numbers[4].buf;
-    Py_ssize_t rows = numbers[3].len / 8, segment = 0;
+    const int64_t *targets = numbers[0].buf, *sources = numbers[1].buf, *sizes = numbers[2].buf;
+    uint64_t *sums = numbers[3].buf;
     CopyGroups *copy_groups = fastest_copy_groups();
-    for (Py_ssize_t row = 0; row < rows; row++) {
-        uint64_t checksum = 0;
-        for (; segment < ends[row]; segment++) {
-            char *target = (char *)(uintptr_t)targets[segment];
-            const char *source = (const char *)(uintptr_t)sources[segment];
-            for (int64_t at = 0; at < sizes[segment]; at += PIECE) {
-                int64_t left = sizes[segment] - at;
-                checksum += copy_piece(copy_groups, target + at, source + at, left < PIECE ? left : PIECE);
-                checksum *= 0x9E3779B97F4A7C15u;
-            }
+    for (Py_ssize_t i = 0; i < numbers[0].len / 8; i++) {
+        char *target = (char *)(uintptr_t)targets[i];
+        const char *source = (const char *)(uintptr_t)sources[i];
+        uint64_t sum = 0;
+        for (int64_t at = 0; at < sizes[i]; at += PIECE) {
+            int64_t left = sizes[i] - at;
+            sum += copy_piece(copy_groups, target + at, source + at, left < PIECE ? left : PIECE);
+            sum *= 0x9E3779B97F4A7C15u;
         }
-        checksums[row] = checksum;
+        sums[i] = sum;
     }
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
 }
 
-static int check_rows(const Py_buffer *numbers)
+static PyObject *copy_and_sum(PyObject *module, PyObject *args)
 {
-    const int64_t *sizes = numbers[2].buf, *ends = numbers[3].buf;
-    Py_ssize_t segments = numbers[0].len / 8, rows = numbers[3].len / 8;
-    int64_t before = 0;
-    int is_valid = numbers[0].len % 8 == 0 && numbers[0].len == numbers[1].len && numbers[0].len == numbers[2].len && numbers[3].len % 8 == 0 &&
-                   numbers[3].len == numbers[4].len;
-    for (Py_ssize_t i = 0; i < segments && is_valid; i++)
-        is_valid = sizes[i] >= 0;
-    for (Py_ssize_t i = 0; i < rows && is_valid; i++) {
-        is_valid = ends[i] >= before && ends[i] <= segments;
-        before = ends[i];
-    }
-    if (!is_valid || before != segments) {
-        PyErr_SetString(PyExc_ValueError, "the segments of these rows do not add up");
-        return 0;
-    }
-    return 1;
-}
-
-static PyObject *copy_rows(PyObject *module, PyObject *args)
-{
-    Py_buffer numbers[5];
+    Py_buffer numbers[4];
     (void)module;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*w*:copy_rows", &numbers[0], &numbers[1], &numbers[2], &numbers[3], &numbers[4]))
+    if (!PyArg_ParseTuple(args, "y*y*y*w*:copy_and_sum", &numbers[0], &numbers[1], &numbers[2], &numbers[3]))
         return NULL;
-    int is_valid = check_rows(numbers);
+    int is_valid = numbers[0].len % 8 == 0;
+    for (int i = 1; i < 4; i++)
+        is_valid = is_valid && numbers[i].len == numbers[0].len;
     if (is_valid) {
         Py_BEGIN_ALLOW_THREADS
-        copy_all_rows(numbers);
+        copy_and_sum_all(numbers);
         Py_END_ALLOW_THREADS
-    }
-    for (int i = 0; i < 5; i++)
+    } else
+        PyErr_SetString(PyExc_ValueError, "targets, sources, sizes and sums are not equally many 64-bit numbers");
+    for (int i = 0; i < 4; i++)
         PyBuffer_Release(&numbers[i]);
     if (!is_valid)
         return NULL;
@@ -554,7 +534,7 @@ static PyMethodDef methods[] = {
     {"poll_until", poll_until, METH_VARARGS, "poll_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
     {"spin_wait", spin_wait, METH_VARARGS, "spin_wait(seconds): so long, awake."},
     {"copy_segments", copy_segments, METH_VARARGS, "copy_segments(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
-    {"copy_rows", copy_rows, METH_VARARGS, "copy_rows(targets, sources, sizes, ends, checksums): copy segments between addresses; the checksum of every row of segments, whose ends are given, into checksums."},
+    {"copy_and_sum", copy_and_sum, METH_VARARGS, "copy_and_sum(targets, sources, sizes, sums): copy segments between addresses; the checksum of every segment into sums."},
     {NULL, NULL, 0, NULL},
 };
 

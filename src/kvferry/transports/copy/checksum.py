@@ -18,17 +18,15 @@ product changes by less than 2**32 and the other is at least 2**32 and less than
 product cannot be a multiple of 2**64; and `MULTIPLIER` is odd, so a row differs if one of its
 pieces does. Other changes are missed with a chance of about 2**-64 if the bytes are unrelated.
 
-`_copy.c` computes the same while it copies, at the speed of memory. The sums of products can also
-be computed on a device with 64-bit integers: the row is the sum over its n pieces of
-v[i] * MULTIPLIER ** (n - i). Pure.
+The checksum of a row of n pieces is the sum of all v[i] * MULTIPLIER ** (n - i). So segments can be
+summed in any order, and on a device with 64-bit integers. `_copy.c` sums each segment while it
+copies, at the speed of memory. Pure.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transports.copy.segments import Bytes
+from kvferry.transports.copy.segments import Bytes, Offsets
 
 __all__ = [
     "GROUP_BYTES",
@@ -37,7 +35,8 @@ __all__ = [
     "Checksums",
     "checksum_key",
     "powers_of_multiplier",
-    "row_checksum",
+    "row_checksums",
+    "segment_checksum",
 ]
 
 PIECE_BYTES = 4096
@@ -63,16 +62,30 @@ def checksum_key() -> npt.NDArray[np.uint32]:
 _KEY = checksum_key().reshape(_GROUPS_PER_PIECE, _WORDS_PER_GROUP)
 
 
-def row_checksum(segments: Sequence[Bytes]) -> int:
-    """Return the checksum (64 bits) of a row with these segments."""
-    values = np.concatenate([np.empty(0, np.uint64), *map(_piece_values, segments)])
-    weights = powers_of_multiplier(len(values))[::-1]
-    return int((values * weights).sum(dtype=np.uint64))
+def segment_checksum(segment: Bytes) -> int:
+    """Return the checksum (64 bits) of a row with this segment alone."""
+    values = _piece_values(segment)
+    return int((values * powers_of_multiplier(len(values))[:0:-1]).sum(dtype=np.uint64))
 
 
-def powers_of_multiplier(count: int) -> Checksums:
-    """Return MULTIPLIER ** 1 to MULTIPLIER ** count, modulo 2**64."""
-    return np.multiply.accumulate(np.full(count, MULTIPLIER, np.uint64))
+def row_checksums(segments: Checksums, sizes: Offsets, ends: Offsets) -> Checksums:
+    """Return the checksums of rows, from the checksums and the sizes in bytes of all their
+    segments, row after row; the segments of row `r` end before segment `ends[r]`.
+    """
+    pieces = np.concatenate(([0], np.cumsum(-(-sizes // PIECE_BYTES))))
+    counts = np.diff(ends, prepend=0)
+    pieces_after = np.repeat(pieces[ends], counts) - pieces[1:]
+    weights = powers_of_multiplier(int(pieces_after.max(initial=0)))[pieces_after]
+    # The sum over a row is a difference of sums over all rows before and after it, modulo 2**64.
+    sums = np.concatenate(([np.uint64(0)], np.cumsum(segments * weights, dtype=np.uint64)))
+    return sums[ends] - sums[ends - counts]
+
+
+def powers_of_multiplier(last: int) -> Checksums:
+    """Return MULTIPLIER ** 0 to MULTIPLIER ** last, modulo 2**64."""
+    powers = np.full(last + 1, MULTIPLIER, np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
 
 
 def _piece_values(segment: Bytes) -> Checksums:

@@ -29,7 +29,7 @@ __all__ = [
 NATIVE_FUNCTIONS = (
     "are_within",
     "poll_until",
-    "copy_rows",
+    "copy_and_sum",
     "copy_segments",
     "spin_wait",
     "put_all",

@@ -12,12 +12,12 @@ import numpy as np
 
 from kvferry.errors import LocalProtocolError
 from kvferry.transports.base import RowBlocks
-from kvferry.transports.copy.checksum import Checksums, row_checksum
+from kvferry.transports.copy.checksum import Checksums, row_checksums, segment_checksum
 from kvferry.transports.copy.native import native_or
 from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CopyRows", "CpuRowCopier", "RowSegments", "copy_rows_by_numpy", "row_segments"]
+__all__ = ["CopyAndSum", "CpuRowCopier", "RowSegments", "copy_and_sum_by_numpy", "row_segments"]
 
 
 # -- segments of rows --
@@ -93,36 +93,33 @@ def _segments_of_group(
 # -- copier --
 
 
-CopyRows = Callable[[Offsets, Offsets, Offsets, Offsets, Checksums], None]
-"""Copy segments (targets, sources, sizes) between addresses, and fill in the checksum of each row,
-given the rows' ends. The caller has checked all addresses.
+CopyAndSum = Callable[[Offsets, Offsets, Offsets, Checksums], None]
+"""Copy segments (targets, sources, sizes) between addresses, and write the checksum of each segment
+to the last array. The caller has checked all addresses.
 """
 
 
-def copy_rows_by_numpy(
-    targets: Offsets, sources: Offsets, sizes: Offsets, ends: Offsets, checksums: Checksums
+def copy_and_sum_by_numpy(
+    targets: Offsets, sources: Offsets, sizes: Offsets, sums: Checksums
 ) -> None:
-    first = 0
-    for row, end in enumerate(ends.tolist()):
-        copied = []
-        for segment in range(first, end):
-            size = int(sizes[segment])
-            # Another process may write to the source meanwhile: it is read once, into a buffer that
-            # only this call sees.
-            copied.append(_memory(int(sources[segment]), size).copy())
-            _memory(int(targets[segment]), size)[:] = copied[-1]
-        checksums[row] = row_checksum(copied)
-        first = end
+    for n, (target, source, size) in enumerate(
+        zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+    ):
+        # Another process may write to the source meanwhile: it is read once, into a buffer that
+        # only this call sees.
+        copied = _memory(source, size).copy()
+        _memory(target, size)[:] = copied
+        sums[n] = segment_checksum(copied)
 
 
 class CpuRowCopier:
     """Implements `transports.base.RowCopier` for a cache in host memory."""
 
-    def __init__(self, regions: Sequence[Region], copy_rows: CopyRows | None = None) -> None:
+    def __init__(self, regions: Sequence[Region], copy_and_sum: CopyAndSum | None = None) -> None:
         if any(region.memory is not MemoryKind.DRAM for region in regions):
             raise LocalProtocolError("this copier is for a cache in host memory")
         self._regions = tuple(regions)
-        self._copy_rows = copy_rows or native_or("copy_rows", copy_rows_by_numpy)
+        self._copy_and_sum = copy_and_sum or native_or("copy_and_sum", copy_and_sum_by_numpy)
 
     def row_bytes(self, group: int, num_blocks: int) -> int:
         return num_blocks * sum(region.block_bytes for region in regions_of(group, self._regions))
@@ -145,9 +142,17 @@ class CpuRowCopier:
         return None
 
     def _copy(self, targets: Offsets, sources: Offsets, segments: RowSegments) -> list[int]:
-        checksums = np.zeros(len(segments.ends), np.uint64)
-        self._copy_rows(targets, sources, segments.sizes, segments.ends, checksums)
-        return checksums.tolist()
+        sums = np.zeros(len(sources), np.uint64)
+        if bool((sources[1:] >= sources[:-1]).all()):
+            self._copy_and_sum(targets, sources, segments.sizes, sums)
+        else:
+            # Sorted by source: docs/decisions/018-copies-by-a-compiled-loop.md.
+            order = np.argsort(sources, kind="stable")
+            sorted_sums = np.zeros_like(sums)
+            self._copy_and_sum(targets[order], sources[order], segments.sizes[order], sorted_sums)
+            sums[order] = sorted_sums
+        checksums: list[int] = row_checksums(sums, segments.sizes, segments.ends).tolist()
+        return checksums
 
 
 def _memory(address: int, size_bytes: int) -> Bytes:
