@@ -1,0 +1,94 @@
+"""The form of a stored object: one page of header, then the payload. Pure.
+
+    0        8        12          28    60               68     4064   4096
+    | magic  | format | namespace | key | payload bytes  | zero | MAC  | payload …
+
+The MAC is HMAC-SHA256 over the first 4064 bytes and the payload, under a key derived from the
+cluster's secret. So storage can lose, damage, truncate, mix up or forge an object, and the reader
+finds out before it uses a byte. The header fills a page of 4096 bytes so that direct I/O can read
+the payload straight into page-aligned memory.
+"""
+
+import hashlib
+import hmac
+import struct
+from enum import Enum
+
+from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.keys import FORMAT_VERSION
+
+__all__ = ["HEADER_BYTES", "Envelope", "Refusal"]
+
+HEADER_BYTES = 4096
+MAGIC = b"kvferry\0"
+PURPOSE = b"kvferry stored objects"
+"""Part of the MAC's key, so that a MAC made for anything else in the cluster is invalid here."""
+
+_FIELDS = struct.Struct("<8sI16s32sQ")
+_MAC_BYTES = hashlib.sha256().digest_size
+_SIGNED_BYTES = HEADER_BYTES - _MAC_BYTES
+
+
+class Refusal(Enum):
+    """Why an object is refused. The value completes the sentence `The object …`."""
+
+    NOT_AN_OBJECT = "is not an object of kvferry"
+    OTHER_VERSION = "has another format version"
+    OTHER_NAMESPACE = "belongs to another namespace"
+    OTHER_KEY = "belongs to another key"
+    OTHER_LENGTH = "is truncated or has another length"
+    BAD_MAC = "is damaged, or was not written with this cluster's secret"
+
+
+class Envelope:
+    """Seals and checks the objects of one namespace. Any thread may call any method."""
+
+    def __init__(self, secret: bytes, namespace: bytes) -> None:
+        """`namespace` is the namespace's digest."""
+        self._namespace = namespace
+        self._keyed = hmac.new(hmac.digest(secret, PURPOSE, "sha256"), digestmod="sha256")
+
+    def seal(self, key: ObjectKey, payload: memoryview) -> bytes:
+        """Return the header that makes this payload an object."""
+        fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, self._namespace, key, len(payload))
+        signed = fields.ljust(_SIGNED_BYTES, b"\0")
+        return signed + self._mac(signed, payload)
+
+    def check(
+        self, key: ObjectKey, header: memoryview, payload: memoryview, stored_bytes: int
+    ) -> Refusal | None:
+        """Return why the object may not be used as `key`, or None if every byte is as sealed.
+
+        `stored_bytes` is the size of the whole object in the storage. `header` is shorter than
+        `HEADER_BYTES` if the object is.
+        """
+        refusal = self._check_fields(key, header, len(payload), stored_bytes)
+        if refusal is not None:
+            return refusal
+        mac = self._mac(header[:_SIGNED_BYTES], payload)
+        return None if hmac.compare_digest(header[_SIGNED_BYTES:], mac) else Refusal.BAD_MAC
+
+    def _check_fields(
+        self, key: ObjectKey, header: memoryview, payload_bytes: int, stored_bytes: int
+    ) -> Refusal | None:
+        if header[: len(MAGIC)] != MAGIC:
+            return Refusal.NOT_AN_OBJECT
+        if len(header) < HEADER_BYTES:
+            return Refusal.OTHER_LENGTH
+        _, version, namespace, sealed_key, sealed_bytes = _FIELDS.unpack_from(header)
+        if version != FORMAT_VERSION:
+            return Refusal.OTHER_VERSION
+        if namespace != self._namespace:
+            return Refusal.OTHER_NAMESPACE
+        if sealed_key != key:
+            return Refusal.OTHER_KEY
+        if sealed_bytes != payload_bytes or stored_bytes != HEADER_BYTES + payload_bytes:
+            return Refusal.OTHER_LENGTH
+        return None
+
+    def _mac(self, signed: bytes | memoryview, payload: memoryview) -> bytes:
+        # The copy starts from the hashed key. `update` releases the GIL.
+        state = self._keyed.copy()
+        state.update(signed)
+        state.update(payload)
+        return state.digest()
