@@ -1,0 +1,323 @@
+"""Objects in files of a folder on a local or network file system.
+
+A writer fills a draft in the object's folder and renames it, which is atomic on local file systems
+and on NFS: a reader opens a whole object or none, and an open file stays readable while another
+process replaces or removes it. So engines share a folder without locks. `disk_space.py` has the
+names of the files and the eviction.
+
+Nothing is flushed with fsync: an object that a power failure has torn is refused by its MAC.
+
+Reads and writes bypass the page cache (O_DIRECT) where the file system allows it, because the host
+pool is the cache in front of the disk. A call to the file system has no deadline: on a network
+mount that hangs, the calling thread waits as long as the mount's own time limits say.
+"""
+
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.backoff import FailureBackoff
+from kvferry.tiers.base import (
+    LoadOutcome,
+    LoadResult,
+    ObjectKey,
+    StoreOutcome,
+    StoreResult,
+    TierUsage,
+)
+from kvferry.tiers.disk_space import NAMESPACE_FILE, DiskSpace, DiskSweeper, draft_name
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.tiers.keys import Namespace
+
+__all__ = ["DiskTier"]
+
+PAGE_BYTES = HEADER_BYTES
+"""What direct I/O needs at most: addresses, offsets and lengths are multiples of it."""
+TOUCH_INTERVAL_S = 60.0
+"""An object's time of last use is as exact as this, so that most loads write nothing."""
+FIRST_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
+
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""ESTALE: another host has removed the object while it was open here."""
+
+
+class DiskTier:
+    """Implements `Tier`. Starts a thread if `max_bytes` is given."""
+
+    def __init__(
+        self,
+        root: Path,
+        namespace: Namespace,
+        secret: bytes,
+        max_bytes: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_bytes` bounds all namespaces in `root` together. With None this process neither
+        scans nor evicts. Raises `ConfigError` if the folder cannot be used at all.
+        """
+        self._root = root
+        self._folder = f"{root}/{namespace.hex}"
+        self._namespace = namespace
+        self._envelope = Envelope(secret, namespace.digest)
+        self._clock = clock
+        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._backoff_lock = threading.Lock()
+        self._space = DiskSpace(root, max_bytes)
+        self._sweeper = DiskSweeper(self._space) if max_bytes is not None else None
+        _prepare_root(root)
+        with suppress(OSError):  # a folder that can only be read serves loads
+            self._make_folder(self._folder)
+        self._direct_flag = os.O_DIRECT if _allows_direct_io(self._folder) else 0
+        if self._sweeper is not None:
+            self._sweeper.start()
+
+    @property
+    def name(self) -> str:
+        return "disk"
+
+    @property
+    def uses_direct_io(self) -> bool:
+        return self._direct_flag != 0
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return [os.path.exists(self._path(key)) for key in keys]
+
+    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+        # A stat takes microseconds, so the answer is exact, also where eviction has made holes.
+        missing = (n for n, key in enumerate(keys) if not os.path.exists(self._path(key)))
+        return next(missing, len(keys))
+
+    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+        path = self._path(key)
+        try:
+            refusal = self._read(path, key, into)
+        except OSError as error:
+            if error.errno in _GONE:
+                return LoadResult(LoadOutcome.MISSING)
+            return LoadResult(LoadOutcome.FAILED, f"{path} cannot be read: {error.strerror}")
+        if refusal is None:
+            return LoadResult(LoadOutcome.LOADED)
+        self.remove([key])
+        return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal}")
+
+    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+        with self._backoff_lock:
+            if not self._backoff.allows(self._clock()):
+                return StoreResult(StoreOutcome.DROPPED, self._backoff.last_reason)
+        path = self._path(key)
+        try:
+            result = self._store(path, key, payload)
+        except OSError as error:
+            advice = "; free space or lower max_bytes" if error.errno == errno.ENOSPC else ""
+            reason = f"{path} cannot be written: {error.strerror}{advice}"
+            with self._backoff_lock:
+                self._backoff.failed(self._clock(), reason)
+            return StoreResult(StoreOutcome.FAILED, reason)
+        with self._backoff_lock:
+            self._backoff.succeeded()
+        return result
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with suppress(OSError):
+                size_bytes = os.lstat(path).st_size
+                os.unlink(path)
+                self._space.record(-1, -size_bytes)
+
+    def usage(self) -> TierUsage:
+        return self._space.usage()
+
+    def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.close()
+
+    # -- files --
+
+    def _path(self, key: ObjectKey) -> str:
+        name = key.hex()
+        return f"{self._folder}/{name[:2]}/{name}"
+
+    def _read(self, path: str, key: ObjectKey, into: memoryview) -> str | None:
+        """Read and check one file, and return why it is refused."""
+        try:
+            opened = _open(path, os.O_RDONLY | self._direct_flag_for(into))
+        except OSError:
+            if not _may_be_file(path):
+                return "is not a file"
+            raise
+        try:
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode):
+                return "is not a file"
+            header = _read_object(opened, into, found.st_size)
+            refusal = self._envelope.check(key, header, into, found.st_size)
+            if refusal is not None:
+                return refusal.value
+            _touch(opened, found)
+            return None
+        finally:
+            os.close(opened)
+
+    def _store(self, path: str, key: ObjectKey, payload: memoryview) -> StoreResult:
+        size_bytes = HEADER_BYTES + len(payload)
+        if _touch_if_present(path, size_bytes):
+            return StoreResult(StoreOutcome.PRESENT)
+        has_room = self._space.has_room(size_bytes)
+        if has_room:
+            self._write(path, self._envelope.seal(key, payload), payload)
+            self._space.record(1, size_bytes)
+        if self._sweeper is not None and (not has_room or self._space.is_nearly_full()):
+            self._sweeper.wake()
+        if has_room:
+            return StoreResult(StoreOutcome.STORED)
+        return StoreResult(
+            StoreOutcome.DROPPED, f"{self._root} is full; kvferry evicts objects from it"
+        )
+
+    def _write(self, path: str, header: bytes, payload: memoryview) -> None:
+        """Make the object visible as a whole, or raise OSError and leave no file."""
+        folder, name = os.path.split(path)
+        draft = f"{folder}/{draft_name(name)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct_flag_for(payload)
+        try:
+            opened = _open(draft, flags)
+        except FileNotFoundError:
+            self._make_folder(folder)
+            opened = _open(draft, flags)
+        try:
+            try:
+                _write_object(opened, header, payload)
+            finally:
+                os.close(opened)  # network file systems report some errors only here
+            os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft)
+            raise
+
+    def _direct_flag_for(self, buffer: memoryview) -> int:
+        address = np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0
+        return self._direct_flag if address % PAGE_BYTES == 0 else 0
+
+    def _make_folder(self, folder: str) -> None:
+        """Make the namespace's folder, and a folder in it. Does not make the root again: if it is
+        gone, its disk may have been unmounted, and another disk would fill.
+        """
+        with suppress(FileExistsError):
+            os.mkdir(self._folder, 0o700)
+        if not stat.S_ISDIR(os.lstat(self._folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "the namespace's folder is not a folder")
+        text = f"{self._folder}/{NAMESPACE_FILE}"
+        if not os.path.exists(text):
+            Path(text).write_text(self._namespace.text, encoding="utf-8")
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+
+
+def _prepare_root(root: Path) -> None:
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = root.stat().st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"the disk tier's folder {root} cannot be used: {error.strerror}; correct the path"
+        ) from error
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"all users may write to the disk tier's folder {root}; run `chmod o-w {root}`"
+        )
+
+
+def _allows_direct_io(folder: str) -> bool:
+    """Try direct I/O once: some network file systems and older tmpfs refuse it."""
+    path = f"{folder}/.direct-io"
+    try:
+        opened = _open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            return os.write(opened, mmap.mmap(-1, PAGE_BYTES)) == PAGE_BYTES
+        finally:
+            os.close(opened)
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):  # Linux makes the file also where it then refuses O_DIRECT
+            os.unlink(path)
+
+
+def _open(path: str, flags: int) -> int:
+    # O_NONBLOCK: opening a FIFO in place of an object must not block.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+
+
+def _may_be_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return True
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return size_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def _read_object(opened: int, payload: memoryview, stored_bytes: int) -> memoryview:
+    """Fill `payload`, and return the header, or as much of it as the file has.
+
+    The last bytes of a payload that does not fill its last page go through a page of ours, because
+    direct I/O reads whole pages.
+    """
+    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+    header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
+    split = _whole_pages(len(payload))
+    num_read = os.preadv(opened, [header, payload[:split], last_page], 0)
+    if num_read < min(stored_bytes, HEADER_BYTES + len(payload)):
+        raise OSError(errno.EIO, "the file system returned fewer bytes than the file has")
+    payload[split:] = last_page[: len(payload) - split]
+    return header[:num_read]
+
+
+def _write_object(opened: int, header: bytes, payload: memoryview) -> None:
+    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+    pages[:HEADER_BYTES] = header
+    split = _whole_pages(len(payload))
+    rest = len(payload) - split
+    pages[PAGE_BYTES : PAGE_BYTES + rest] = payload[split:]
+    last_page = pages[PAGE_BYTES:] if rest else pages[:0]
+    parts = [pages[:PAGE_BYTES], payload[:split], last_page]
+    if os.pwritev(opened, parts, 0) != sum(map(len, parts)):
+        # A disk that is nearly full takes the first part.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if rest:
+        os.ftruncate(opened, HEADER_BYTES + len(payload))
+
+
+def _touch_if_present(path: str, size_bytes: int) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    # A file of another size is damaged: it is written again.
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+        return False
+    _touch(path, found)
+    return True
+
+
+def _touch(file: int | str, found: os.stat_result) -> None:
+    """Set the time of last use, which decides about eviction, unless it is recent. A time in the
+    future is not recent: the clock was set back.
+    """
+    if abs(time.time() - found.st_mtime) > TOUCH_INTERVAL_S:
+        with suppress(OSError):  # only the order of eviction depends on it
+            os.utime(file)

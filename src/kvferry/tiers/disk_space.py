@@ -1,0 +1,236 @@
+"""The space that objects take in a folder, and which of them are evicted.
+
+Several engines, also on several hosts, share a folder without locks: each one scans the folder now
+and then, adds what it has written since, and deletes the objects that were used least recently.
+Two engines that evict at once choose the same objects. Between two scans an engine does not see
+what the others write, so the folder may exceed its limit by that much.
+
+    <root>/<namespace: 32 hex digits>/<2 hex digits>/<key: 64 hex digits>       an object
+    <root>/<namespace: 32 hex digits>/<2 hex digits>/.<key>.<16 hex digits>.tmp  being written
+    <root>/<namespace: 32 hex digits>/namespace.json                             for people
+"""
+
+import heapq
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvferry.tiers.base import TierUsage
+
+__all__ = ["NAMESPACE_FILE", "DiskSpace", "DiskSweeper", "draft_name"]
+
+NAMESPACE_FILE = "namespace.json"
+WAKE_FRACTION = 0.975
+"""The part of the limit beyond which eviction starts."""
+GOAL_FRACTION = 0.95
+"""The part of the limit at which eviction stops."""
+MAX_EVICTIONS_PER_SCAN = 20_000
+"""Bounds the memory of a scan; a folder that is still too large is scanned again at once."""
+DRAFT_MAX_AGE_S = 600.0
+"""A file being written that has not changed for this long belongs to a dead writer."""
+SWEEP_INTERVAL_S = 60.0
+FULL_INTERVAL_S = 5.0
+"""The least time between two sweeps of a folder in which nothing can be evicted."""
+CLOSE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}\Z")
+_FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
+_OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
+_DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
+
+
+def draft_name(object_name: str) -> str:
+    """A name under which one writer writes an object."""
+    return f".{object_name}.{secrets.token_hex(8)}.tmp"
+
+
+class _StoredFile(NamedTuple):
+    """Sorts by the time of last use, then by path: in the same order in every process."""
+
+    used_at: float
+    path: str
+    size_bytes: int
+
+
+class DiskSpace:
+    """What the folder holds, as far as this process knows. Any thread may call any method."""
+
+    def __init__(self, root: Path, max_bytes: int | None) -> None:
+        """`max_bytes` None: this process neither scans nor evicts."""
+        self._root = root
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        self._num_objects = 0
+        self._num_evicted = 0
+        self._is_cancelled = False
+
+    def has_room(self, size_bytes: int) -> bool:
+        return self._max_bytes is None or self._used_bytes + size_bytes <= self._max_bytes
+
+    def is_nearly_full(self) -> bool:
+        return self._max_bytes is not None and self._used_bytes > WAKE_FRACTION * self._max_bytes
+
+    def record(self, num_objects: int, size_bytes: int) -> None:
+        """Note that this process has added objects, or removed them with negative numbers."""
+        with self._lock:
+            self._num_objects = max(0, self._num_objects + num_objects)
+            self._used_bytes = max(0, self._used_bytes + size_bytes)
+
+    def usage(self) -> TierUsage:
+        with self._lock:
+            return TierUsage(
+                self._used_bytes, self._num_objects, self._max_bytes, self._num_evicted
+            )
+
+    def sweep(self) -> None:
+        """Scan the folder, delete what dead writers left, and evict until the folder is small
+        enough. Raises nothing for what the file system or other processes do.
+        """
+        while not self._is_cancelled and self._scan_and_evict():
+            pass
+
+    def cancel(self) -> None:
+        """Make a sweep in another thread, and all later ones, end soon."""
+        self._is_cancelled = True
+
+    def _scan_and_evict(self) -> bool:
+        """Return whether the folder needs another scan."""
+        with self._lock:
+            used_before, objects_before = self._used_bytes, self._num_objects
+        scan = _Scan(self._root)
+        oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, self._until_cancelled(scan.files()))
+        if self._is_cancelled:
+            return False
+        with self._lock:
+            # An object that was added during the scan may count twice until the next scan: the
+            # folder then seems larger than it is, never smaller.
+            self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
+            self._num_objects = scan.num_objects + max(0, self._num_objects - objects_before)
+        if not self.is_nearly_full():
+            return False
+        return self._evict(oldest) > 0 and self.is_nearly_full()
+
+    def _evict(self, oldest: list[_StoredFile]) -> int:
+        """Delete files, the least recently used first, and return how many are gone."""
+        assert self._max_bytes is not None
+        goal_bytes = GOAL_FRACTION * self._max_bytes
+        num_gone = 0
+        for file in oldest:
+            if self._used_bytes <= goal_bytes or self._is_cancelled:
+                break
+            try:
+                os.unlink(file.path)
+                with self._lock:
+                    self._num_evicted += 1
+            except FileNotFoundError:
+                pass  # another engine evicted it, which makes as much room
+            except OSError as error:
+                logger.warning("cannot evict %s: %s", file.path, error.strerror)
+                return num_gone
+            num_gone += 1
+            self.record(-1, -file.size_bytes)
+        return num_gone
+
+    def _until_cancelled(self, files: Iterator[_StoredFile]) -> Iterator[_StoredFile]:
+        for file in files:
+            if self._is_cancelled:
+                return
+            yield file
+
+
+class _Scan:
+    """One walk through the folder. Links are not followed, other files are left alone."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._now = time.time()
+        self.used_bytes = 0
+        self.num_objects = 0
+
+    def files(self) -> Iterator[_StoredFile]:
+        """Yield the objects, and delete the drafts of dead writers."""
+        for namespace in _folders(self._root, _NAMESPACE_NAME):
+            for folder in _folders(namespace.path, _FOLDER_NAME):
+                yield from self._files_of(folder)
+
+    def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
+        for entry in _entries(folder.path):
+            is_draft = _DRAFT_NAME.match(entry.name) is not None
+            if not is_draft and _OBJECT_NAME.match(entry.name) is None:
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # another engine deleted it
+            # A draft from the future is stale too: the clock was set back since.
+            if is_draft and abs(self._now - found.st_mtime) > DRAFT_MAX_AGE_S:
+                with suppress(OSError):
+                    os.unlink(entry.path)
+                continue
+            self.used_bytes += found.st_size
+            if not is_draft:
+                self.num_objects += 1
+                yield _StoredFile(found.st_mtime, entry.path, found.st_size)
+
+
+def _folders(path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
+    for entry in _entries(path):
+        if name.match(entry.name) is not None and entry.is_dir(follow_symlinks=False):
+            yield entry
+
+
+def _entries(path: str | Path) -> "Iterator[os.DirEntry[str]]":
+    """The entries of a folder; none if it cannot be read or was deleted meanwhile."""
+    with suppress(OSError), os.scandir(path) as entries:
+        yield from entries
+
+
+class DiskSweeper:
+    """The thread that sweeps a folder: at the start, every `interval_s`, and when it is woken."""
+
+    def __init__(self, space: DiskSpace, interval_s: float = SWEEP_INTERVAL_S) -> None:
+        self._space = space
+        self._interval_s = interval_s
+        self._wanted = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-disk-sweeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Sweep soon."""
+        self._wanted.set()
+
+    def close(self) -> None:
+        """Stop the thread. A thread that hangs in a call to the file system is left behind; it
+        ends with the process. Idempotent.
+        """
+        self._closing.set()
+        self._space.cancel()
+        self._wanted.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._space.sweep()
+            except Exception:
+                # Without sweeps the folder reaches its limit: stores are dropped, loads go on.
+                logger.exception("the sweep of a disk tier failed")
+            if self._space.is_nearly_full():
+                # Nothing could be evicted, and every dropped store asks for a sweep.
+                self._closing.wait(FULL_INTERVAL_S)
+            self._wanted.wait(self._interval_s)
+            self._wanted.clear()

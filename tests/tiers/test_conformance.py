@@ -1,0 +1,29 @@
+"""Tests that every tier keeps the contract of `kvferry.tiers.base`."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.tiers.storages import DiskStorage, mounted
+
+from kvferry.testing.tier_conformance import TIER_CASES, TierStorage
+
+STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io")
+
+
+@pytest.fixture(scope="module", params=STORAGES)
+def storage(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TierStorage]:
+    folder = tmp_path_factory.mktemp("tier")
+    if request.param == "disk-without-direct-io":
+        with mounted(folder, "ramfs") as root:
+            yield DiskStorage(root)
+    else:
+        yield DiskStorage(folder, 2**30 if request.param == "disk-with-limit" else None)
+
+
+@pytest.mark.parametrize("case", TIER_CASES, ids=lambda case: case.__name__)
+def test_the_tier_keeps_its_contract(
+    storage: TierStorage, case: Callable[[TierStorage], None]
+) -> None:
+    case(storage)

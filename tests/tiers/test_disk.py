@@ -1,0 +1,501 @@
+"""Tests of what the disk tier does beyond the contract: its folder, its limit, its failures."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.tiers.storages import DiskStorage, mounted
+
+from kvferry.errors import ConfigError
+from kvferry.testing.local import ManualClock
+from kvferry.testing.tier_conformance import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    SECRET,
+    aligned_buffer,
+    new_key,
+    payload_of,
+)
+from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
+from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk_space import DiskSpace, draft_name
+from kvferry.tiers.keys import Namespace
+
+PAYLOAD_BYTES = 8192
+OBJECT_BYTES = 4096 + PAYLOAD_BYTES
+HOUR_S = 3600.0
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, clock: ManualClock) -> Iterator[DiskTier]:
+    with opened(tmp_path / "cache", clock=clock) as tier:
+        yield tier
+
+
+@contextmanager
+def opened(
+    root: Path,
+    namespace: Namespace = NAMESPACE,
+    max_bytes: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[DiskTier]:
+    tier = DiskTier(root, namespace, SECRET, max_bytes, clock)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def store(tier: DiskTier, *keys: ObjectKey) -> list[StoreOutcome]:
+    return [tier.store(key, payload_of(key, PAYLOAD_BYTES)).outcome for key in keys]
+
+
+def load(tier: DiskTier, key: ObjectKey) -> LoadOutcome:
+    into = aligned_buffer(PAYLOAD_BYTES)
+    outcome = tier.load(key, into).outcome
+    assert outcome is not LoadOutcome.LOADED or into == payload_of(key, PAYLOAD_BYTES)
+    return outcome
+
+
+def object_path(root: Path, key: ObjectKey, namespace: Namespace = NAMESPACE) -> Path:
+    return DiskStorage(root).path(namespace, key)
+
+
+def all_files(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if not path.is_dir()}
+
+
+# -- the folder --
+
+
+def test_only_the_owner_may_open_the_folder_and_its_objects(tier: DiskTier, tmp_path: Path) -> None:
+    key = new_key()
+    store(tier, key)
+    path = object_path(tmp_path / "cache", key)
+    for folder in (tmp_path / "cache", path.parents[1], path.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_size == OBJECT_BYTES
+
+
+def test_the_folder_names_what_it_holds(tier: DiskTier, tmp_path: Path) -> None:
+    text = tmp_path / "cache" / NAMESPACE.hex / "namespace.json"
+    assert text.read_text(encoding="utf-8") == NAMESPACE.text
+
+
+def test_a_folder_that_all_users_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        DiskTier(tmp_path, NAMESPACE, SECRET, None)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        DiskTier(tmp_path / "cache", NAMESPACE, SECRET, None)
+
+
+def test_a_link_in_place_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / NAMESPACE.hex).symlink_to(elsewhere)
+    with opened(tmp_path / "cache") as tier:
+        assert store(tier, new_key()) == [StoreOutcome.FAILED]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_link_in_place_of_an_object_is_refused_and_its_target_stays(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    key = new_key()
+    store(tier, key)
+    path, target = object_path(tmp_path / "cache", key), tmp_path / "target"
+    path.rename(target)
+    path.symlink_to(target)
+    assert load(tier, key) is LoadOutcome.REFUSED
+    assert not path.is_symlink()
+    assert target.stat().st_size == OBJECT_BYTES
+
+
+def test_a_fifo_in_place_of_an_object_is_refused(tier: DiskTier, tmp_path: Path) -> None:
+    key = new_key()
+    store(tier, key)
+    path = object_path(tmp_path / "cache", key)
+    path.unlink()
+    os.mkfifo(path)
+    assert load(tier, key) is LoadOutcome.REFUSED
+    assert not path.exists()
+
+
+def test_an_object_of_another_format_version_is_refused_by_name(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    key = new_key()
+    store(tier, key)
+    path = object_path(tmp_path / "cache", key)
+    sealed = bytearray(path.read_bytes())
+    sealed[8] += 1
+    path.write_bytes(sealed)
+    result = tier.load(key, aligned_buffer(PAYLOAD_BYTES))
+    assert result.outcome is LoadOutcome.REFUSED
+    assert "format version" in result.reason
+
+
+def test_direct_io_is_used_where_the_file_system_allows_it(tier: DiskTier, tmp_path: Path) -> None:
+    with mounted(tmp_path / "ramfs", "ramfs") as folder, opened(folder) as other:
+        assert (tier.uses_direct_io, other.uses_direct_io) == (True, False)
+        assert [path.name for path in all_files(folder)] == ["namespace.json"]
+
+
+def test_memory_that_is_not_aligned_is_stored_and_loaded_too(tier: DiskTier) -> None:
+    key = new_key()
+    odd = aligned_buffer(PAYLOAD_BYTES + 1)[1:]
+    odd[:] = payload_of(key, PAYLOAD_BYTES)
+    assert tier.store(key, odd).outcome is StoreOutcome.STORED
+    assert load(tier, key) is LoadOutcome.LOADED
+    into = aligned_buffer(PAYLOAD_BYTES + 1)[1:]
+    assert tier.load(key, into).outcome is LoadOutcome.LOADED
+    assert into == odd
+
+
+# -- failures of the file system --
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    with mounted(tmp_path / "small", "tmpfs", "size=1m,mode=700") as folder:
+        yield folder
+
+
+def fill(folder: Path) -> Path:
+    """Take all space that is left, and return the file that takes it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        except OSError:
+            pass
+    return filler
+
+
+def test_a_full_disk_fails_one_store_and_drops_the_next_ones_for_a_while(
+    small_disk: Path, clock: ManualClock
+) -> None:
+    with opened(small_disk, clock=clock) as tier:
+        kept = new_key()
+        assert store(tier, kept) == [StoreOutcome.STORED]
+        filler = fill(small_disk)
+        result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))
+        assert result.outcome is StoreOutcome.FAILED
+        assert "No space left on device; free space or lower max_bytes" in result.reason
+        assert not list(small_disk.rglob("*.tmp")), "a failed store left its draft"
+        assert load(tier, kept) is LoadOutcome.LOADED
+        filler.unlink()
+        assert store(tier, new_key()) == [StoreOutcome.DROPPED]
+        clock.advance(5)
+        assert store(tier, new_key(), new_key()) == [StoreOutcome.STORED] * 2
+
+
+def test_a_disk_that_takes_only_part_of_an_object_shows_none(
+    small_disk: Path, clock: ManualClock
+) -> None:
+    with opened(small_disk, clock=clock) as tier:
+        key = new_key()
+        result = tier.store(key, aligned_buffer(2 * 2**20))
+        assert result.outcome is StoreOutcome.FAILED
+        assert tier.find([key]) == [False]
+        clock.advance(5)
+        assert store(tier, key) == [StoreOutcome.STORED], "the failed store kept its space"
+
+
+def test_a_read_only_disk_serves_loads(small_disk: Path, clock: ManualClock) -> None:
+    key, damaged = new_key(), new_key()
+    with opened(small_disk, clock=clock) as tier:
+        store(tier, key, damaged)
+        object_path(small_disk, damaged).write_bytes(b"damaged")
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        assert store(tier, new_key()) == [StoreOutcome.FAILED]
+    with opened(small_disk, max_bytes=1) as tier:
+        assert load(tier, key) is LoadOutcome.LOADED
+        assert [load(tier, damaged), load(tier, damaged)] == [LoadOutcome.REFUSED] * 2
+        tier.remove([key])
+        assert tier.find([key]) == [True]
+
+
+def test_a_namespace_that_was_removed_is_made_again(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    shutil.rmtree(root / NAMESPACE.hex)
+    assert load(tier, key) is LoadOutcome.MISSING
+    assert tier.find([key]) == [False]
+    assert store(tier, key) == [StoreOutcome.STORED]
+    assert load(tier, key) is LoadOutcome.LOADED
+    assert (root / NAMESPACE.hex / "namespace.json").exists()
+
+
+def test_a_root_that_was_removed_is_not_made_again(
+    tier: DiskTier, tmp_path: Path, clock: ManualClock
+) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    shutil.rmtree(root)
+    result = tier.store(key, payload_of(key, PAYLOAD_BYTES))
+    assert result.outcome is StoreOutcome.FAILED
+    assert "No such file or directory" in result.reason
+    assert not root.exists()
+    assert load(tier, key) is LoadOutcome.MISSING
+    tier.remove([key])
+    root.mkdir()
+    assert store(tier, key) == [StoreOutcome.DROPPED]
+    clock.advance(5)
+    assert store(tier, key) == [StoreOutcome.STORED]
+
+
+def test_a_file_in_place_of_a_folder_fails_stores_and_has_no_objects(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    key = new_key()
+    object_path(tmp_path / "cache", key).parent.write_text("in the way")
+    assert store(tier, key) == [StoreOutcome.FAILED]
+    assert load(tier, key) is LoadOutcome.MISSING
+
+
+# -- the limit --
+
+
+def make_older(root: Path, key: ObjectKey, age_s: float) -> None:
+    at = time.time() - age_s
+    os.utime(object_path(root, key), (at, at))
+
+
+def test_the_least_recently_used_objects_are_evicted(tier: DiskTier, tmp_path: Path) -> None:
+    root, keys = tmp_path / "cache", [new_key() for _ in range(10)]
+    store(tier, *keys)
+    for number, key in enumerate(keys):
+        make_older(root, key, HOUR_S - number)
+    assert load(tier, keys[0]) is LoadOutcome.LOADED
+    assert store(tier, keys[1]) == [StoreOutcome.PRESENT]
+    space = DiskSpace(root, max_bytes=5 * OBJECT_BYTES)
+    space.sweep()
+    # 95 % of five objects leaves room for four.
+    assert tier.find(keys) == [True, True, *[False] * 6, True, True]
+    usage = space.usage()
+    assert (usage.num_objects, usage.num_evicted) == (4, 6)
+    assert usage.used_bytes == 4 * OBJECT_BYTES
+
+
+def test_a_folder_below_its_limit_keeps_everything(tier: DiskTier, tmp_path: Path) -> None:
+    keys = [new_key() for _ in range(10)]
+    store(tier, *keys)
+    space = DiskSpace(tmp_path / "cache", max_bytes=11 * OBJECT_BYTES)
+    space.sweep()
+    assert all(tier.find(keys))
+    assert space.usage().num_objects == 10
+
+
+def test_the_limit_bounds_all_namespaces_together(tmp_path: Path) -> None:
+    root, old, new = tmp_path / "cache", new_key(), new_key()
+    with opened(root, OTHER_NAMESPACE) as other, opened(root) as tier:
+        store(other, old)
+        store(tier, new)
+        at = time.time() - HOUR_S
+        os.utime(object_path(root, old, OTHER_NAMESPACE), (at, at))
+        DiskSpace(root, max_bytes=int(1.5 * OBJECT_BYTES)).sweep()
+        assert (other.find([old]), tier.find([new])) == ([False], [True])
+
+
+def test_eviction_touches_no_files_of_others(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    folder = object_path(root, key).parent
+    others = [
+        root / "notes.txt",
+        root / "models" / "weights",
+        folder / "readme",
+        folder.parent / "x",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(100_000))
+    outside = tmp_path / "outside" / "ab"
+    outside.mkdir(parents=True)
+    (outside / new_key().hex()).write_bytes(b"not ours")
+    (root / ("0" * 32)).symlink_to(outside.parent)
+    kept = all_files(tmp_path) - {object_path(root, key)}
+    DiskSpace(root, max_bytes=1).sweep()
+    assert all_files(tmp_path) == kept
+
+
+def test_two_processes_that_evict_at_once_evict_no_more_than_one(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    root, keys = tmp_path / "cache", [new_key() for _ in range(40)]
+    store(tier, *keys)
+    for number, key in enumerate(keys):
+        make_older(root, key, HOUR_S - number)
+    spaces = [DiskSpace(root, max_bytes=20 * OBJECT_BYTES) for _ in range(4)]
+    for space in spaces:
+        space.sweep()
+    assert tier.find_prefix(keys[21:]) == 19
+    assert not any(tier.find(keys[:21]))
+    assert sum(space.usage().num_evicted for space in spaces) == 21
+
+
+def test_a_clock_that_jumps_changes_only_the_order(tier: DiskTier, tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    future, past, present = new_key(), new_key(), new_key()
+    store(tier, future, past, present)
+    make_older(root, future, -365 * 24 * HOUR_S)
+    make_older(root, past, 365 * 24 * HOUR_S)
+    DiskSpace(root, max_bytes=int(2.3 * OBJECT_BYTES)).sweep()
+    assert tier.find([future, past, present]) == [True, False, True]
+    # A use brings the object back to the present, so it does not stay for ever.
+    assert load(tier, future) is LoadOutcome.LOADED
+    assert abs(object_path(root, future).stat().st_mtime - time.time()) < HOUR_S
+
+
+def test_most_loads_write_nothing(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    make_older(root, key, 30)
+    before = object_path(root, key).stat().st_mtime_ns
+    load(tier, key)
+    assert object_path(root, key).stat().st_mtime_ns == before
+    make_older(root, key, 90)
+    load(tier, key)
+    assert object_path(root, key).stat().st_mtime_ns > before
+
+
+def test_a_full_folder_drops_stores_until_the_sweeper_has_evicted(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache", max_bytes=10 * OBJECT_BYTES) as tier:
+        outcomes: list[StoreOutcome] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while outcomes.count(StoreOutcome.STORED) < 50:
+            assert time.monotonic() < deadline, outcomes[-10:]
+            outcomes += store(tier, new_key())
+            held = [p for p in all_files(tmp_path) if p.name != "namespace.json"]
+            assert len(held) <= 10, "the folder exceeds its limit"
+        assert set(outcomes) <= {StoreOutcome.STORED, StoreOutcome.DROPPED}
+        assert tier.usage().num_evicted >= 40
+        assert tier.usage().used_bytes <= 10 * OBJECT_BYTES
+
+
+def test_an_object_larger_than_the_limit_is_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache", max_bytes=OBJECT_BYTES - 1) as tier:
+        result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))
+        assert result.outcome is StoreOutcome.DROPPED
+        assert "is full" in result.reason
+
+
+def test_drafts_of_dead_writers_are_deleted_and_those_of_living_ones_kept(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    folder = object_path(root, key).parent
+    ages_s = {"young": 10.0, "old": HOUR_S, "future": -HOUR_S}
+    drafts = {name: folder / draft_name(new_key().hex()) for name in ages_s}
+    for name, draft in drafts.items():
+        draft.write_bytes(b"half an object")
+        at = time.time() - ages_s[name]
+        os.utime(draft, (at, at))
+    DiskSpace(root, max_bytes=2**30).sweep()
+    assert [name for name, draft in drafts.items() if draft.exists()] == ["young"]
+    assert load(tier, key) is LoadOutcome.LOADED
+
+
+# -- other processes --
+
+
+@contextmanager
+def beside(root: Path, task: str, *keys: ObjectKey) -> Iterator["subprocess.Popen[str]"]:
+    """Run tests/tiers/disk_process.py until the block ends."""
+    command = [sys.executable, "-m", "tests.tiers.disk_process", str(root), task]
+    process = subprocess.Popen(
+        [*command, *(key.hex() for key in keys)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.communicate(timeout=DEADLINE_S)
+
+
+def test_two_processes_may_store_and_remove_one_key_while_a_third_loads_it(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    root, keys = tmp_path / "cache", [new_key() for _ in range(3)]
+    outcomes: set[LoadOutcome] = set()
+    task = "store-and-remove"
+    with beside(root, task, *keys) as first, beside(root, task, *keys) as second:
+        deadline = time.monotonic() + DEADLINE_S
+        num_loaded = 0
+        while num_loaded < 100:
+            assert time.monotonic() < deadline, outcomes
+            for key in keys:
+                into = aligned_buffer(len(payload_of(key)))
+                outcomes.add(outcome := tier.load(key, into).outcome)
+                if outcome is LoadOutcome.LOADED:
+                    assert into == payload_of(key)
+                    num_loaded += 1
+    assert outcomes <= {LoadOutcome.LOADED, LoadOutcome.MISSING}
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_another_process_may_evict_during_a_load(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    counts = dict.fromkeys(LoadOutcome, 0)
+    with beside(root, "evict") as evicting:
+        deadline = time.monotonic() + DEADLINE_S
+        while min(counts[LoadOutcome.LOADED], counts[LoadOutcome.MISSING]) < 50:
+            assert time.monotonic() < deadline, counts
+            store(tier, key)
+            counts[load(tier, key)] += 1
+    assert counts[LoadOutcome.REFUSED] == counts[LoadOutcome.FAILED] == 0
+    assert evicting.returncode == 0
+
+
+def test_a_writer_that_is_killed_leaves_no_object(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    folder = object_path(root, key).parent
+    with beside(root, "store-large", key) as writer:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert time.monotonic() < deadline
+            if drafts := list(folder.glob("*.tmp")):
+                os.kill(writer.pid, signal.SIGSTOP)  # is the writer still in the middle of it?
+                if drafts[0].exists():
+                    break
+                os.kill(writer.pid, signal.SIGCONT)
+        writer.kill()
+    assert drafts[0].exists()
+    assert tier.find([key]) == [False]
+    assert load(tier, key) is LoadOutcome.MISSING
+    assert store(tier, key) == [StoreOutcome.STORED]
+    at = time.time() - HOUR_S
+    os.utime(drafts[0], (at, at))
+    DiskSpace(root, max_bytes=2**30).sweep()
+    assert not drafts[0].exists()
+    assert load(tier, key) is LoadOutcome.LOADED
