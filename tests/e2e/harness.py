@@ -388,7 +388,9 @@ async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt
 
 
 async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, float]:
-    """Return the samples by name, summed over labels, and also by `name/transport`."""
+    """Return the samples by name, summed over labels, and also by `name/transport` and
+    `name/tier`.
+    """
     async with session.get(f"{engine.url}/metrics") as response:
         text = await response.text()
     found: dict[str, float] = {}
@@ -398,9 +400,10 @@ async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, f
         name, _, value = line.rpartition(" ")
         plain, _, labels = name.partition("{")
         found[plain] = found.get(plain, 0.0) + float(value)
-        if 'transport="' in labels:
-            transport = labels.split('transport="')[1].split('"')[0]
-            found[f"{plain}/{transport}"] = float(value)
+        for label in ("transport", "tier"):
+            if f'{label}="' in labels:
+                labelled = labels.split(f'{label}="')[1].split('"')[0]
+                found[f"{plain}/{labelled}"] = float(value)
     return found
 
 

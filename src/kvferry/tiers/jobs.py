@@ -29,6 +29,7 @@ from kvferry.tiers.commands import (
     VoidStores,
 )
 from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.pool_reader import StoredRow
 from kvferry.transports.base import RowBlocks
 
 __all__ = [
@@ -49,9 +50,9 @@ MAX_SAVE_BYTES = 32 * 1024 * 1024
 """The most bytes of one `SaveRows`: a store that shall be void does not occupy the thread for long.
 """
 MAX_LOAD_BYTES = 64 * 1024 * 1024
+MAX_DISTRUSTED = 4096
 MAX_KNOWN_WRITES = 65_536
 """How many objects are remembered as written, so that they are not offered to a tier again."""
-_MASK = (1 << 64) - 1
 
 
 # -- tasks --
@@ -145,11 +146,16 @@ class _Source:
 
     chunk: Chunk
     tier: str
-    checksum: int | None
+    stored: StoredRow | None
     """None for a row that was read and checked just now: this copy finds its checksum."""
-    own_row: int | None
+    read_row: int | None = None
+    """The row of our own into which the object was read."""
     followers: tuple[tuple["_Load", Chunk], ...] = ()
     """Other loads that wait for the same row; they copy it when its checksum is known."""
+
+    @property
+    def own_row(self) -> int | None:
+        return self.read_row if self.stored is None else self.stored.row
 
 
 @dataclass(slots=True)
@@ -183,8 +189,14 @@ class OffloadJobs:
         row_bytes: Sequence[int],
         tiers: Sequence[str],
         load_timeout_s: float,
+        *,
+        keeps_rows: bool = True,
     ) -> None:
+        """`keeps_rows`: the pool is a tier. Otherwise a row is free as soon as it was copied and
+        written.
+        """
         self._pool = pool
+        self._keeps_rows = keeps_rows
         self._row_bytes = tuple(row_bytes)
         self._tiers = tuple(tiers)
         self._load_timeout_s = load_timeout_s
@@ -196,6 +208,8 @@ class OffloadJobs:
         self._known: OrderedDict[tuple[str, ObjectKey], None] = OrderedDict()
         """The objects that slower tiers are known to have, or are getting."""
         self._loads: dict[str, _Load] = {}
+        self._distrusted: OrderedDict[ObjectKey, int] = OrderedDict()
+        """Rows of other engines that were found damaged, with their checksums."""
         self._ending: set[str] = set()
         """Finished requests whose blocks are still being copied."""
         self._without_row: deque[_Read] = deque()
@@ -210,6 +224,7 @@ class OffloadJobs:
     def handle(self, command: OffloadCommand, now: float) -> None:
         match command:
             case StoreChunks(request, chunks):
+                self._pool.refresh(now)
                 self._store(request, chunks)
             case EndStores(request):
                 self._ending.add(request)
@@ -220,6 +235,7 @@ class OffloadJobs:
                         save.void.update(keys)
                         save.is_void = save.is_void or not keys
             case LoadChunks(request, chunks):
+                self._pool.refresh(now)
                 self._load(request, chunks, now)
             case CancelLoad(request):
                 if request in self._loads:
@@ -271,6 +287,10 @@ class OffloadJobs:
         return counts
 
     @property
+    def keeps_rows(self) -> bool:
+        return self._keeps_rows
+
+    @property
     def loading(self) -> list[str]:
         """The requests whose load has not ended."""
         return list(self._loads)
@@ -291,12 +311,14 @@ class OffloadJobs:
         batch_bytes = 0
         # The tail first, so that the head of a prompt, which other prompts share, is evicted last.
         for chunk in reversed(chunks):
-            found = self._pool.find(chunk.key)
+            found = self._find(chunk.key)
             if found is not None:
                 self._pool.touch(chunk.key)
                 if found.row is not None:
                     self._write_back(chunk, found.row)
                 continue
+            if self._pool.holds(chunk.key):
+                continue  # another request is storing it
             row = self._pool.reserve(chunk.key)
             if row is None:
                 self._count(POOL, "dropped_stores")
@@ -326,10 +348,12 @@ class OffloadJobs:
                 self._pool.discard(row)
                 self._count(POOL, "failed_stores" if result.reason else "dropped_stores")
                 continue
-            self._pool.publish(row, _bound(result.checksums[index], chunk.key))
+            if not self._pool.publish(row, result.checksums[index]):
+                continue  # the pool was cleared meanwhile
             self._count(POOL, "stores")
             self._count(POOL, "stored_bytes", self._row_bytes[chunk.group])
             self._write_back(chunk, row)
+            self._drop_unkept(chunk.key)
         self._check_ending(save.request)
 
     def _check_ending(self, request: str) -> None:
@@ -391,44 +415,47 @@ class OffloadJobs:
         self._loads[request] = load
         sources, others = [], []
         for chunk in chunks:
-            found = self._pool.find(chunk.key)
+            found = self._find(chunk.key)
             if found is None:
                 others.append(chunk)
             else:
                 self._pool.touch(chunk.key)
-                sources.append((_Source(chunk, POOL, found.checksum, found.row), found.address))
+                sources.append(_Source(chunk, POOL, found))
         # Copies first: a read that fails at once ends the load, but not before its copies.
         self._start_copies(load, sources)
         for chunk in others:
             self._read(load, chunk, chunk.tiers, now)
         self._check_load(load, now)
 
-    def _start_copies(self, load: _Load, sources: Sequence[tuple[_Source, int]]) -> None:
-        """Copy rows, given with their addresses, into the blocks of a load."""
-        batch: list[tuple[_Source, int]] = []
+    def _start_copies(self, load: _Load, sources: Sequence[_Source]) -> None:
+        """Copy rows into the blocks of a load."""
+        batch: list[_Source] = []
         batch_bytes = 0
-        for source, address in sources:
+        for source in sources:
             size = self._row_bytes[source.chunk.group]
             if batch and batch_bytes + size > MAX_LOAD_BYTES:
                 self._start_copy(load, batch)
                 batch, batch_bytes = [], 0
-            batch.append((source, address))
+            batch.append(source)
             batch_bytes += size
         if batch:
             self._start_copy(load, batch)
 
-    def _start_copy(self, load: _Load, batch: Sequence[tuple[_Source, int]]) -> None:
+    def _start_copy(self, load: _Load, batch: Sequence[_Source]) -> None:
         task_id = self._next_task()
-        for source, _ in batch:
+        rows = []
+        for source in batch:
+            if source.stored is not None:
+                address = source.stored.address
+            else:
+                assert source.read_row is not None
+                address = self._pool.row_address(source.read_row)
             if source.own_row is not None:
                 self._pool.pin(source.own_row)
+            rows.append(RowBlocks(address, source.chunk.group, source.chunk.block_ids))
         load.num_copies += 1
-        self._copies[task_id] = _Copy(load, tuple(source for source, _ in batch))
-        rows = tuple(
-            RowBlocks(address, source.chunk.group, source.chunk.block_ids)
-            for source, address in batch
-        )
-        self._tasks.append(LoadRows(task_id, rows))
+        self._copies[task_id] = _Copy(load, tuple(batch))
+        self._tasks.append(LoadRows(task_id, tuple(rows)))
 
     def _end_copy(self, copy: _Copy, result: CopyResult, now: float) -> None:
         load = copy.load
@@ -436,9 +463,7 @@ class OffloadJobs:
         for index, source in enumerate(copy.sources):
             if source.own_row is not None:
                 self._pool.unpin(source.own_row)
-            checksum = None
-            if not result.reason:
-                checksum = _bound(result.checksums[index], source.chunk.key)
+            checksum = None if result.reason else result.checksums[index]
             self._end_source(load, source, checksum, now)
         if result.reason:
             self._fail(load, result.reason, now)
@@ -447,21 +472,21 @@ class OffloadJobs:
     def _end_source(self, load: _Load, source: _Source, checksum: int | None, now: float) -> None:
         """Process the copy of one row; `checksum` is None if the copy failed."""
         key, size = source.chunk.key, self._row_bytes[source.chunk.group]
-        is_new = source.checksum is None
-        if is_new:
-            assert source.own_row is not None
-            # The tier has checked this row: keep it in the pool.
+        if source.stored is None:
+            # A slower tier has just checked this row: keep it in the pool.
+            assert source.read_row is not None
             if checksum is None:
-                self._pool.discard(source.own_row)
+                self._pool.discard(source.read_row)
             else:
-                self._pool.publish(source.own_row, checksum)
+                self._pool.publish(source.read_row, checksum)
+                self._drop_unkept(key)
             for follower, chunk in source.followers:
                 if not follower.failure:
                     self._read(follower, chunk, (source.tier,), now)
-        elif checksum is not None and checksum != source.checksum:
+        elif checksum is not None and checksum != source.stored.checksum:
             # Damaged, or evicted and overwritten while it was copied.
             self._count(POOL, "refused")
-            self._pool.refuse(key)
+            self._distrust(key, source.stored)
             if not load.failure:
                 self._read(load, source.chunk, (), now)
             return
@@ -507,18 +532,17 @@ class OffloadJobs:
 
     def _advance_read(self, read: _Read, reason: str, now: float) -> None:
         """Take the chunk from the pool if it is there by now, else try the next tier."""
-        found = None if read.row is not None else self._pool.find(read.chunk.key)
+        found = None if read.row is not None else self._find(read.chunk.key)
         if found is not None:
             del self._reads_by_key[read.chunk.key]
             for load, chunk in read.waiting:
                 if not load.failure:
-                    source = _Source(chunk, POOL, found.checksum, found.row)
-                    self._start_copies(load, [(source, found.address)])
+                    self._start_copies(load, [_Source(chunk, POOL, found)])
             return
         if not read.tiers or all(load.failure for load, _ in read.waiting):
             self._end_waiting(read, reason, now)
             return
-        if read.row is None:
+        if read.row is None and not self._pool.holds(read.chunk.key):
             read.row = self._pool.reserve(read.chunk.key)
         if read.row is None:
             self._without_row.append(read)
@@ -555,8 +579,7 @@ class OffloadJobs:
             return
         self._note_known(read.tier, read.chunk.key)
         (load, chunk), *others = waiting
-        source = _Source(chunk, read.tier, None, read.row, tuple(others))
-        self._start_copies(load, [(source, self._pool.row_address(read.row))])
+        self._start_copies(load, [_Source(chunk, read.tier, None, read.row, tuple(others))])
 
     def _retry_without_row(self, now: float) -> None:
         for _ in range(len(self._without_row)):
@@ -564,6 +587,26 @@ class OffloadJobs:
             self._advance_read(read, "the host pool has no free row", now)
 
     # -- helpers --
+
+    def _drop_unkept(self, key: ObjectKey) -> None:
+        if not self._keeps_rows:
+            # Pins keep the bytes until they are written.
+            self._pool.remove(key)
+
+    def _find(self, key: ObjectKey) -> StoredRow | None:
+        found = self._pool.find(key)
+        if found is not None and found.row is None and self._distrusted.get(key) == found.checksum:
+            return None
+        return found
+
+    def _distrust(self, key: ObjectKey, stored: StoredRow) -> None:
+        """Do not use a row again. A row of another engine cannot be removed, only ignored."""
+        if stored.row is not None:
+            self._pool.remove(key)
+            return
+        self._distrusted[key] = stored.checksum
+        if len(self._distrusted) > MAX_DISTRUSTED:
+            self._distrusted.popitem(last=False)
 
     def _next_task(self) -> int:
         self._last_task += 1
@@ -580,10 +623,7 @@ class OffloadJobs:
             self._count(self._writes[task_id].tier, "store_seconds", seconds)
 
     def _count(self, tier: str, name: str, by: float = 1) -> None:
+        if tier == POOL and not self._keeps_rows:
+            return
         row = self._counts.setdefault(tier, {})
         row[name] = row.get(name, 0) + by
-
-
-def _bound(checksum: int, key: ObjectKey) -> int:
-    """A checksum of contents, bound to the key: a table entry that mixes two rows never matches."""
-    return (checksum + int.from_bytes(key[:8], "little")) & _MASK

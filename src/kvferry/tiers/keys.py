@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.tiers.base import KEY_BYTES, ObjectKey
 
-__all__ = ["FORMAT_VERSION", "KeyChain", "Namespace", "group_key"]
+__all__ = ["FORMAT_VERSION", "KeyChain", "Namespace"]
 
 FORMAT_VERSION = 1
 """The version of the object format and of the order of bytes in a payload. Part of every namespace.
@@ -50,39 +50,48 @@ class Namespace:
 
 @dataclass(slots=True)
 class KeyChain:
-    """The keys of the full chunks of one growing token sequence. Each key is a hash of the salt and
-    of all tokens up to the end of the chunk, so it also stands for the tokens' positions.
+    """The keys of the full chunks of one growing token sequence, in each KV-cache group. Each key
+    is a hash of the salt and of all tokens up to the end of the chunk, so it also stands for the
+    tokens' positions.
     """
 
     chunk_tokens: int
     salt: str
-    keys: list[ObjectKey] = field(default_factory=list, init=False)
+    num_groups: int = 1
+    keys: tuple[list[ObjectKey], ...] = field(init=False)
+    """By group."""
     _state: Any = field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys = tuple([] for _ in range(self.num_groups))
         self._state = blake2b(digest_size=KEY_BYTES, person=b"kvferry chunks")
         # The length of the salt comes first, so that no salt can be confused with leading tokens.
         salt = self.salt.encode("utf-8", "surrogatepass")
         self._state.update(len(salt).to_bytes(8, "little") + salt)
 
-    def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[ObjectKey]:
-        """Return the keys of all full chunks of the first `num_tokens` tokens. The tokens of
-        earlier calls must not have changed.
+    def __len__(self) -> int:
+        """The number of chunks whose keys are known."""
+        return len(self.keys[0])
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Add the keys of all full chunks of the first `num_tokens` tokens. The tokens of earlier
+        calls must not have changed.
         """
         size = self.chunk_tokens
-        first, end = len(self.keys) * size, num_tokens // size * size
+        first, end = len(self) * size, num_tokens // size * size
         if end > first:
             tokens = memoryview(array("q", token_ids[first:end])).cast("B")
             for start in range(0, len(tokens), 8 * size):
                 self._state.update(tokens[start : start + 8 * size])
-                self.keys.append(ObjectKey(self._state.copy().digest()))
-        return self.keys
+                digest = self._state.copy().digest()
+                for group, keys in enumerate(self.keys):
+                    keys.append(_group_key(digest, group))
 
 
-def group_key(key: ObjectKey, group: int) -> ObjectKey:
+def _group_key(digest: bytes, group: int) -> ObjectKey:
     """The key of a chunk's KV in one KV-cache group."""
     if group == 0:
-        return key
+        return ObjectKey(digest)
     return ObjectKey(
-        blake2b(key, digest_size=KEY_BYTES, person=b"kvferry group", salt=b"%d" % group).digest()
+        blake2b(digest, digest_size=KEY_BYTES, person=b"kvferry group", salt=b"%d" % group).digest()
     )

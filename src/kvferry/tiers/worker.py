@@ -211,9 +211,10 @@ class OffloadWorker:
                     total = self._counts.setdefault(tier, {})
                     for name, value in row.items():
                         total[name] = total.get(name, 0) + value
-        self._usage = {POOL: self._pool.usage()} | {
-            name: tier.usage() for name, tier in self._tiers.items()
-        }
+        usage = {name: tier.usage() for name, tier in self._tiers.items()}
+        if self._jobs.keeps_rows:
+            usage[POOL] = self._pool.usage()
+        self._usage = usage
         if events:
             self._outbox.extend(events)
             self._wake_engine()

@@ -10,20 +10,23 @@ A lookup is a hint. Only a load proves what a tier holds, and a load that fails 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.tiers.base import ObjectKey, Tier
-from kvferry.tiers.host_pool import PoolReader
 from kvferry.tiers.jobs import POOL
-from kvferry.tiers.keys import group_key
+from kvferry.tiers.pool_reader import PoolReader
 from kvferry.tiers.threads import TaskThreads
 
 __all__ = ["Hit", "Pending", "TierLookup"]
 
 NUM_THREADS = 4
 CLOSE_TIMEOUT_S = 1.0
+
+Keys = Sequence[Sequence[ObjectKey]]
+"""The keys of a prompt's chunks, by group."""
+_NOTHING: Sequence[Mapping[int, str]] = ()
 
 _log = logging.getLogger(__name__)
 
@@ -80,48 +83,35 @@ class TierLookup:
         self._queries: dict[str, _Query] = {}
         self._threads = TaskThreads("kvferry-lookup", NUM_THREADS if tiers else 0)
 
-    def begin(self, request: str, keys: Sequence[ObjectKey]) -> None:
+    def begin(self, request: str, keys: Keys) -> None:
         """Ask the slower tiers for what the pool does not have. Never waits."""
-        if not self._tiers or not keys:
+        if not self._tiers or not keys[0]:
             return
-        by_group = self.group_keys(keys)
-        in_pool = self._in_pool(by_group)
-        if self._usable(len(keys), lambda group, index: index in in_pool[group]) == len(keys):
+        hit = self._find_known(keys, len(keys[0]), _NOTHING)
+        if hit.num_chunks == len(keys[0]):
             return
-        query = _Query(by_group, in_pool, self._clock() + self._timeout_s)
+        in_pool = tuple(
+            frozenset(index for index, key in enumerate(group) if self._is_in_pool(key))
+            for group in keys
+        )
+        query = _Query(tuple(map(tuple, keys)), in_pool, self._clock() + self._timeout_s)
         self._queries[request] = query
         self._threads.run(lambda: self._ask_tiers(query))
 
-    def result(self, request: str, keys: Sequence[ObjectKey]) -> Hit | Pending:
-        """The longest prefix of `keys` that can be loaded now."""
+    def result(self, request: str, keys: Keys, max_chunks: int | None = None) -> Hit | Pending:
+        """The longest prefix, of at most `max_chunks` chunks, that can be loaded now."""
         query = self._queries.get(request)
-        is_complete = True
-        slow: Sequence[Mapping[int, str]] = [{} for _ in self._groups]
+        slow: Sequence[Mapping[int, str]] = _NOTHING
         if query is not None:
             if query.answer is None and self._clock() < query.deadline:
                 return Pending()
-            is_complete = query.answer is not None
             slow = query.answer or slow
-        in_pool = self._in_pool(self.group_keys(keys))
-        count = self._usable(
-            len(keys), lambda group, index: index in in_pool[group] or index in slow[group]
-        )
-        tiers = tuple(
-            tuple(
-                POOL if index in in_pool[group] else slow[group].get(index, "")
-                for index in range(count)
-            )
-            for group in range(len(self._groups))
-        )
-        return Hit(count, tiers, is_complete)
+        num_chunks = len(keys[0]) if max_chunks is None else min(max_chunks, len(keys[0]))
+        hit = self._find_known(keys, num_chunks, slow)
+        return hit if query is None or query.answer is not None else replace(hit, is_complete=False)
 
     def end(self, request: str) -> None:
         self._queries.pop(request, None)
-
-    def group_keys(self, keys: Sequence[ObjectKey]) -> tuple[tuple[ObjectKey, ...], ...]:
-        return tuple(
-            tuple(group_key(key, group) for key in keys) for group in range(len(self._groups))
-        )
 
     def close(self) -> None:
         self._threads.close(CLOSE_TIMEOUT_S)
@@ -131,22 +121,32 @@ class TierLookup:
         for pool in self._pools:
             pool.close()
 
-    def _usable(self, num_chunks: int, has_chunk: Callable[[int, int], bool]) -> int:
-        return usable_prefix(self._groups, self._chunk_tokens, num_chunks, has_chunk)
-
-    def _in_pool(self, by_group: Sequence[Sequence[ObjectKey]]) -> tuple[frozenset[int], ...]:
-        """The chunks that every rank has in the pool."""
+    def _find_known(self, keys: Keys, num_chunks: int, slow: Sequence[Mapping[int, str]]) -> Hit:
+        """The longest prefix that is in the pool or was found in slower tiers."""
         now = self._clock()
         for pool in self._pools:
             pool.refresh(now)
-        return tuple(
-            frozenset(
-                index
-                for index, key in enumerate(keys)
-                if self._pools and all(key in pool for pool in self._pools)
-            )
-            for keys in by_group
+
+        def tier_of(group: int, index: int) -> str:
+            if self._is_in_pool(keys[group][index]):
+                return POOL
+            return slow[group].get(index, "") if slow else ""
+
+        count = usable_prefix(
+            self._groups,
+            self._chunk_tokens,
+            num_chunks,
+            lambda group, index: bool(tier_of(group, index)),
         )
+        tiers = tuple(
+            tuple(tier_of(group, index) for index in range(count))
+            for group in range(len(self._groups))
+        )
+        return Hit(count, tiers)
+
+    def _is_in_pool(self, key: ObjectKey) -> bool:
+        """Whether every rank has the chunk in the pool."""
+        return bool(self._pools) and all(key in pool for pool in self._pools)
 
     # -- lookup threads --
 

@@ -38,7 +38,7 @@ from kvferry.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
     OffloadStats,
 )
-from kvferry.connectors.offloading.settings import open_pool_reader, open_tiers
+from kvferry.connectors.offloading.settings import open_pool_reader, open_tiers_to_look_up
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
@@ -52,7 +52,7 @@ from kvferry.tiers.commands import (
     StoreChunks,
     VoidStores,
 )
-from kvferry.tiers.keys import KeyChain, Namespace, group_key
+from kvferry.tiers.keys import KeyChain, Namespace
 
 __all__ = ["OffloadingScheduler", "SeenChunks"]
 
@@ -126,6 +126,8 @@ class OffloadingScheduler:
         self._tracked: dict[str, _TrackedRequest] = {}
         self._ending: set[str] = set()
         """Finished requests whose load has not ended on every rank."""
+        self._failed: dict[str, tuple[ObjectKey, ...]] = {}
+        """Loads that failed on some rank, with the chunks that no tier had."""
         self._seen = SeenChunks(extra.store_after(), extra.max_tracker_size)
         self._break_even = BreakEven()
         self._commands: list[OffloadCommand] = []
@@ -150,7 +152,9 @@ class OffloadingScheduler:
             for reader in (open_pool_reader(self._extra, space) for space in namespaces)
             if reader is not None
         ]
-        opened = [open_tiers(self._extra, space, self._config.secret) for space in namespaces]
+        opened = [
+            open_tiers_to_look_up(self._extra, space, self._config.secret) for space in namespaces
+        ]
         tiers = {name: [rank[name] for rank in opened] for name in opened[0]}
         self._lookup = TierLookup(
             self._groups,
@@ -172,11 +176,11 @@ class OffloadingScheduler:
         if salt is None:
             # The engine cannot tell what the KV depends on, so it is neither stored nor loaded.
             return
-        chain = KeyChain(self._chunk_tokens, salt)
-        keys = chain.extend(request.prompt_token_ids, request.num_prompt_tokens)
+        chain = KeyChain(self._chunk_tokens, salt, len(self._groups))
+        chain.extend(request.prompt_token_ids, request.num_prompt_tokens)
         self._tracked[request.request_id] = _TrackedRequest(chain, request.num_prompt_tokens)
         if self._lookup is not None:
-            self._lookup.begin(request.request_id, keys)
+            self._lookup.begin(request.request_id, chain.keys)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -184,8 +188,10 @@ class OffloadingScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None or tracked.num_loads >= MAX_LOADS:
             return 0, False
-        keys = tracked.chain.extend(request.all_token_ids, request.num_tokens)
-        found = self._lookup.result(request.request_id, keys[: tracked.max_chunks])
+        if request.num_tokens > tracked.num_prompt_tokens:
+            # A preempted request: its output is part of what it must compute again.
+            tracked.chain.extend(request.all_token_ids, request.num_tokens)
+        found = self._lookup.result(request.request_id, tracked.chain.keys, tracked.max_chunks)
         if isinstance(found, Pending):
             return None, False
         tracked.num_local_tokens, tracked.hit = num_computed_tokens, found
@@ -242,7 +248,7 @@ class OffloadingScheduler:
 
     def _chunks(
         self,
-        keys: Sequence[ObjectKey],
+        keys: Sequence[Sequence[ObjectKey]],
         tables: Sequence[Sequence[int]],
         span: tuple[int, int],
         tiers: Callable[[int, int], tuple[str, ...]],
@@ -254,27 +260,27 @@ class OffloadingScheduler:
             for index in range(*span):
                 block_ids = tuple(table[index * size : (index + 1) * size])
                 if len(block_ids) == size and HOLE not in block_ids:
-                    key = group_key(keys[index], group)
+                    key = keys[group][index]
                     chunks.append(Chunk(key, group, block_ids, tiers(group, index)))
         return tuple(chunks)
 
     def take_output(self, output: KVConnectorOutput) -> None:
         self._note_step_ended()
         worker_metadata = output.kv_connector_worker_meta
-        failed = {}
         if isinstance(worker_metadata, OffloadingWorkerMetadata):
-            failed = worker_metadata.failed
-            for time_ in worker_metadata.times:
-                self._break_even.note_load(time_.seconds, time_.bytes_by_tier)
+            for request_id, load in worker_metadata.failed.items():
+                self._failed[request_id] = self._failed.get(request_id, ()) + load.missing
+            for load_time in worker_metadata.times:
+                self._break_even.note_load(load_time.seconds, load_time.bytes_by_tier)
         for request_id in output.finished_recving:
             self._ending.discard(request_id)
+            missing = self._failed.pop(request_id, ())
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.is_loading:
                 continue
             tracked.is_loading = False
             if request_id in output.failed_recving:
                 self._stats.count("failed_loads")
-                missing = failed[request_id].missing if request_id in failed else ()
                 tracked.max_chunks = self._first_missing(tracked, missing)
                 self._lookup_end(request_id)
             else:
@@ -283,8 +289,8 @@ class OffloadingScheduler:
 
     def _first_missing(self, tracked: _TrackedRequest, missing: Sequence[ObjectKey]) -> int:
         lost = set(missing)
-        for index, key in enumerate(tracked.chain.keys):
-            if any(group_key(key, group) in lost for group in range(len(self._groups))):
+        for index, keys in enumerate(zip(*tracked.chain.keys, strict=True)):
+            if not lost.isdisjoint(keys):
                 return index
         # The load failed as a whole: compute the prompt.
         return 0
@@ -348,16 +354,16 @@ class OffloadingScheduler:
     ) -> None:
         if end <= tracked.num_stored:
             return
-        keys = tracked.chain.keys
-        if len(keys) < end and token_ids is not None:
-            keys = tracked.chain.extend(token_ids, end * self._chunk_tokens)
-        end = min(end, len(keys))
+        chain = tracked.chain
+        if len(chain) < end and token_ids is not None:
+            chain.extend(token_ids, end * self._chunk_tokens)
+        end = min(end, len(chain))
         wanted = {
-            index: self._seen.tiers_to_store(keys[index])
+            index: self._seen.tiers_to_store(chain.keys[0][index])
             for index in range(tracked.num_stored, end)
         }
         chunks = self._chunks(
-            keys, tables, (tracked.num_stored, end), lambda group, index: wanted[index]
+            chain.keys, tables, (tracked.num_stored, end), lambda group, index: wanted[index]
         )
         tracked.num_stored = max(tracked.num_stored, end)
         chunks = tuple(chunk for chunk in chunks if chunk.tiers)
@@ -371,10 +377,10 @@ class OffloadingScheduler:
         """Make stores void whose blocks have left a sliding window: the engine reuses them."""
         size, keys = self._blocks_per_chunk, tracked.chain.keys
         gone = tuple(
-            group_key(keys[index], number)
+            keys[number][index]
             for number, group in enumerate(self._groups)
             if group.has_local_attention
-            for index in range(min(tracked.num_stored, len(keys)))
+            for index in range(min(tracked.num_stored, len(tracked.chain)))
             if HOLE in tables[number][index * size : (index + 1) * size]
         )
         if gone:

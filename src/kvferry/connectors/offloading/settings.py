@@ -11,11 +11,18 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.layout import Geometry
 from kvferry.tiers.base import Tier
 from kvferry.tiers.disk import DiskTier
-from kvferry.tiers.host_pool import HostPool, PoolReader
+from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
-from kvferry.tiers.policies import ArcPolicy, LruPolicy
+from kvferry.tiers.policies import POLICIES
+from kvferry.tiers.pool_reader import PoolReader
 
-__all__ = ["chunk_namespace", "open_pool", "open_pool_reader", "open_tiers"]
+__all__ = [
+    "chunk_namespace",
+    "open_pool",
+    "open_pool_reader",
+    "open_tiers",
+    "open_tiers_to_look_up",
+]
 
 STAGING_BYTES = 256 * 1024 * 1024
 """The most host memory of a rank without a tier `cpu`, for chunks on their way to slower tiers."""
@@ -58,18 +65,18 @@ def open_pool(
 ) -> HostPool:
     """Open this rank's part of the tier `cpu`, or private memory if there is no such tier."""
     row_bytes = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
-    policy = ArcPolicy if extra.eviction_policy == "arc" else LruPolicy
+    policy = POLICIES[extra.eviction_policy]
     total = extra.cpu_bytes(bytes_per_block * tp_size)
     if not total:
         num_rows = max(MIN_STAGING_ROWS, STAGING_BYTES // row_bytes)
-        return HostPool.open_private(namespace, row_bytes, num_rows, policy(num_rows))
+        return HostPool.private(row_bytes, num_rows, policy)
     num_rows = total // tp_size // row_bytes
     if not num_rows:
         raise ConfigError(
             f"the tier cpu has {total} bytes for {tp_size} ranks, but one chunk of one rank has "
             f"{row_bytes} bytes; make the tier larger"
         )
-    return HostPool.open(pool_folder(extra), namespace, row_bytes, num_rows, policy(num_rows))
+    return HostPool.open(pool_folder(extra), namespace, row_bytes, num_rows, policy)
 
 
 def open_pool_reader(extra: OffloadingExtraConfig, namespace: Namespace) -> PoolReader | None:
@@ -81,10 +88,25 @@ def open_tiers(
     extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
 ) -> dict[str, Tier]:
     """Open the tiers behind the host pool, the fastest first."""
+    disk = extra.tier("disk")
+    max_bytes = disk.size if isinstance(disk, DiskTierConfig) else None
+    return _open_tiers(extra, namespace, secret, max_bytes)
+
+
+def open_tiers_to_look_up(
+    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
+) -> dict[str, Tier]:
+    """Open the same tiers in a process that stores nothing, and so need not evict."""
+    return _open_tiers(extra, namespace, secret, None)
+
+
+def _open_tiers(
+    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes, max_bytes: int | None
+) -> dict[str, Tier]:
     tiers: dict[str, Tier] = {}
     disk, bucket = extra.tier("disk"), extra.tier("object")
     if isinstance(disk, DiskTierConfig):
-        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, disk.size)
+        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_bytes)
     if isinstance(bucket, ObjectTierConfig):
         # Imported on demand: the package that it needs is an extra.
         from kvferry.tiers.object_store import ObjectTier

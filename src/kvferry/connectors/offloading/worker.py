@@ -66,7 +66,10 @@ class OffloadingWorker:
         pool = open_pool(self._extra, namespace, max(row_bytes), block_bytes, tp_size)
         copier.pin(pool.address, pool.size_bytes)
         tiers = open_tiers(self._extra, namespace, self._config.secret)
-        jobs = OffloadJobs(pool, row_bytes, tuple(tiers), self._extra.load_timeout)
+        has_cpu_tier = self._extra.cpu_bytes(block_bytes * tp_size) > 0
+        jobs = OffloadJobs(
+            pool, row_bytes, tuple(tiers), self._extra.load_timeout, keeps_rows=has_cpu_tier
+        )
         self._worker = OffloadWorker(
             jobs,
             pool,
@@ -82,7 +85,7 @@ class OffloadingWorker:
         self._handshake = OffloadingHandshakeMetadata(rank, namespace.factors, row_bytes)
         _log.info(
             "tiers open tiers=%s rows=%d row_bytes=%d namespace=%s rank=%d",
-            ",".join([POOL, *tiers]),
+            ",".join(self._extra.store_after()),
             pool.num_rows,
             max(row_bytes),
             namespace.hex,
@@ -129,9 +132,11 @@ class OffloadingWorker:
         stats = OffloadStats()
         stats.add_tiers(self._worker.take_counts())
         reporter = f"tp{self._config.parallel.tp_rank}"
+        is_first_rank = self._config.parallel.tp_rank == 0
         for tier, usage in self._worker.usage().items():
             known = self._reported.get(tier, TierUsage())
-            if usage != known:
+            # Every rank has a part of the pool of its own, but all ranks share the other tiers.
+            if usage != known and (tier == POOL or is_first_rank):
                 stats.set_usage(reporter, tier, usage)
                 evicted = usage.num_evicted - known.num_evicted
                 if evicted:

@@ -19,6 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
 from kvferry.connectors.stats import (
     COUNTERS,
     HISTOGRAMS,
@@ -65,6 +66,33 @@ def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
         )
     for name, observed in stats.get("histograms", {}).items():
         yield _histogram(name, observed, model_name)
+
+
+def offload_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
+    """Yield the counters and gauges of the storage tiers; nothing for an engine without tiers."""
+    stats = status.connector_stats
+    tiers: Mapping[str, Mapping[str, float]] = stats.get("tiers", {})
+    levels: Mapping[str, Mapping[str, float]] = stats.get("levels", {})
+    names = sorted({*tiers, *(key.split(" ")[0] for key in levels if " " in key)})
+    if not names:
+        return
+    for name, help_text in LOOKUP_COUNTERS.items():
+        value = stats.get("lookups", {}).get(name, 0)
+        yield _counter(f"kvferry:offload_{name}", help_text, value, model_name)
+    for name, help_text in TIER_COUNTERS.items():
+        counts: dict[tuple[str, ...], float] = {
+            (model_name, tier): tiers.get(tier, {}).get(name, 0) for tier in names
+        }
+        labels = ["model_name", "tier"]
+        yield _labelled(
+            CounterMetricFamily(f"kvferry:tier_{name}", help_text, labels=labels), counts
+        )
+    for name, help_text in TIER_LEVELS.items():
+        values: dict[tuple[str, ...], float] = {
+            (model_name, tier): sum(levels.get(f"{tier} {name}", {}).values()) for tier in names
+        }
+        labels = ["model_name", "tier"]
+        yield _labelled(GaugeMetricFamily(f"kvferry:tier_{name}", help_text, labels=labels), values)
 
 
 def _transport_families(status: CoreStatus) -> Iterator[Metric]:
@@ -166,7 +194,7 @@ class ApiMetrics:
         self, model_name: str, sources: Sequence[MetricSource] = (), transfer_mode: str = ""
     ) -> None:
         self._model_name = model_name
-        self._sources = (engine_families, transfer_families, *sources)
+        self._sources = (engine_families, transfer_families, offload_families, *sources)
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",

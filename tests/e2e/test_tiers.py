@@ -1,0 +1,243 @@
+"""Tests storage tiers in the embedded engine: the tokens of prompts whose KV comes from a tier are
+those of an engine without tiers. Controls must differ.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.conftest import random_prompts
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    ask_all,
+    assert_quiescent,
+    metrics,
+    new_session,
+)
+from tests.tiers.object_server import ObjectServer
+
+from kvferry.engine.make_model.writer import make_model
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPTS = random_prompts(200, seed=21)
+LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(1400)), max_tokens=8)
+NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
+"""So that every prompt that is asked twice comes from a tier."""
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """The settings of one combination of tiers, each in a place of its own."""
+
+    names: tuple[str, ...]
+    folder: Path
+    server: ObjectServer | None = None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "cpu": {"cpu": "64MiB"},
+            "disk": {"disk": {"path": str(self.folder / "disk"), "size": "256MiB"}},
+        }
+        if self.server is not None:
+            settings["object"] = {
+                "object": {
+                    "bucket": self.server.bucket,
+                    "endpoint": self.server.url,
+                    "prefix": self.folder.name,
+                    "store_after": 1,
+                }
+            }
+        return {
+            "tiers": [settings[name] for name in self.names],
+            "pool_path": str(self.folder / "pool"),
+            # Tests must load what was stored, also where this model computes faster.
+            "break_even": False,
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {} if self.server is None else self.server.credentials
+
+    def serve(self, cluster: Cluster, name: str, *flags: str, **changes: Any) -> Engine:
+        return cluster.serve(
+            name,
+            *flags,
+            connector="OffloadingConnector",
+            extra={**self.extra, **changes},
+            environment=self.environment,
+        ).ready()
+
+
+@pytest.fixture
+def setup(
+    request: pytest.FixtureRequest, tmp_path: Path, object_server: ObjectServer
+) -> Iterator[TierSetup]:
+    names = tuple(request.param.split("+"))
+    # The pool belongs in memory: its rows are mapped, and the disk of a test machine is slow.
+    folder = Path(f"/dev/shm/kvferry-test-{tmp_path.name}")
+    folder.mkdir(mode=0o700)
+    try:
+        yield TierSetup(names, folder, object_server if "object" in names else None)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def loads(engine: Engine) -> dict[str, float]:
+    async with new_session() as session:
+        found = await metrics(session, engine)
+    prefix = "kvferry:tier_loads_total/"
+    return {name.removeprefix(prefix): n for name, n in found.items() if name.startswith(prefix)}
+
+
+async def settled(engine: Engine) -> dict[str, float]:
+    """Wait until nothing is in progress, and return the engine's metrics."""
+    async with new_session() as session:
+        await assert_quiescent(session, engine)
+        return await metrics(session, engine)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[Answer]:
+    return asyncio.run(ask_all(plain, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "setup", ["cpu", "disk", "object", "cpu+disk", "cpu+disk+object"], indirect=True
+)
+def test_tokens_from_tiers_equal_an_engines_without_tiers(
+    setup: TierSetup, cluster: Cluster, expected: list[Answer]
+) -> None:
+    engine = setup.serve(cluster, "engine", *NO_PREFIX_CACHE)
+    first = asyncio.run(ask_all(engine, PROMPTS))
+    before = asyncio.run(settled(engine))
+    second = asyncio.run(ask_all(engine, PROMPTS))
+    after = asyncio.run(settled(engine))
+    assert first == expected
+    assert second == expected
+    hit = after["kvferry:offload_hit_tokens_total"] - before["kvferry:offload_hit_tokens_total"]
+    whole_blocks = sum(len(prompt.token_ids) // 16 * 16 for prompt in PROMPTS)
+    assert hit > 0.9 * whole_blocks
+    assert after.get("kvferry:offload_failed_loads_total", 0) == 0
+
+
+@pytest.mark.parametrize("setup", ["cpu", "disk", "object"], indirect=True)
+def test_a_killed_engine_finds_its_kv_again(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    right = asyncio.run(ask_all(plain, [LONG]))
+    engine = setup.serve(cluster, "first")
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    asyncio.run(until_stored(engine, setup.names[-1], len(LONG.token_ids) // 16))
+    engine.kill()
+    cluster.dismiss(engine.process)
+    again = setup.serve(cluster, "second")
+    assert asyncio.run(ask_all(again, [LONG])) == right
+    found = asyncio.run(settled(again))
+    assert found["kvferry:offload_hit_tokens_total"] == len(LONG.token_ids) // 16 * 16
+    assert found[f"kvferry:tier_loads_total/{setup.names[-1]}"] == len(LONG.token_ids) // 16
+
+
+async def until_stored(engine: Engine, tier: str, count: int) -> None:
+    from tests.e2e.harness import until
+
+    async def is_stored() -> bool:
+        async with new_session() as session:
+            found = await metrics(session, engine)
+        return found.get(f"kvferry:tier_stores_total/{tier}", 0) >= count
+
+    await until(f"{count} chunks stored in {tier}", is_stored)
+
+
+@pytest.mark.parametrize("setup", ["cpu"], indirect=True)
+def test_another_engine_of_this_host_finds_what_one_has_stored(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    right = asyncio.run(ask_all(plain, [LONG]))
+    p, d = (setup.serve(cluster, name) for name in ("p", "d"))
+    assert asyncio.run(ask_all(p, [LONG])) == right
+    asyncio.run(until_stored(p, "cpu", len(LONG.token_ids) // 16))
+    assert asyncio.run(ask_all(d, [LONG])) == right
+    assert asyncio.run(loads(d)) == {"cpu": len(LONG.token_ids) // 16}
+
+
+@pytest.mark.parametrize("setup", ["disk"], indirect=True)
+def test_one_flipped_bit_in_each_object_is_refused(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    """The control: objects that were damaged and sealed again give other tokens."""
+    right = asyncio.run(ask_all(plain, [LONG]))
+    engine = setup.serve(cluster, "first")
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    asyncio.run(until_stored(engine, "disk", len(LONG.token_ids) // 16))
+    cluster.dismiss(engine.process)
+    kept = setup.folder / "kept"
+    shutil.copytree(setup.folder / "disk", kept)
+
+    for number, path in enumerate(objects(setup.folder / "disk")):
+        damage(path, HEADER_BYTES + 64 * number % (path.stat().st_size - HEADER_BYTES))
+    engine = setup.serve(cluster, "second")
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    found = asyncio.run(settled(engine))
+    assert found["kvferry:tier_refused_total/disk"] >= 1
+    assert found["kvferry:tier_loads_total/disk"] == 0
+    cluster.dismiss(engine.process)
+
+    shutil.rmtree(setup.folder / "disk")
+    shutil.copytree(kept, setup.folder / "disk")
+    for path in objects(setup.folder / "disk"):
+        damage_and_seal(path, cluster.secret)
+    engine = setup.serve(cluster, "third")
+    assert asyncio.run(ask_all(engine, [LONG])) != right
+
+
+def objects(root: Path) -> list[Path]:
+    found = sorted(path for path in root.rglob("*") if path.is_file() and len(path.name) == 64)
+    assert found
+    return found
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << (offset % 8)
+    path.write_bytes(data)
+
+
+def damage_and_seal(path: Path, secret: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES:] = data[HEADER_BYTES:][::-1]
+    namespace, key = bytes.fromhex(path.parents[1].name), bytes.fromhex(path.name)
+    sealed = Envelope(secret, namespace).seal(key, memoryview(data)[HEADER_BYTES:])  # type: ignore[arg-type]
+    path.write_bytes(sealed + data[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize("setup", ["cpu+disk"], indirect=True)
+def test_another_checkpoint_at_the_same_path_finds_nothing(
+    setup: TierSetup, tmp_path: Path
+) -> None:
+    """Fill every persistent tier, put other weights at the same path, and restart."""
+    model = tmp_path / "model"
+    make_model(model, seed=1)
+    with Cluster(tmp_path, model) as cluster:
+        engine = setup.serve(cluster, "first")
+        old = asyncio.run(ask_all(engine, [LONG]))
+        asyncio.run(until_stored(engine, "disk", len(LONG.token_ids) // 16))
+        cluster.dismiss(engine.process)
+    shutil.rmtree(model)
+    make_model(model, seed=2)
+    with Cluster(tmp_path, model) as cluster:
+        plain = cluster.serve("plain", is_plain=True).ready()
+        right = asyncio.run(ask_all(plain, [LONG]))
+        assert right != old
+        engine = setup.serve(cluster, "second")
+        assert asyncio.run(ask_all(engine, [LONG])) == right
+        assert asyncio.run(settled(engine))["kvferry:offload_hit_tokens_total"] == 0

@@ -1,0 +1,468 @@
+"""Tests the jobs of an offload worker with a real pool and real copies; the test performs the
+tasks, in any order and with any outcome.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.commands import (
+    CancelLoad,
+    Chunk,
+    DropAll,
+    EndStores,
+    LoadChunks,
+    LoadEnded,
+    OffloadCommand,
+    StoreChunks,
+    StoresEnded,
+    VoidStores,
+)
+from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.jobs import (
+    CopyResult,
+    LoadRows,
+    OffloadJobs,
+    ReadObject,
+    SaveRows,
+    Task,
+    TaskResult,
+    WriteObject,
+)
+from kvferry.tiers.policies import LruPolicy
+from kvferry.transports.copy.rows import CpuRowCopier
+from kvferry.types import Region
+
+BLOCK_BYTES, NUM_BLOCKS, LAYERS = 512, 24, 2
+ROW_BYTES = BLOCK_BYTES * LAYERS
+TIMEOUT_S = 10.0
+
+
+def key_of(number: int) -> ObjectKey:
+    return ObjectKey(number.to_bytes(32, "big"))
+
+
+@dataclass
+class Rank:
+    """A rank's cache, its pool and its jobs; `disk` and `object` are dictionaries."""
+
+    num_rows: int = 8
+    tiers: tuple[str, ...] = ("disk", "object")
+    keeps_rows: bool = True
+    now: float = 100.0
+    stored: dict[tuple[str, ObjectKey], bytes] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    events: list[LoadEnded | StoresEnded] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        regions = [
+            Region(
+                f"layer.{n}", int(self.cache[n].ctypes.data), BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS
+            )
+            for n in range(LAYERS)
+        ]
+        self.copier = CpuRowCopier(regions)
+        self.pool = HostPool.private(ROW_BYTES, self.num_rows, LruPolicy)
+        self.jobs = OffloadJobs(
+            self.pool, (ROW_BYTES,), self.tiers, TIMEOUT_S, keeps_rows=self.keeps_rows
+        )
+
+    def contents(self, key: ObjectKey) -> bytes:
+        """The KV of a chunk: what the engine computes for it."""
+        return random.Random(key).randbytes(ROW_BYTES)
+
+    def fill(self, block: int, key: ObjectKey) -> None:
+        data = np.frombuffer(self.contents(key), np.uint8).reshape(LAYERS, BLOCK_BYTES)
+        self.cache[:, block] = data
+
+    def block(self, block: int) -> bytes:
+        return self.cache[:, block].tobytes()
+
+    def send(self, *commands: OffloadCommand) -> None:
+        for command in commands:
+            self.jobs.handle(command, self.now)
+        self._collect()
+
+    def perform(self, task: Task) -> TaskResult:
+        """Do what a task says, with the tiers in good health."""
+        match task:
+            case SaveRows(_, rows):
+                return CopyResult(self.copier.save(rows))
+            case LoadRows(_, rows):
+                return CopyResult(self.copier.load(rows))
+            case ReadObject(_, tier, key, row, size):
+                if (tier, key) not in self.stored:
+                    return LoadResult(LoadOutcome.MISSING)
+                self.pool.row(row)[:size] = self.stored[tier, key]
+                return LoadResult(LoadOutcome.LOADED)
+            case WriteObject(_, tier, key, row, size):
+                self.stored[tier, key] = bytes(self.pool.row(row)[:size])
+                return StoreResult(StoreOutcome.STORED)
+
+    def finish(self, task: Task, result: TaskResult | None = None) -> None:
+        self.tasks.remove(task)
+        self.jobs.complete(task.task_id, result or self.perform(task), 0.001, self.now)
+        self._collect()
+
+    def finish_all(self) -> None:
+        while self.tasks:
+            self.finish(self.tasks[0])
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.jobs.expire(self.now)
+        self._collect()
+
+    def task(self, kind: type[Task]) -> Task:
+        (found,) = [task for task in self.tasks if isinstance(task, kind)]
+        return found
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        return self.jobs.take_counts()
+
+    def _collect(self) -> None:
+        self.tasks += self.jobs.take_tasks()
+        self.events += self.jobs.take_events()
+
+
+def chunk(number: int, block: int, *tiers: str) -> Chunk:
+    return Chunk(key_of(number), 0, (block,), tiers)
+
+
+def store(rank: Rank, number: int, *tiers: str) -> None:
+    """Store one chunk, completely, and wipe the block."""
+    rank.fill(0, key_of(number))
+    rank.send(StoreChunks("storing", (chunk(number, 0, *tiers),)))
+    rank.finish_all()
+    rank.cache[:, 0] = 0
+
+
+def test_a_stored_chunk_is_loaded_into_other_blocks() -> None:
+    rank = Rank()
+    store(rank, 1)
+    rank.send(LoadChunks("b", (chunk(1, 5),)))
+    assert not rank.events
+    rank.finish_all()
+    assert rank.events == [LoadEnded("b", seconds=0.0, bytes_by_tier={"cpu": ROW_BYTES})]
+    assert rank.block(5) == rank.contents(key_of(1))
+
+
+@pytest.mark.parametrize("tier", ["disk", "object"])
+def test_a_chunk_that_left_the_pool_is_read_from_a_slower_tier_and_is_in_the_pool_again(
+    tier: str,
+) -> None:
+    rank = Rank()
+    store(rank, 1, tier)
+    rank.pool.remove(key_of(1))
+    rank.send(LoadChunks("b", (chunk(1, 5, tier),)))
+    assert isinstance(rank.tasks[0], ReadObject)
+    assert rank.tasks[0].tier == tier
+    rank.finish_all()
+    assert rank.events[-1] == LoadEnded("b", bytes_by_tier={tier: ROW_BYTES})
+    assert rank.block(5) == rank.contents(key_of(1))
+    assert key_of(1) in rank.pool
+
+
+def test_without_a_cpu_tier_no_row_is_kept() -> None:
+    rank = Rank(keeps_rows=False)
+    store(rank, 1, "disk")
+    assert rank.pool.usage().num_objects == 0
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
+    rank.finish_all()
+    assert rank.block(5) == rank.contents(key_of(1))
+    assert rank.pool.usage().num_objects == 0
+    assert "cpu" not in rank.counts()
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_a_store_that_became_void_while_it_was_copied_is_not_stored(is_all: bool) -> None:
+    rank = Rank()
+    rank.fill(0, key_of(1))
+    rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)))
+    copying = rank.task(SaveRows)
+    rank.send(VoidStores("a", () if is_all else (key_of(1),)))
+    rank.cache[:, 0] = 99  # the engine has given the block to another request
+    rank.finish(copying)
+    assert not rank.tasks
+    assert key_of(1) not in rank.pool
+
+
+def test_a_void_of_one_request_leaves_the_stores_of_another() -> None:
+    rank = Rank()
+    rank.fill(0, key_of(1))
+    rank.send(StoreChunks("a", (chunk(1, 0),)), VoidStores("b"), VoidStores("a", (key_of(2),)))
+    rank.finish_all()
+    assert key_of(1) in rank.pool
+
+
+def test_a_finished_request_keeps_its_blocks_until_the_copies_have_ended() -> None:
+    rank = Rank()
+    rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)), EndStores("a"))
+    assert not rank.events
+    rank.finish(rank.task(SaveRows))
+    assert rank.events == [StoresEnded("a")]
+    assert isinstance(rank.tasks[0], WriteObject)  # the slow write reads the row, not the blocks
+    rank.send(EndStores("without stores"))
+    assert rank.events[-1] == StoresEnded("without stores")
+
+
+def test_a_row_that_was_overwritten_while_it_was_copied_is_a_miss() -> None:
+    rank = Rank(tiers=())
+    store(rank, 1)
+    rank.send(LoadChunks("b", (chunk(1, 5),)))
+    row = rank.pool.find(key_of(1))
+    assert row is not None
+    assert row.row is not None
+    rank.pool.row(row.row)[100] ^= 1
+    rank.finish_all()
+    (ended,) = rank.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.reason
+    assert ended.missing == (key_of(1),)
+    assert key_of(1) not in rank.pool
+    assert rank.counts()["cpu"]["refused"] == 1
+
+
+def test_a_damaged_row_is_replaced_by_a_slower_tiers_copy() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    found = rank.pool.find(key_of(1))
+    assert found is not None
+    assert found.row is not None
+    rank.pool.row(found.row)[3] ^= 128
+    rank.send(LoadChunks("b", (chunk(1, 5),)))
+    rank.finish_all()
+    assert rank.block(5) == rank.contents(key_of(1))
+    assert rank.events[-1] == LoadEnded("b", bytes_by_tier={"disk": ROW_BYTES})
+
+
+def test_a_tier_that_refuses_or_fails_is_followed_by_the_next() -> None:
+    rank = Rank()
+    store(rank, 1, "disk", "object")
+    rank.pool.remove(key_of(1))
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
+    rank.finish(rank.tasks[0], LoadResult(LoadOutcome.REFUSED, "damaged"))
+    rank.finish_all()
+    assert rank.block(5) == rank.contents(key_of(1))
+    assert rank.counts()["disk"]["refused"] == 1
+
+
+def test_a_load_that_takes_too_long_ends_without_waiting_for_the_read() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.pool.remove(key_of(1))
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
+    stuck = rank.task(ReadObject)
+    rank.wait(TIMEOUT_S)
+    (ended,) = rank.events
+    assert isinstance(ended, LoadEnded)
+    assert "longer than 10 s" in ended.reason
+    rank.finish(stuck)
+    assert not rank.tasks, "the late read must not write into the blocks"
+    assert rank.jobs.is_idle
+
+
+def test_a_load_is_not_reported_while_a_copy_may_write_into_its_blocks() -> None:
+    rank = Rank()
+    store(rank, 1)
+    rank.send(LoadChunks("b", (chunk(1, 5), chunk(2, 6))))
+    copying = rank.task(LoadRows)
+    for read in [task for task in rank.tasks if isinstance(task, ReadObject)]:
+        rank.finish(read)
+    for read in [task for task in rank.tasks if isinstance(task, ReadObject)]:
+        rank.finish(read)
+    assert not rank.events
+    rank.send(CancelLoad("b"))
+    assert not rank.events
+    rank.finish(copying)
+    (ended,) = rank.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.missing == (key_of(2),)
+
+
+def test_two_requests_that_need_one_object_read_it_once() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.pool.remove(key_of(1))
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)), LoadChunks("c", (chunk(1, 6, "disk"),)))
+    assert len(rank.tasks) == 1
+    rank.finish_all()
+    assert {event.request for event in rank.events} == {"b", "c"}
+    assert rank.block(5) == rank.block(6) == rank.contents(key_of(1))
+
+
+def test_loads_wait_for_a_row_while_slow_writes_hold_rows() -> None:
+    rank = Rank(num_rows=2)
+    store(rank, 1, "disk")
+    rank.pool.remove(key_of(1))
+    for number in (2, 3):
+        rank.fill(0, key_of(number))
+        rank.send(StoreChunks("a", (chunk(number, 0, "object"),)))
+        rank.finish(rank.task(SaveRows))
+    assert sum(isinstance(task, WriteObject) for task in rank.tasks) == 1, "half of the rows"
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
+    rank.finish_all()
+    assert rank.block(5) == rank.contents(key_of(1))
+
+
+def test_a_chunk_that_a_tier_has_is_not_written_there_again() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.send(StoreChunks("b", (chunk(1, 3, "disk", "object"),)))
+    (task,) = rank.tasks
+    assert isinstance(task, WriteObject)
+    assert task.tier == "object"
+
+
+def test_after_a_reset_nothing_from_before_is_found() -> None:
+    rank = Rank(tiers=())
+    store(rank, 1)
+    rank.fill(0, key_of(2))
+    rank.send(StoreChunks("a", (chunk(2, 0),)), DropAll())
+    rank.finish_all()
+    assert key_of(1) not in rank.pool
+    assert key_of(2) not in rank.pool
+
+
+def test_a_copy_that_fails_loses_its_rows_only() -> None:
+    rank = Rank()
+    rank.send(StoreChunks("a", (chunk(1, 0),)), EndStores("a"))
+    rank.finish(rank.task(SaveRows), CopyResult(reason="the GPU has failed"))
+    assert rank.events == [StoresEnded("a")]
+    store(rank, 2)
+    rank.send(LoadChunks("b", (chunk(2, 5),)))
+    rank.finish(rank.task(LoadRows), CopyResult(reason="the GPU has failed"))
+    (_, ended) = rank.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.reason == "the GPU has failed"
+    assert rank.jobs.is_idle
+
+
+@dataclass
+class Story:
+    """An engine that stores and loads at random, and checks every report."""
+
+    rank: Rank
+    rng: random.Random
+    blocks: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
+    """Blocks that no request has."""
+    held: dict[str, list[int]] = field(default_factory=dict)
+    ending: dict[str, list[int]] = field(default_factory=dict)
+    loading: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
+    num_requests: int = 0
+
+    def step(self) -> None:
+        actions = [self.store, self.end, self.void, self.load, self.cancel, self.pause]
+        if self.rng.random() < 0.5 and self.rank.tasks:
+            self.finish_task()
+        else:
+            self.rng.choice(actions)()
+        self.check_events()
+
+    def new_chunks(self, prefix: str) -> tuple[str, tuple[Chunk, ...]]:
+        self.num_requests += 1
+        count = self.rng.randint(1, min(3, len(self.blocks)))
+        tiers = self.rank.tiers
+        chunks = tuple(
+            chunk(
+                number,
+                self.blocks.pop(self.rng.randrange(len(self.blocks))),
+                *self.rng.sample(tiers, self.rng.randint(0, len(tiers))),
+            )
+            for number in self.rng.sample(range(8), count)
+        )
+        return f"{prefix}{self.num_requests}", chunks
+
+    def store(self) -> None:
+        if self.blocks:
+            name, chunks = self.new_chunks("store")
+            for part in chunks:
+                self.rank.fill(part.block_ids[0], part.key)
+            self.held[name] = [part.block_ids[0] for part in chunks]
+            self.rank.send(StoreChunks(name, chunks))
+
+    def end(self) -> None:
+        if self.held:
+            name = self.rng.choice(sorted(self.held))
+            self.ending[name] = self.held.pop(name)
+            self.rank.send(EndStores(name))
+
+    def void(self) -> None:
+        if self.held:
+            name = self.rng.choice(sorted(self.held))
+            self.rank.send(VoidStores(name))
+            for block in self.held.pop(name):
+                self.rank.cache[:, block] = self.rng.randrange(256)
+                self.blocks.append(block)
+
+    def load(self) -> None:
+        if self.blocks:
+            name, chunks = self.new_chunks("load")
+            self.loading[name] = chunks
+            self.rank.send(LoadChunks(name, chunks))
+
+    def cancel(self) -> None:
+        if self.loading and self.rng.random() < 0.3:
+            self.rank.send(CancelLoad(self.rng.choice(sorted(self.loading))))
+
+    def pause(self) -> None:
+        if self.rng.random() < 0.1:
+            self.rank.send(DropAll())
+        elif self.rng.random() < 0.2:
+            self.rank.wait(self.rng.choice([0.1, TIMEOUT_S]))
+
+    def finish_task(self) -> None:
+        task = self.rng.choice(self.rank.tasks)
+        if self.rng.random() < 0.8:
+            self.rank.finish(task)
+        elif isinstance(task, ReadObject):
+            outcome = self.rng.choice([o for o in LoadOutcome if o is not LoadOutcome.LOADED])
+            self.rank.pool.row(task.row)[:] = bytes(len(self.rank.pool.row(task.row)))
+            self.rank.finish(task, LoadResult(outcome, "made up"))
+        elif isinstance(task, WriteObject):
+            outcome = self.rng.choice([StoreOutcome.FAILED, StoreOutcome.DROPPED])
+            self.rank.finish(task, StoreResult(outcome, "made up"))
+        else:
+            self.rank.finish(task, CopyResult(reason="made up"))
+
+    def check_events(self) -> None:
+        for event in self.rank.events:
+            if isinstance(event, StoresEnded):
+                self.blocks += self.ending.pop(event.request)
+                continue
+            for part in self.loading.pop(event.request):
+                if not event.reason:
+                    assert self.rank.block(part.block_ids[0]) == self.rank.contents(part.key)
+                self.blocks.append(part.block_ids[0])
+        self.rank.events.clear()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_rows=st.integers(1, 6),
+    keeps_rows=st.booleans(),
+    num_tiers=st.integers(0, 2),
+)
+def test_whatever_happens_every_load_and_store_ends_once_and_no_wrong_byte_is_accepted(
+    seed: int, num_rows: int, keeps_rows: bool, num_tiers: int
+) -> None:
+    rank = Rank(num_rows, ("disk", "object")[:num_tiers], keeps_rows)
+    story = Story(rank, random.Random(seed))
+    for _ in range(80):
+        story.step()
+    rank.wait(TIMEOUT_S)
+    while rank.tasks:
+        story.finish_task()
+    story.check_events()
+    assert not story.loading
+    assert not story.ending
+    assert rank.jobs.is_idle
+    rank.pool.clear()
+    assert all(rank.pool.reserve(key_of(n)) is not None for n in range(num_rows)), "a row is lost"
