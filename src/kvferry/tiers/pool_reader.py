@@ -1,0 +1,236 @@
+"""Finds rows in the segments of all engines on this host, without locks and without asking them.
+
+For schedulers, which look keys up; for the owner of a segment, which also reads the segments of
+other engines; and for `kvferry store`. One thread makes all calls on a reader.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.pool_segment import (
+    READY,
+    Header,
+    SegmentTable,
+    is_locked,
+    open_for_reading,
+    segment_paths,
+)
+
+__all__ = ["LISTING_INTERVAL_S", "PoolReader", "SegmentInfo", "StoredRow", "list_segments"]
+
+LISTING_INTERVAL_S = 0.5
+"""How often a reader looks for new segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """Where the bytes of one object are, as of now.
+
+    The row of another engine can be overwritten at any time, also during a copy. The copy has the
+    object's bytes only if `RowCopier.load` returned exactly `checksum`; otherwise the object is
+    missing. The memory stays mapped as long as this object exists.
+    """
+
+    address: int
+    size_bytes: int
+    checksum: int
+    row: int | None
+    """The row of our own segment; None if another engine owns the segment."""
+    pages: object = field(repr=False, compare=False)
+    """The mapping with the row."""
+
+
+class _Segment:
+    """A segment of another process, with an index of its READY rows as of the last look."""
+
+    def __init__(self, path: Path, header: Header, table: SegmentTable) -> None:
+        self.path = path
+        self.header = header
+        self.index: dict[ObjectKey, int] = {}
+        self._table = table
+        self._keys: dict[int, ObjectKey] = {}
+        """The indexed key of each row."""
+        self._seen = 0
+        """The owner's last change at our last look."""
+        self._seen_before = 0
+        """The same at the look before."""
+
+    def refresh(self) -> None:
+        """Bring the index up to date, from the entries that have changed since the last look.
+
+        Each change is looked at twice: the processor may show us the owner's count of changes
+        before the changed entry, which the first look then misses.
+        """
+        latest = self._table.num_changes
+        if latest == self._seen == self._seen_before:
+            return
+        rows = np.flatnonzero(self._table.changed > np.uint64(self._seen_before))
+        self._seen_before, self._seen = self._seen, latest
+        keys = self._table.keys[rows].tobytes()
+        is_ready = (self._table.states[rows] == READY).tolist()
+        for n, row in enumerate(rows.tolist()):
+            key = ObjectKey(keys[n * KEY_BYTES : (n + 1) * KEY_BYTES]) if is_ready[n] else None
+            before = self._keys.get(row)
+            if key == before:
+                continue
+            if before is not None:
+                del self._keys[row]
+                if self.index.get(before) == row:
+                    del self.index[before]
+            if key is not None:
+                self._keys[row] = key
+                self.index[key] = row
+
+    def find(self, key: ObjectKey) -> StoredRow | None:
+        row = self.index.get(key)
+        if row is None:
+            return None
+        table = self._table
+        checksum = table.checksum(row, key)
+        # The entry may have changed since the last look, so it is read again.
+        if not table.is_ready(row) or table.key(row) != key:
+            return None
+        return StoredRow(
+            table.address(row), table.layout.row_bytes, checksum, row=None, pages=table.pages
+        )
+
+    def note_use(self, key: ObjectKey) -> bool:
+        """Tell the owner that a row was used, so that it evicts the row later. An increment may be
+        lost if two processes make it at once.
+        """
+        row = self.index.get(key)
+        if row is not None:
+            self._table.used[row] += np.uint32(1)
+        return row is not None
+
+
+class PoolReader:
+    """The objects of one namespace in all segments on this host, as of the last `refresh`. A key
+    that is found may be gone before its bytes are read.
+    """
+
+    def __init__(self, folder: Path, namespace: Namespace, but_not: Collection[Path] = ()) -> None:
+        """`but_not` names segments that the reader leaves out."""
+        self._folder = folder
+        self._namespace = namespace
+        self._but_not = frozenset(but_not)
+        self._segments: dict[Path, _Segment] = {}
+        self._indexes: list[dict[ObjectKey, int]] = []
+        self._invalid: set[Path] = set()
+        """Files that are no valid segments of the namespace. A file is complete before it gets its
+        name, so it need not be read again.
+        """
+        self._next_listing = float("-inf")
+
+    def refresh(self, now: float) -> None:
+        """Notice what other processes have stored and evicted. `now` is in monotonic seconds: new
+        segments are looked for at most every `LISTING_INTERVAL_S`.
+        """
+        if now >= self._next_listing:
+            self._next_listing = now + LISTING_INTERVAL_S
+            self._list_folder()
+        for segment in self._segments.values():
+            segment.refresh()
+
+    def __contains__(self, key: ObjectKey) -> bool:
+        for index in self._indexes:  # noqa: SIM110 - several times faster than any()
+            if key in index:
+                return True
+        return False
+
+    def __len__(self) -> int:
+        """The number of rows in all segments; an object that is in two segments counts twice."""
+        return sum(len(segment.index) for segment in self._segments.values())
+
+    def num_leading(self, keys: Sequence[ObjectKey]) -> int:
+        """How many leading keys are stored."""
+        indexes = self._indexes
+        for count, key in enumerate(keys):
+            for index in indexes:
+                if key in index:
+                    break
+            else:
+                return count
+        return len(keys)
+
+    def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:
+        """Where each object is; None if it is not stored now, whatever the last `refresh` saw."""
+        return [self.find_one(key) for key in keys]
+
+    def find_one(self, key: ObjectKey) -> StoredRow | None:
+        for segment in self._segments.values():
+            found = segment.find(key)
+            if found is not None:
+                return found
+        return None
+
+    def touch(self, key: ObjectKey) -> None:
+        """Note that an object was used. Keys that are not stored are ignored."""
+        for segment in self._segments.values():
+            if segment.note_use(key):
+                return
+
+    def close(self) -> None:
+        """Forget all segments. Each is unmapped once the last `StoredRow` of it is gone."""
+        self._segments.clear()
+        self._indexes.clear()
+
+    def _list_folder(self) -> None:
+        paths = {*segment_paths(self._folder, self._namespace)} - self._but_not
+        self._segments = {
+            path: segment for path, segment in self._segments.items() if path in paths
+        }
+        self._invalid &= paths
+        for path in sorted(paths - self._segments.keys() - self._invalid):
+            opened = open_for_reading(path)
+            if opened is None or opened[0].namespace != self._namespace.digest:
+                self._invalid.add(path)
+            else:
+                self._segments[path] = _Segment(path, *opened)
+        self._indexes = [segment.index for segment in self._segments.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """One segment on this host, for people."""
+
+    path: Path
+    namespace: str
+    """The digest of the namespace, in hex."""
+    namespace_text: str
+    row_bytes: int
+    num_rows: int
+    num_objects: int
+    total_bytes: int
+    """The size of the file."""
+    owner_pid: int
+    is_live: bool
+    """Whether the owner lives."""
+    last_store_s: float
+    """When the owner last stored an object, in seconds since 1970; 0 if it never did."""
+
+
+def list_segments(folder: Path) -> Iterator[SegmentInfo]:
+    """Describe all segments in a folder. Files that are no valid segments are left out."""
+    for path in segment_paths(folder):
+        opened = open_for_reading(path)
+        if opened is None:
+            continue
+        header, table = opened
+        yield SegmentInfo(
+            path=path,
+            namespace=header.namespace.hex(),
+            namespace_text=header.namespace_text,
+            row_bytes=header.layout.row_bytes,
+            num_rows=header.layout.num_rows,
+            num_objects=int(np.count_nonzero(table.states == READY)),
+            total_bytes=header.layout.total_bytes,
+            owner_pid=header.owner_pid,
+            is_live=is_locked(path),
+            last_store_s=table.last_store_s,
+        )

@@ -1,0 +1,494 @@
+"""Segments of the host pool: files in shared memory with rows of KV and a table of these rows.
+
+Each rank of each engine owns one segment and is the only process that writes it; the owner holds an
+flock on the file while it lives. All engines of the user read each other's segments.
+
+    | header | changed | checks | keys | states |  used  |  rows …
+             one entry in each column for each row    page-aligned, from here on
+
+    changed   the number of the owner's change that last touched the entry, ascending
+    checks    the checksum of the row, mixed with its key
+    states    `RowState`: readers use READY entries only
+    used      counts uses by other processes; the only column that readers write
+
+There are no locks between owner and readers. A reader may see an entry while the owner changes it,
+or copy a row while the owner overwrites it. Both are found after the copy: the checksum of the
+bytes that arrived, mixed with the key that the reader wants, then differs from the entry's.
+
+A file gets its name only when it is complete. It is never truncated, only unlinked, because a
+process that reads a truncated mapping dies of SIGBUS. The space is reserved in advance for the same
+reason. Everything in a file is checked before it is used: a file that is not a valid segment is
+ignored.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.keys import Namespace
+
+__all__ = [
+    "READY",
+    "Header",
+    "RowState",
+    "SegmentFile",
+    "SegmentLayout",
+    "SegmentTable",
+    "adopt_segment",
+    "check_folder",
+    "create_segment",
+    "default_folder",
+    "is_locked",
+    "iter_orphans",
+    "mixed_with_key",
+    "open_for_reading",
+    "prepare_folder",
+    "private_segment",
+    "read_header",
+    "remove_orphan",
+    "remove_unfinished",
+    "segment_paths",
+]
+
+MAGIC = b"KVFROWS\0"
+SEGMENT_VERSION = 1
+HEADER_BYTES = 16 * 1024
+HEADER = struct.Struct("<8sIIQQ16sQ")
+"""Magic, version, bytes of the namespace's text, row bytes, rows, namespace digest, owner's pid."""
+NUM_CHANGES_AT = 64
+LAST_STORE_AT = 72
+TEXT_AT = 128
+MAX_ROWS = 1 << 32
+MAX_ROW_BYTES = 1 << 40
+MADV_POPULATE_WRITE = 23
+"""Maps all pages at once; Python's mmap module does not define the flag yet."""
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Opening a pipe, if one is in the folder, must not wait."""
+SUFFIX = ".rows"
+UNFINISHED = ".new-"
+"""Prefix of files that are not complete."""
+
+
+class RowState(IntEnum):
+    FREE = 0
+    WRITING = 1
+    READY = 2
+
+
+READY = int(RowState.READY)
+"""Comparing an integer with a member of an enum is slow."""
+
+
+def mixed_with_key(checksum: int, key: ObjectKey) -> int:
+    """Combine a row's checksum with its key, so that an entry whose key and checksum belong to
+    different rows does not match. A second call undoes the first.
+    """
+    a, b, c, d = struct.unpack("<4Q", key)
+    return int(checksum ^ a ^ b ^ c ^ d)
+
+
+# -- layout --
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Where everything is in a segment, as offsets in the file."""
+
+    row_bytes: int
+    num_rows: int
+
+    @property
+    def row_stride(self) -> int:
+        return _whole_pages(self.row_bytes)
+
+    @property
+    def changed_at(self) -> int:
+        return HEADER_BYTES
+
+    @property
+    def checks_at(self) -> int:
+        return self.changed_at + 8 * self.num_rows
+
+    @property
+    def keys_at(self) -> int:
+        return self.checks_at + 8 * self.num_rows
+
+    @property
+    def states_at(self) -> int:
+        return self.keys_at + KEY_BYTES * self.num_rows
+
+    @property
+    def used_at(self) -> int:
+        return _whole_pages(self.states_at + self.num_rows)
+
+    @property
+    def rows_at(self) -> int:
+        return _whole_pages(self.used_at + 4 * self.num_rows)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.rows_at + self.num_rows * self.row_stride
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    layout: SegmentLayout
+    namespace: bytes
+    """The digest of the namespace."""
+    namespace_text: str
+    owner_pid: int
+
+    def to_bytes(self) -> bytes:
+        text = self.namespace_text.encode()[: HEADER_BYTES - TEXT_AT]
+        layout = self.layout
+        fields = HEADER.pack(
+            MAGIC,
+            SEGMENT_VERSION,
+            len(text),
+            layout.row_bytes,
+            layout.num_rows,
+            self.namespace,
+            self.owner_pid,
+        )
+        return fields.ljust(TEXT_AT, b"\0") + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Header | None":
+        """Read a header; None unless its fields are valid."""
+        if len(data) < HEADER_BYTES:
+            return None
+        magic, version, text_bytes, row_bytes, num_rows, namespace, pid = HEADER.unpack_from(data)
+        if (magic, version) != (MAGIC, SEGMENT_VERSION) or text_bytes > HEADER_BYTES - TEXT_AT:
+            return None
+        if not (0 < row_bytes <= MAX_ROW_BYTES and 0 < num_rows <= MAX_ROWS):
+            return None
+        text = data[TEXT_AT : TEXT_AT + text_bytes].decode(errors="replace")
+        return cls(SegmentLayout(row_bytes, num_rows), namespace, text, pid)
+
+
+class SegmentTable:
+    """The columns of a mapped segment. The mapping stays as long as the table, one of its views, or
+    an object that holds `pages`.
+    """
+
+    def __init__(
+        self, pages: mmap.mmap, layout: SegmentLayout, used: mmap.mmap | None = None
+    ) -> None:
+        count = layout.num_rows
+        self.pages = pages
+        self.layout = layout
+        self.changed = np.frombuffer(pages, np.uint64, count, layout.changed_at)
+        keys = np.frombuffer(pages, np.uint8, KEY_BYTES * count, layout.keys_at)
+        self.keys: npt.NDArray[np.uint8] = keys.reshape(count, KEY_BYTES)
+        self.states = np.frombuffer(pages, np.uint8, count, layout.states_at)
+        # A reader maps this column alone with permission to write.
+        self.used = (
+            np.frombuffer(pages, np.uint32, count, layout.used_at)
+            if used is None
+            else np.frombuffer(used, np.uint32, count)
+        )
+        self.rows_address = int(self.changed.ctypes.data) - layout.changed_at + layout.rows_at
+        self._row_stride = layout.row_stride
+        # Single entries are read and written through memoryviews: several times faster than numpy.
+        whole = memoryview(pages)
+        self._checks = whole[layout.checks_at : layout.keys_at].cast("Q")
+        self._keys = whole[layout.keys_at : layout.states_at]
+        self._states = whole[layout.states_at : layout.states_at + count]
+        self._num_changes = whole[NUM_CHANGES_AT : NUM_CHANGES_AT + 8].cast("Q")
+        self._last_store = whole[LAST_STORE_AT : LAST_STORE_AT + 8].cast("d")
+
+    @property
+    def num_changes(self) -> int:
+        """The number of the owner's last change."""
+        return self._num_changes[0]
+
+    @property
+    def last_store_s(self) -> float:
+        """When the owner last stored a row, in seconds since 1970."""
+        return self._last_store[0]
+
+    def address(self, row: int) -> int:
+        return self.rows_address + row * self._row_stride
+
+    def key(self, row: int) -> ObjectKey:
+        return ObjectKey(bytes(self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)]))
+
+    def is_ready(self, row: int) -> bool:
+        return self._states[row] == READY
+
+    def checksum(self, row: int, key: ObjectKey) -> int:
+        """The checksum of a row that holds the object of this key."""
+        return mixed_with_key(self._checks[row], key)
+
+    def set_states(self, rows: int | slice | npt.NDArray[np.int64], state: RowState) -> None:
+        """Change the state of some entries. Readers notice the change at their next look."""
+        number = self._num_changes[0] + 1
+        self.states[rows] = int(state)
+        self.changed[rows] = number
+        self._num_changes[0] = number
+
+    def set_state_unnoticed(self, row: int, state: RowState) -> None:
+        """Change the state of an entry that no reader has in its index, and will not have."""
+        self._states[row] = int(state)
+
+    def write_entry(self, row: int, key: ObjectKey, checksum: int, now_s: float) -> None:
+        """Fill in a row's entry and make it visible to readers."""
+        self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)] = key
+        self._checks[row] = mixed_with_key(checksum, key)
+        self._last_store[0] = now_s
+        self.set_states(row, RowState.READY)
+
+
+def private_segment(row_bytes: int, num_rows: int) -> SegmentTable:
+    """A segment in private memory, which no other process sees."""
+    layout = SegmentLayout(row_bytes, num_rows)
+    pages = mmap.mmap(-1, layout.total_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return SegmentTable(pages, layout)
+
+
+# -- folder --
+
+
+def default_folder() -> Path:
+    """The folder of this user's segments on this host."""
+    return Path("/dev/shm") / f"kvferry-{os.geteuid()}"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, for this user only. ConfigError if it cannot be made or is not ours."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        if not check_folder(folder):
+            raise ConfigError(
+                f"the folder {folder} of the host pool is not a folder of this user; "
+                "remove it, or name another one"
+            )
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} of the host pool cannot be used ({error.strerror}); name another"
+        ) from error
+
+
+def check_folder(folder: Path) -> bool:
+    """Whether this is a folder of this user. A symbolic link is not: another user may own it."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def segment_paths(folder: Path, namespace: Namespace | None = None) -> list[Path]:
+    """The segments in the folder, of one namespace or of all. Nothing in them is checked yet."""
+    if not check_folder(folder):
+        return []
+    prefix = "" if namespace is None else namespace.hex
+    with contextlib.suppress(OSError):
+        return sorted(
+            folder / name
+            for name in os.listdir(folder)
+            if name.startswith(prefix) and name.endswith(SUFFIX) and not name.startswith(".")
+        )
+    return []
+
+
+# -- files --
+
+
+class SegmentFile:
+    """A segment of this process: its file, with the flock that shows other processes that the owner
+    lives.
+    """
+
+    def __init__(self, path: Path, fd: int, table: SegmentTable) -> None:
+        self.path = path
+        self.table = table
+        self._fd = fd
+
+    def close(self) -> None:
+        """Give up the segment. The file stays, with its rows. Idempotent."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        # The mapping has a duplicate of the descriptor, so closing ours would not end the lock.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def create_segment(folder: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile:
+    """Make a new segment. OSError if there is no space; then nothing is left behind."""
+    token = secrets.token_hex(8)
+    unfinished = folder / f"{UNFINISHED}{token}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(unfinished, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(fd, 0, layout.total_bytes)
+        header = Header(layout, namespace.digest, namespace.text, os.getpid())
+        os.pwrite(fd, header.to_bytes(), 0)
+        table = _map_for_owner(fd, layout)
+        path = folder / f"{namespace.hex}-{token}{SUFFIX}"
+        os.rename(unfinished, path)
+        return SegmentFile(path, fd, table)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        os.close(fd)
+        raise
+
+
+def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile | None:
+    """Become the owner of a segment that an earlier process has left. None if the segment has an
+    owner, or is not of this namespace and layout.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(path, WRITE_FLAGS)
+        header = _checked_header(fd)
+        if (
+            header is not None
+            and (header.namespace, header.layout) == (namespace.digest, layout)
+            and _lock(fd, path)
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                ours = Header(layout, namespace.digest, namespace.text, os.getpid())
+                os.pwrite(fd, ours.to_bytes()[: HEADER.size], 0)
+                return SegmentFile(path, fd, _map_for_owner(fd, layout))
+        os.close(fd)
+    return None
+
+
+def open_for_reading(path: Path) -> tuple[Header, SegmentTable] | None:
+    """Map a segment of another process. None if the file is not a valid segment."""
+    try:
+        fd = os.open(path, WRITE_FLAGS)
+    except OSError:
+        return None
+    try:
+        header = _checked_header(fd)
+        if header is None:
+            return None
+        layout = header.layout
+        pages = mmap.mmap(fd, layout.total_bytes, access=mmap.ACCESS_READ)
+        used_bytes = layout.rows_at - layout.used_at
+        used = mmap.mmap(fd, used_bytes, access=mmap.ACCESS_WRITE, offset=layout.used_at)
+        return header, SegmentTable(pages, layout, used)
+    except (OSError, ValueError, OverflowError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def read_header(path: Path) -> tuple[Header, float] | None:
+    """The header of a segment and the time of its last store, in seconds since 1970; None if the
+    file is not a valid segment.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(path, READ_FLAGS)
+        try:
+            header = _checked_header(fd)
+            last_store = struct.unpack("<d", os.pread(fd, 8, LAST_STORE_AT))[0] if header else 0.0
+        finally:
+            os.close(fd)
+        return (header, last_store) if header is not None else None
+    return None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether the owner of a file lives. False if there is no such file."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, READ_FLAGS)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files of processes that were killed while they made a segment."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(UNFINISHED):
+                _unlink_unless_locked(folder / name)
+
+
+def remove_orphan(path: Path) -> bool:
+    """Remove a segment without an owner; False if it has one. The kernel frees the space when the
+    last process that reads the segment has unmapped it.
+    """
+    return _unlink_unless_locked(path)
+
+
+def _unlink_unless_locked(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, READ_FLAGS)
+        try:
+            if _lock(fd, path):
+                os.unlink(path)
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def _lock(fd: int, path: Path) -> bool:
+    """Lock a file; False if it is locked, or if the path names another file meanwhile."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.path.samestat(os.fstat(fd), os.lstat(path))
+
+
+def _checked_header(fd: int) -> Header | None:
+    """The header of an open file, if the file is a complete segment of this user."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        return None
+    header = Header.from_bytes(os.pread(fd, HEADER_BYTES, 0))
+    if header is None or header.layout.total_bytes != found.st_size:
+        return None
+    # A page that is not allocated would be allocated by the first access, which ends the process if
+    # memory is exhausted.
+    return header if found.st_blocks * 512 >= found.st_size else None
+
+
+def _map_for_owner(fd: int, layout: SegmentLayout) -> SegmentTable:
+    pages = mmap.mmap(fd, layout.total_bytes)
+    with contextlib.suppress(OSError):  # kernels before 5.14 map pages on the first write
+        pages.madvise(MADV_POPULATE_WRITE)
+    return SegmentTable(pages, layout)
+
+
+def iter_orphans(folder: Path) -> Iterator[Path]:
+    """The segments of all namespaces that have no owner, the one without stores for longest
+    first. Files that are not valid segments are not among them.
+    """
+    found = []
+    for path in segment_paths(folder):
+        header = read_header(path)
+        if header is not None and not is_locked(path):
+            found.append((header[1], path))
+    yield from (path for _, path in sorted(found))
