@@ -426,8 +426,8 @@ class Story:
             self.rank.pool.row(task.row)[:] = bytes(len(self.rank.pool.row(task.row)))
             self.rank.finish(task, LoadResult(outcome, "made up"))
         elif isinstance(task, WriteObject):
-            outcome = self.rng.choice([StoreOutcome.FAILED, StoreOutcome.DROPPED])
-            self.rank.finish(task, StoreResult(outcome, "made up"))
+            failure = self.rng.choice([StoreOutcome.FAILED, StoreOutcome.DROPPED])
+            self.rank.finish(task, StoreResult(failure, "made up"))
         else:
             self.rank.finish(task, CopyResult(reason="made up"))
 

@@ -161,11 +161,12 @@ class ConfiguredTransportKit:
         )
 
     def row_copier(self, regions: Sequence[Region]) -> RowCopier:
-        if any(region.memory is not MemoryKind.DRAM for region in regions):
-            raise ConfigError(
-                "storage tiers for a cache on a GPU are not supported yet; remove the tiers"
-            )
-        return CpuRowCopier(regions)
+        if all(region.memory is MemoryKind.DRAM for region in regions):
+            return CpuRowCopier(regions)
+        # Imported only for device memory: the module needs torch with CUDA.
+        from kvferry.transports.copy.cuda_rows import CudaRowCopier
+
+        return CudaRowCopier(regions)
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}

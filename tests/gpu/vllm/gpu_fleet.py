@@ -63,16 +63,17 @@ class GpuFleet(Fleet):
         name: str,
         *flags: str,
         mode: str | None = "pull",
+        transfer: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         policy: str = "fail",
         environment: Mapping[str, str] | None = None,
     ) -> Engine:
-        """Start a server; `mode=None`: one without a connector."""
+        """Start a server; `mode=None`: one without a connector. `transfer` replaces the mode's."""
         return self.vllm(
             name,
             *MEMORY,
             *flags,
-            transfer=None if mode is None else CONNECTORS[mode],
+            transfer=transfer or (None if mode is None else CONNECTORS[mode]),
             extra=extra,
             policy=policy,
             environment={**VARIABLES, **(environment or {})},
