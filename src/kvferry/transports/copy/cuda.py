@@ -161,6 +161,11 @@ class CudaCopyJob:
         """Mark the job as done, because its last table is about to be reused."""
         self._table = None
 
+    def make_wait(self, stream: torch.cuda.Stream) -> None:
+        """Let work that is given to `stream` from now on wait for this job."""
+        if self._table is not None:
+            stream.wait_event(self._table.event)
+
     def is_done(self) -> bool:
         try:
             return self._table is None or (

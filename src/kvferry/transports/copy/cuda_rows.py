@@ -14,7 +14,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -22,21 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.errors import LocalProtocolError
+from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.transports.base import RowBlocks
 from kvferry.transports.copy.checksum import (
     GROUP_BYTES,
-    MULTIPLIER,
     PIECE_BYTES,
     checksum_key,
     powers_of_multiplier,
 )
-from kvferry.transports.copy.cuda import CudaAddressCopier
+from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob
 from kvferry.transports.copy.gather import AddressCopies
 from kvferry.transports.copy.rows import regions_of, row_segments
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CudaRowCopier", "device_checksums"]
+__all__ = ["BlockSums", "CudaRowCopier", "sum_pieces_by_torch"]
 
 BATCH_BYTES = 64 * 1024 * 1024
 """The most bytes of one launch. While the GPU sums one batch, it copies the next."""
@@ -65,25 +64,21 @@ class CudaRowCopier:
         return num_blocks * sum(region.block_bytes for region in regions_of(group, self._regions))
 
     def save(self, rows: Sequence[RowBlocks]) -> list[int]:
-        row_segments(rows, self._regions)  # checks block ids and addresses
-        checksums: list[int] = []
+        self._check(rows)
         with self._saving as direction:
             for batch in self._batches(rows):
                 size = self.row_bytes(batch[0].group, len(batch[0].block_ids))
                 if self._is_pinned(batch, size):
                     direction.copy_from_cache(batch)
-                else:
-                    staged = direction.bounce_rows(batch, size)
-                    direction.copy_from_cache(staged)
-                    direction.wait()
-                    for row, stage in zip(batch, staged, strict=True):
-                        ctypes.memmove(row.address, stage.address, size)
-                direction.sum_blocks(batch)
-            checksums = direction.take_sums()
-        return checksums
+                    continue
+                direction.copy_from_cache(direction.bounce_rows(batch, size))
+                direction.wait()
+                for row, stage in zip(batch, direction.bounce_rows(batch, size), strict=True):
+                    ctypes.memmove(row.address, stage.address, size)
+            return direction.take_sums()
 
     def load(self, rows: Sequence[RowBlocks]) -> list[int]:
-        row_segments(rows, self._regions)  # checks block ids and addresses
+        self._check(rows)
         with self._loading as direction:
             for batch in self._batches(rows):
                 size = self.row_bytes(batch[0].group, len(batch[0].block_ids))
@@ -94,7 +89,6 @@ class CudaRowCopier:
                     for row, stage in zip(batch, source, strict=True):
                         ctypes.memmove(stage.address, row.address, size)
                 direction.copy_to_cache(source)
-                direction.sum_blocks(batch)
             return direction.take_sums()
 
     def pin(self, address: int, size_bytes: int) -> None:
@@ -119,6 +113,19 @@ class CudaRowCopier:
             direction.close()
         for address in list(self._pinned):
             self.unpin(address)
+
+    def _check(self, rows: Sequence[RowBlocks]) -> None:
+        """LocalProtocolError if a block does not exist; then nothing is copied. The other checks of
+        `row_segments` follow batch by batch.
+        """
+        for group in {row.group for row in rows}:
+            num_blocks = min(region.num_blocks for region in regions_of(group, self._regions))
+            ids = [block for row in rows if row.group == group for block in row.block_ids]
+            if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
+                raise LocalProtocolError(
+                    f"blocks {min(ids)} to {max(ids)} of KV-cache group {group}, which has "
+                    f"{num_blocks} blocks"
+                )
 
     def _batches(self, rows: Sequence[RowBlocks]) -> Iterator[list[RowBlocks]]:
         """Cut rows into batches of one group and one length."""
@@ -152,42 +159,44 @@ class _Direction:
         self._device = torch.device("cuda", device)
         self._regions = tuple(regions)
         self._copier = CudaAddressCopier(device)
-        self._stream = torch.cuda.Stream(self._device)
-        self._blocks = {region.name: _blocks_tensor(region, self._device) for region in regions}
+        self._sums = BlockSums(regions, self._device)
         self._bounce: torch.Tensor | None = None
-        self._sums: list[torch.Tensor] = []
-        self._job: Any = None
+        self._job: CudaCopyJob | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> "_Direction":
         self._lock.acquire()
-        self._sums = []
         return self
 
     def __exit__(self, *failure: object) -> None:
         # The caller reuses the memory as soon as the call returns.
         try:
-            if failure[0] is not None:
-                self.close()
+            self._copier.wait()
+            self._sums.take()
         finally:
+            self._job = None
             self._lock.release()
 
     def copy_from_cache(self, rows: Sequence[RowBlocks]) -> None:
+        """Start a copy to rows, and the sums of its blocks."""
         self._job = self._copier.start(
             [
                 AddressCopies(size, blocks, hosts, caches, offsets)
                 for size, caches, offsets, blocks, hosts in self._places(rows)
             ]
         )
+        self._sums.start(rows)
 
     def copy_to_cache(self, rows: Sequence[RowBlocks]) -> None:
+        """Start a copy from rows, and then the sums of the blocks."""
         self._job = self._copier.start(
             [
                 AddressCopies(size, hosts, blocks, offsets, caches)
                 for size, caches, offsets, blocks, hosts in self._places(rows)
             ]
         )
-        self.wait()
+        self._job.make_wait(self._sums.stream)
+        self._sums.start(rows)
 
     def _places(self, rows: Sequence[RowBlocks]) -> Iterator[tuple[Any, ...]]:
         """For regions of one size and stride: the size of a block, the regions' addresses, their
@@ -217,25 +226,11 @@ class _Direction:
                 hosts,
             )
 
-    def sum_blocks(self, rows: Sequence[RowBlocks]) -> None:
-        """Start the sums of the blocks of these rows, on the device."""
-        regions = regions_of(rows[0].group, self._regions)
-        with torch.cuda.stream(self._stream):
-            ids = torch.tensor([row.block_ids for row in rows], device=self._device)
-            parts = [
-                device_checksums(self._blocks[region.name], ids, region.block_bytes)
-                for region in regions
-            ]
-            self._sums.append(_fold(parts, [region.block_bytes for region in regions]))
-
     def take_sums(self) -> list[int]:
         """Wait for all copies and sums, and return the checksums in order."""
         self.wait()
         self._copier.wait()  # earlier jobs ran on another stream
-        self._stream.synchronize()
-        checksums = [int(sum_) % (1 << 64) for part in self._sums for sum_ in part.tolist()]
-        self._sums = []
-        return checksums
+        return self._sums.take()
 
     def bounce_rows(self, rows: Sequence[RowBlocks], size_bytes: int) -> list[RowBlocks]:
         """The same rows in the pinned buffer."""
@@ -247,42 +242,13 @@ class _Direction:
         return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
 
     def wait(self) -> None:
-        """Wait until no copy is active, without occupying a processor."""
+        """Wait until the last copy has ended, without occupying a processor."""
         while self._job is not None and not self._job.is_done():
             time.sleep(POLL_S)
-        self._job = None
 
     def close(self) -> None:
-        self._copier.wait()
-        self._stream.synchronize()
-        self._job, self._sums = None, []
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """A region in the form of CUDA's array interface: one row of 32-bit words for each block."""
-
-    region: Region
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        region = self.region
-        return {
-            "shape": (region.num_blocks, region.block_bytes // 4),
-            "strides": (region.stride_bytes, 4),
-            "typestr": "<i4",
-            "data": (region.address, False),
-            "version": 3,
-        }
-
-
-def _blocks_tensor(region: Region, device: torch.device) -> torch.Tensor:
-    if region.block_bytes % GROUP_BYTES or region.stride_bytes % 4:
-        raise LocalProtocolError(
-            f"blocks of region {region.name} have {region.block_bytes} bytes, which is not a "
-            f"multiple of {GROUP_BYTES}"
-        )
-    return torch.as_tensor(_Words(region), device=device)
+        self._copier.close()
+        self._sums.stream.synchronize()
 
 
 # -- checksums --
@@ -290,43 +256,105 @@ def _blocks_tensor(region: Region, device: torch.device) -> torch.Tensor:
 # numbers wrap around in the same way.
 
 
-def device_checksums(blocks: torch.Tensor, ids: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """Return the checksum of each chosen block, in the shape of `ids`. `blocks` has one row of
-    32-bit words for each block.
-    """
-    words = blocks.index_select(0, ids.reshape(-1))
-    key = torch.from_numpy(checksum_key().view(np.int32).copy()).to(blocks.device)
-    piece_words = PIECE_BYTES // 4
-    values = [
-        _piece_values(words[:, first : first + piece_words], key)
-        for first in range(0, block_bytes // 4, piece_words)
+class BlockSums:
+    """Computes the checksums of rows from the blocks in a cache, on a stream of its own."""
+
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        for region in regions:
+            if region.block_bytes % GROUP_BYTES:
+                raise ConfigError(
+                    f"a block of {region.name} has {region.block_bytes} bytes, which is not a "
+                    f"multiple of {GROUP_BYTES}: its KV cannot be kept in tiers"
+                )
+        self._regions = tuple(regions)
+        self._device = device
+        self.stream = torch.cuda.Stream(device)
+        self._key = torch.from_numpy(checksum_key().view(np.int32).copy()).to(device)
+        self._sum = _best_sum()
+        self._sums: list[torch.Tensor] = []
+        self._known_weights: dict[int, torch.Tensor] = {}
+
+    def start(self, rows: Sequence[RowBlocks]) -> None:
+        """Start the sums of rows of one group and one length."""
+        segments = row_segments(rows, self._regions)
+        pieces = -(-segments.sizes // PIECE_BYTES)
+        total = int(pieces.sum())
+        # Pinned, because an upload from other memory waits for all earlier work of the stream.
+        table = torch.empty(3, len(pieces), dtype=torch.int64, pin_memory=True)
+        table.numpy()[:] = segments.cache, segments.sizes, np.cumsum(pieces) - pieces
+        with torch.cuda.stream(self.stream):
+            addresses, sizes, before = table.to(self._device, non_blocking=True)
+            values = self._sum(addresses, sizes, before, self._key, (int(pieces.max()), total))
+            per_row = values.view(len(rows), total // len(rows))
+            self._sums.append((per_row * self._weights(per_row.shape[1])).sum(dim=1))
+
+    def take(self) -> list[int]:
+        """Wait for the sums, and return the checksums of all rows in order."""
+        with torch.cuda.stream(self.stream):
+            sums = torch.cat(self._sums).tolist() if self._sums else []
+        self._sums = []
+        return [number % (1 << 64) for number in sums]
+
+    def _weights(self, num_pieces: int) -> torch.Tensor:
+        """The powers of the multiplier that belong to the pieces of a row."""
+        if num_pieces not in self._known_weights:
+            weights = powers_of_multiplier(num_pieces)[:0:-1].astype(np.int64)
+            self._known_weights[num_pieces] = torch.from_numpy(weights).to(self._device)
+        return self._known_weights[num_pieces]
+
+
+SumPieces = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor
+]
+"""`copy.sum_kernel.sum_pieces`, or its substitute `sum_pieces_by_torch`."""
+
+
+def _best_sum() -> SumPieces:
+    try:
+        from kvferry.transports.copy.sum_kernel import sum_pieces
+    except ImportError as error:
+        _log.warning("checksums of tiers are computed without triton, slowly reason=%s", error)
+        return sum_pieces_by_torch
+    return sum_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Device memory in the form of CUDA's array interface: 32-bit words."""
+
+    address: int
+    size_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size_bytes // 4,),
+            "typestr": "<i4",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+
+def sum_pieces_by_torch(
+    addresses: torch.Tensor,
+    sizes: torch.Tensor,
+    firsts: torch.Tensor,
+    key: torch.Tensor,
+    num_pieces: tuple[int, int],
+) -> torch.Tensor:
+    """The same as `copy.sum_kernel.sum_pieces`, one segment after the other."""
+    sums = [
+        _sum_segment(torch.as_tensor(_Words(address, size), device=key.device), key)
+        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
     ]
-    sums = torch.zeros_like(values[0])
-    for value in values:
-        sums = (sums + value) * _signed(MULTIPLIER)
-    return sums.reshape(ids.shape)
+    return torch.cat(sums)
 
 
-def _piece_values(words: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """v of one piece of each block."""
-    count = words.shape[1]
-    half = GROUP_BYTES // 8
-    mixed = (words ^ key[:count]).reshape(len(words), -1, 2, half).to(torch.int64)
-    factors = (mixed & 0xFFFFFFFF) + (1 << 32)
-    products = factors[:, :, 0] * factors[:, :, 1]
-    return products.sum(dim=(1, 2)) + 4 * count
-
-
-def _fold(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """The checksums of rows from those of their segments: parts[region][row, block]."""
-    pieces = [-(-size // PIECE_BYTES) for size in sizes]
-    powers = powers_of_multiplier(sum(pieces)).astype(np.int64)
-    total = torch.zeros_like(parts[0][:, 0])
-    for block in range(parts[0].shape[1]):
-        for part, count in zip(parts, pieces, strict=True):
-            total = total * int(powers[count]) + part[:, block]
-    return total
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+def _sum_segment(words: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """v of each piece of one segment."""
+    parts = []
+    for piece in words.split(PIECE_BYTES // 4):
+        mixed = (piece ^ key[: len(piece)]).reshape(-1, 2, GROUP_BYTES // 8).to(torch.int64)
+        factors = (mixed & 0xFFFFFFFF) + (1 << 32)
+        parts.append((factors[:, 0] * factors[:, 1]).sum() + 4 * len(piece))
+    return torch.stack(parts)
