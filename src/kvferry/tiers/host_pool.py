@@ -144,13 +144,6 @@ class HostPool:
         """Where a row of our own segment starts; a multiple of the page size."""
         return self._table.address(row)
 
-    def row(self, row: int) -> memoryview:
-        """The bytes of a row of our own segment. The memory stays mapped as long as a view of it
-        exists.
-        """
-        first = self._table.layout.rows_at + row * self._table.layout.row_stride
-        return memoryview(self._table.pages)[first : first + self.row_bytes]
-
     # -- storing --
 
     def holds(self, key: ObjectKey) -> bool:
