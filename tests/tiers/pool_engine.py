@@ -27,7 +27,8 @@ from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region
 
 __all__ = [
-    "NAMESPACE", "OPENED", "ROW_BYTES", "EngineProcess", "PoolEngine", "contents", "key", "start_engine",
+    "NAMESPACE", "OPENED", "ROW_BYTES", "EngineProcess", "PoolEngine", "contents", "key",
+    "start_engine",
 ]  # fmt: skip
 
 NAMESPACE = Namespace({"model": "tiny", "tp_rank": 0})

@@ -30,6 +30,7 @@ from kvferry.tiers.policies import EvictionPolicy
 from kvferry.tiers.pool_reader import PoolReader, StoredRow
 from kvferry.tiers.pool_segment import (
     READY,
+    OwnedSegment,
     RowState,
     SegmentFile,
     SegmentLayout,
@@ -88,6 +89,7 @@ class HostPool:
         self._num_evicted = 0
         self._seen_uses = table.used.copy()
         self._evictions_until_scan = 0
+        self._is_closed = False
         self._take_over()
 
     @classmethod
@@ -106,9 +108,9 @@ class HostPool:
         layout = _checked_layout(row_bytes, num_rows)
         prepare_folder(folder)
         remove_unfinished(folder)
-        file = _adopt(folder, namespace, layout) or _create(folder, namespace, layout)
+        file, table = _adopt(folder, namespace, layout) or _create(folder, namespace, layout)
         others = PoolReader(folder, namespace, but_not=[file.path])
-        return cls(file.table, make_policy, file, others)
+        return cls(table, make_policy, file, others)
 
     @classmethod
     def private(cls, row_bytes: int, num_rows: int, make_policy: MakePolicy) -> "HostPool":
@@ -287,8 +289,12 @@ class HostPool:
 
     def close(self) -> None:
         """Give up the segment; its rows stay for other engines and for the next owner. No copy may
-        be active. Idempotent.
+        be active, and only `path` may be used afterwards. Idempotent.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        del self._table  # unmaps the segment, unless a StoredRow still needs it
         if self._others is not None:
             self._others.close()
         if self._file is not None:
@@ -355,14 +361,14 @@ def _checked_layout(row_bytes: int, num_rows: int) -> SegmentLayout:
     return SegmentLayout(row_bytes, num_rows)
 
 
-def _adopt(folder: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile | None:
+def _adopt(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment | None:
     for attempt in range(ADOPT_ATTEMPTS):
         if attempt:
             time.sleep(0.002)
         for path in _latest_first(segment_paths(folder, namespace)):
-            file = adopt_segment(path, namespace, layout)
-            if file is not None:
-                return file
+            adopted = adopt_segment(path, namespace, layout)
+            if adopted is not None:
+                return adopted
     return None
 
 
@@ -372,7 +378,7 @@ def _latest_first(paths: Sequence[Path]) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile:
+def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
     while True:
         try:
             return create_segment(folder, namespace, layout)

@@ -43,6 +43,7 @@ from kvferry.tiers.keys import Namespace
 __all__ = [
     "READY",
     "Header",
+    "OwnedSegment",
     "RowState",
     "SegmentFile",
     "SegmentLayout",
@@ -316,13 +317,12 @@ def segment_paths(folder: Path, namespace: Namespace | None = None) -> list[Path
 
 
 class SegmentFile:
-    """A segment of this process: its file, with the flock that shows other processes that the owner
-    lives.
+    """The file of a segment of this process, with the flock that shows other processes that the
+    owner lives.
     """
 
-    def __init__(self, path: Path, fd: int, table: SegmentTable) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self.table = table
         self._fd = fd
 
     def close(self) -> None:
@@ -330,12 +330,15 @@ class SegmentFile:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        # The mapping has a duplicate of the descriptor, so closing ours would not end the lock.
+        # A mapping has a duplicate of the descriptor, so closing ours might not end the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
-def create_segment(folder: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile:
+OwnedSegment = tuple[SegmentFile, SegmentTable]
+
+
+def create_segment(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
     """Make a new segment. OSError if there is no space; then nothing is left behind."""
     token = secrets.token_hex(8)
     unfinished = folder / f"{UNFINISHED}{token}"
@@ -349,7 +352,7 @@ def create_segment(folder: Path, namespace: Namespace, layout: SegmentLayout) ->
         table = _map_for_owner(fd, layout)
         path = folder / f"{namespace.hex}-{token}{SUFFIX}"
         os.rename(unfinished, path)
-        return SegmentFile(path, fd, table)
+        return SegmentFile(path, fd), table
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
@@ -357,7 +360,7 @@ def create_segment(folder: Path, namespace: Namespace, layout: SegmentLayout) ->
         raise
 
 
-def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> SegmentFile | None:
+def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment | None:
     """Become the owner of a segment that an earlier process has left. None if the segment has an
     owner, or is not of this namespace and layout.
     """
@@ -372,7 +375,7 @@ def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> Se
             with contextlib.suppress(OSError, ValueError):
                 ours = Header(layout, namespace.digest, namespace.text, os.getpid())
                 os.pwrite(fd, ours.to_bytes()[: HEADER.size], 0)
-                return SegmentFile(path, fd, _map_for_owner(fd, layout))
+                return SegmentFile(path, fd), _map_for_owner(fd, layout)
         os.close(fd)
     return None
 
