@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.tiers.s3_server import request
 
 from kvferry.tiers.base import ObjectKey, Tier
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.keys import Namespace
+from kvferry.tiers.object_store import Bucket, ObjectTier
+from kvferry.types import Address
 
-__all__ = ["DiskStorage", "mounted"]
+__all__ = ["DiskStorage", "S3Storage", "mounted"]
 
 
 @contextmanager
@@ -47,3 +50,31 @@ class DiskStorage:
 
     def path(self, namespace: Namespace, key: ObjectKey) -> Path:
         return self.root / namespace.hex / key.hex()[:2] / key.hex()
+
+
+@dataclass(frozen=True, slots=True)
+class S3Storage:
+    server: Address
+    bucket: str
+    prefix: str = "kv/cache"
+
+    def open(self, namespace: Namespace, secret: bytes) -> Tier:
+        return ObjectTier(self.place(self.server), namespace, secret)
+
+    def place(self, endpoint: Address) -> Bucket:
+        return Bucket(self.bucket, self.prefix, f"http://{endpoint}", "us-east-1")
+
+    def make(self) -> None:
+        assert request(self.server, "PUT", f"/{self.bucket}")[0] == 200
+
+    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
+        status, body = request(self.server, "GET", self.path(namespace, key.hex()))
+        assert status in (200, 404)
+        return body if status == 200 else None
+
+    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+        path = self.path(namespace, key.hex())
+        assert request(self.server, "PUT", path, stored)[0] == 200
+
+    def path(self, namespace: Namespace, name: str) -> str:
+        return f"/{self.bucket}/{self.prefix}/{namespace.hex}/{name}"

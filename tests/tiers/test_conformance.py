@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.tiers.storages import DiskStorage, mounted
+from tests.tiers.s3_server import s3_server
+from tests.tiers.storages import DiskStorage, S3Storage, mounted
 
 from kvferry.testing.tier_conformance import TIER_CASES, TierStorage
 
-STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io")
+STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io", "object")
 
 
 @pytest.fixture(scope="module", params=STORAGES)
@@ -18,6 +19,13 @@ def storage(
     if request.param == "disk-without-direct-io":
         with mounted(folder, "ramfs") as root:
             yield DiskStorage(root)
+    elif request.param == "object":
+        with s3_server() as server, pytest.MonkeyPatch.context() as environment:
+            environment.setenv("AWS_ACCESS_KEY_ID", "key")
+            environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            made = S3Storage(server, "bucket")
+            made.make()
+            yield made
     else:
         yield DiskStorage(folder, 2**30 if request.param == "disk-with-limit" else None)
 
