@@ -20,16 +20,21 @@ from tests.e2e.harness import (
     assert_quiescent,
     metrics,
     new_session,
+    until,
 )
-from tests.tiers.object_server import ObjectServer
+from tests.tiers.s3_server import request as ask_s3
+from tests.tiers.s3_server import s3_server
 
 from kvferry.engine.make_model.writer import make_model
+from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPTS = random_prompts(200, seed=21)
 LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(1400)), max_tokens=8)
+BUCKET = "tiers"
 NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 """So that every prompt that is asked twice comes from a tier."""
 
@@ -40,19 +45,19 @@ class TierSetup:
 
     names: tuple[str, ...]
     folder: Path
-    server: ObjectServer | None = None
+    server: Address | None = None
 
     @property
     def extra(self) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "cpu": {"cpu": "64MiB"},
+            "cpu": {"cpu": "256MiB"},
             "disk": {"disk": {"path": str(self.folder / "disk"), "size": "256MiB"}},
         }
         if self.server is not None:
             settings["object"] = {
                 "object": {
-                    "bucket": self.server.bucket,
-                    "endpoint": self.server.url,
+                    "bucket": BUCKET,
+                    "endpoint": f"http://{self.server}",
                     "prefix": self.folder.name,
                     "store_after": 1,
                 }
@@ -66,7 +71,7 @@ class TierSetup:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {} if self.server is None else self.server.credentials
+        return {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 
     def serve(self, cluster: Cluster, name: str, *flags: str, **changes: Any) -> Engine:
         return cluster.serve(
@@ -78,9 +83,16 @@ class TierSetup:
         ).ready()
 
 
+@pytest.fixture(scope="module")
+def object_server() -> Iterator[Address]:
+    with s3_server() as address:
+        assert ask_s3(address, "PUT", f"/{BUCKET}")[0] == 200
+        yield address
+
+
 @pytest.fixture
 def setup(
-    request: pytest.FixtureRequest, tmp_path: Path, object_server: ObjectServer
+    request: pytest.FixtureRequest, tmp_path: Path, object_server: Address
 ) -> Iterator[TierSetup]:
     names = tuple(request.param.split("+"))
     # The pool belongs in memory: its rows are mapped, and the disk of a test machine is slow.
@@ -107,8 +119,10 @@ async def settled(engine: Engine) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: Engine) -> list[Answer]:
-    return asyncio.run(ask_all(plain, PROMPTS))
+def expected(plain: Engine, pytestconfig: pytest.Config) -> list[Answer]:
+    """The answers of an engine without tiers: to 60 prompts, or to all of them."""
+    count = len(PROMPTS) if pytestconfig.getoption("--exhaustive") else 60
+    return asyncio.run(ask_all(plain, PROMPTS[:count]))
 
 
 @pytest.mark.parametrize(
@@ -118,14 +132,15 @@ def test_tokens_from_tiers_equal_an_engines_without_tiers(
     setup: TierSetup, cluster: Cluster, expected: list[Answer]
 ) -> None:
     engine = setup.serve(cluster, "engine", *NO_PREFIX_CACHE)
-    first = asyncio.run(ask_all(engine, PROMPTS))
+    prompts = PROMPTS[: len(expected)]
+    first = asyncio.run(ask_all(engine, prompts))
     before = asyncio.run(settled(engine))
-    second = asyncio.run(ask_all(engine, PROMPTS))
+    second = asyncio.run(ask_all(engine, prompts))
     after = asyncio.run(settled(engine))
     assert first == expected
     assert second == expected
     hit = after["kvferry:offload_hit_tokens_total"] - before["kvferry:offload_hit_tokens_total"]
-    whole_blocks = sum(len(prompt.token_ids) // 16 * 16 for prompt in PROMPTS)
+    whole_blocks = sum(len(prompt.token_ids) // 16 * 16 for prompt in prompts)
     assert hit > 0.9 * whole_blocks
     assert after.get("kvferry:offload_failed_loads_total", 0) == 0
 
@@ -148,8 +163,6 @@ def test_a_killed_engine_finds_its_kv_again(
 
 
 async def until_stored(engine: Engine, tier: str, count: int) -> None:
-    from tests.e2e.harness import until
-
     async def is_stored() -> bool:
         async with new_session() as session:
             found = await metrics(session, engine)
@@ -215,8 +228,8 @@ def damage(path: Path, offset: int) -> None:
 def damage_and_seal(path: Path, secret: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[HEADER_BYTES:] = data[HEADER_BYTES:][::-1]
-    namespace, key = bytes.fromhex(path.parents[1].name), bytes.fromhex(path.name)
-    sealed = Envelope(secret, namespace).seal(key, memoryview(data)[HEADER_BYTES:])  # type: ignore[arg-type]
+    namespace, key = bytes.fromhex(path.parents[1].name), ObjectKey(bytes.fromhex(path.name))
+    sealed = Envelope(secret, namespace).seal(key, memoryview(bytes(data[HEADER_BYTES:])))
     path.write_bytes(sealed + data[HEADER_BYTES:])
 
 

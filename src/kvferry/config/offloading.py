@@ -138,6 +138,10 @@ class ObjectTierConfig(TierConfig):
     """The start of every object's name in the bucket."""
     region: Text | None = None
     """The region; null: from the environment, else us-east-1."""
+    profile: Text | None = None
+    """The profile in ~/.aws whose credentials are used, which needs boto3; null: the environment's
+    credentials.
+    """
     store_after: Count = 2
     """A chunk is stored when requests have needed it this often."""
 

@@ -72,6 +72,7 @@ class HostPool:
         others: PoolReader | None = None,
     ) -> None:
         """Use `open` or `private` instead."""
+        self._layout = table.layout
         self._table = table
         self._file = file
         self._others = others
@@ -132,19 +133,26 @@ class HostPool:
 
     @property
     def size_bytes(self) -> int:
-        return self._table.layout.num_rows * self._table.layout.row_stride
+        return self._layout.num_rows * self._layout.row_stride
 
     @property
     def row_bytes(self) -> int:
-        return self._table.layout.row_bytes
+        return self._layout.row_bytes
 
     @property
     def num_rows(self) -> int:
-        return self._table.layout.num_rows
+        return self._layout.num_rows
 
     def row_address(self, row: int) -> int:
         """Where a row of our own segment starts; a multiple of the page size."""
         return self._table.address(row)
+
+    def row(self, row: int) -> memoryview:
+        """The bytes of a row of our own segment. The memory stays mapped as long as a view of it
+        exists.
+        """
+        first = self._table.layout.rows_at + row * self._table.layout.row_stride
+        return memoryview(self._table.pages)[first : first + self.row_bytes]
 
     # -- storing --
 
@@ -172,7 +180,7 @@ class HostPool:
             self._table.set_state_unnoticed(row, RowState.WRITING)
         else:
             row = self._index.pop(insertion.evicted)
-            self._table.set_states(row, RowState.WRITING)
+            pass
             self._evicted.append(insertion.evicted)
             self._num_evicted += 1
         self._writing[row] = key
@@ -289,7 +297,7 @@ class HostPool:
 
     def close(self) -> None:
         """Give up the segment; its rows stay for other engines and for the next owner. No copy may
-        be active, and only `path` may be used afterwards. Idempotent.
+        be active; afterwards only the sizes, `path` and `usage` may be used. Idempotent.
         """
         if self._is_closed:
             return

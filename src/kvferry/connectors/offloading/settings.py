@@ -109,14 +109,8 @@ def _open_tiers(
         tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_bytes)
     if isinstance(bucket, ObjectTierConfig):
         # Imported on demand: the package that it needs is an extra.
-        from kvferry.tiers.object_store import ObjectTier
+        from kvferry.tiers.object_store import Bucket, ObjectTier
 
-        tiers["object"] = ObjectTier(
-            bucket.bucket,
-            namespace,
-            secret,
-            endpoint=bucket.endpoint,
-            prefix=bucket.prefix,
-            region=bucket.region,
-        )
+        place = Bucket(bucket.bucket, bucket.prefix, bucket.endpoint, bucket.region, bucket.profile)
+        tiers["object"] = ObjectTier(place, namespace, secret)
     return tiers
