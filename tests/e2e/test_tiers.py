@@ -4,7 +4,7 @@ those of an engine without tiers. Controls must differ.
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class TierSetup:
             "pool_path": str(self.folder / "pool"),
             # Tests must load what was stored, also where this model computes faster.
             "break_even": False,
+            # The server of the tests is slow.
+            "lookup_timeout": 20.0,
         }
 
     @property
@@ -134,6 +136,7 @@ def test_tokens_from_tiers_equal_an_engines_without_tiers(
     engine = setup.serve(cluster, "engine", *NO_PREFIX_CACHE)
     prompts = PROMPTS[: len(expected)]
     first = asyncio.run(ask_all(engine, prompts))
+    asyncio.run(until_stored(engine, setup.names[-1], num_chunks(prompts)))
     before = asyncio.run(settled(engine))
     second = asyncio.run(ask_all(engine, prompts))
     after = asyncio.run(settled(engine))
@@ -141,7 +144,7 @@ def test_tokens_from_tiers_equal_an_engines_without_tiers(
     assert second == expected
     hit = after["kvferry:offload_hit_tokens_total"] - before["kvferry:offload_hit_tokens_total"]
     whole_blocks = sum(len(prompt.token_ids) // 16 * 16 for prompt in prompts)
-    assert hit > 0.9 * whole_blocks
+    assert hit >= 0.95 * whole_blocks
     assert after.get("kvferry:offload_failed_loads_total", 0) == 0
 
 
@@ -160,6 +163,18 @@ def test_a_killed_engine_finds_its_kv_again(
     found = asyncio.run(settled(again))
     assert found["kvferry:offload_hit_tokens_total"] == len(LONG.token_ids) // 16 * 16
     assert found[f"kvferry:tier_loads_total/{setup.names[-1]}"] == len(LONG.token_ids) // 16
+
+
+def num_chunks(prompts: Sequence[Prompt]) -> int:
+    """How many different chunks these prompts have."""
+    ends = (range(16, len(prompt.token_ids) + 1, 16) for prompt in prompts)
+    return len(
+        {
+            prompt.token_ids[:end]
+            for prompt, ends_of in zip(prompts, ends, strict=True)
+            for end in ends_of
+        }
+    )
 
 
 async def until_stored(engine: Engine, tier: str, count: int) -> None:

@@ -96,6 +96,7 @@ class OffloadWorker:
         self._counts: TierCounts = {}
         self._counts_lock = threading.Lock()
         self._usage: dict[str, TierUsage] = {}
+        self._is_busy = False
         self._warned: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Loads and stores have a thread each, so that no load waits for the copy of a store.
@@ -126,6 +127,11 @@ class OffloadWorker:
         with self._counts_lock:
             counts, self._counts = self._counts, {}
         return counts
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is in progress, or has ended since the last `take_counts`."""
+        return self._is_busy or bool(self._counts)
 
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, as of the worker's last look."""
@@ -211,6 +217,7 @@ class OffloadWorker:
                     total = self._counts.setdefault(tier, {})
                     for name, value in row.items():
                         total[name] = total.get(name, 0) + value
+        self._is_busy = not self._jobs.is_idle
         usage = {name: tier.usage() for name, tier in self._tiers.items()}
         if self._jobs.keeps_rows:
             usage[POOL] = self._pool.usage()

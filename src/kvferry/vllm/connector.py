@@ -30,6 +30,9 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.connectors.offloading.connector import (
+    OffloadingConnector as InnerOffloadingConnector,
+)
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
@@ -388,7 +391,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the step's message. `plan` is the step in the form that kvferry's scheduler half
         expects.
         """
-        self._idle.wait(self.has_pending_push_work)
+        self._idle.wait(self._has_urgent_work)
         lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
             self._inner.reclaim_blocks(lacking)
@@ -409,6 +412,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM asks when a running request lacks blocks, before it preempts another request.
         self._inner.reclaim_blocks(self._needs.missing_to_run(self._num_free_blocks))
         return self._inner.has_pending_block_frees()
+
+    def _has_urgent_work(self) -> bool:
+        """Whether an idle engine must not wait before its next step."""
+        return self.has_pending_push_work()
 
     def has_pending_push_work(self) -> bool:
         return self._has_unreported_stats or self._inner.has_pending_push_work()
@@ -600,6 +607,10 @@ class KVFerryOffloadingConnector(KVFerryConnector):
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    def _has_urgent_work(self) -> bool:
+        assert isinstance(self._inner, InnerOffloadingConnector)
+        return self._has_unreported_stats or self._inner.has_pending_commands
 
     def _view(self, request: Any) -> VllmRequestView:
         return replace(super()._view(request), progress=self._prefills.get(str(request.request_id)))

@@ -108,6 +108,12 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def has_pending_push_work(self) -> bool:
+        # Steps without tokens carry the counters of slow writes to the engine's metrics.
+        return self._scheduler.has_pending_commands() or self._scheduler.is_worker_busy
+
+    @property
+    def has_pending_commands(self) -> bool:
+        """Whether the workers wait for a command."""
         return self._scheduler.has_pending_commands()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

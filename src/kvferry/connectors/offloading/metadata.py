@@ -70,10 +70,12 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
 
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     times: list[LoadTime] = field(default_factory=list)
+    is_busy: bool | None = None
+    """Whether a rank still stores or loads; None if that has not changed."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.failed or self.times)
+        return not (self.failed or self.times) and self.is_busy is None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadingWorkerMetadata":
         assert isinstance(other, OffloadingWorkerMetadata)
@@ -81,7 +83,10 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
         for request, load in other.failed.items():
             known = failed.get(request, FailedLoad(load.reason))
             failed[request] = FailedLoad(known.reason, (*known.missing, *load.missing))
-        return OffloadingWorkerMetadata(failed, [*self.times, *other.times])
+        busy = [each for each in (self.is_busy, other.is_busy) if each is not None]
+        return OffloadingWorkerMetadata(
+            failed, [*self.times, *other.times], any(busy) if busy else None
+        )
 
 
 # -- statistics --

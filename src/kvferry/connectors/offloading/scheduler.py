@@ -131,6 +131,7 @@ class OffloadingScheduler:
         self._seen = SeenChunks(extra.store_after(), extra.max_tracker_size)
         self._break_even = BreakEven()
         self._commands: list[OffloadCommand] = []
+        self._is_worker_busy = False
         self._num_steps = 0
         self._step_began: tuple[float, int] | None = None
         """When the last step was built, and how many tokens it computes."""
@@ -270,6 +271,8 @@ class OffloadingScheduler:
         if isinstance(worker_metadata, OffloadingWorkerMetadata):
             for request_id, load in worker_metadata.failed.items():
                 self._failed[request_id] = self._failed.get(request_id, ()) + load.missing
+            if worker_metadata.is_busy is not None:
+                self._is_worker_busy = worker_metadata.is_busy
             for load_time in worker_metadata.times:
                 self._break_even.note_load(load_time.seconds, load_time.bytes_by_tier)
         for request_id in output.finished_recving:
@@ -422,6 +425,11 @@ class OffloadingScheduler:
 
     def has_pending_commands(self) -> bool:
         return bool(self._commands)
+
+    @property
+    def is_worker_busy(self) -> bool:
+        """Whether a rank still stores or loads, so that its counters are about to change."""
+        return self._is_worker_busy
 
     def _note_step_ended(self) -> None:
         if self._step_began is not None:

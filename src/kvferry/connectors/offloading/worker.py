@@ -51,6 +51,7 @@ class OffloadingWorker:
         self._order: EngineStream = HostStream()
         self._worker_metadata = OffloadingWorkerMetadata()
         self._reported: dict[str, TierUsage] = {}
+        self._was_busy = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Open the host pool and the tiers, and start the offload worker."""
@@ -124,6 +125,9 @@ class OffloadingWorker:
     def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
         metadata, self._worker_metadata = self._worker_metadata, OffloadingWorkerMetadata()
+        is_busy = self._running_worker().is_busy
+        if is_busy != self._was_busy:
+            metadata.is_busy = self._was_busy = is_busy
         return None if metadata.is_empty else metadata
 
     def take_stats(self) -> OffloadStats | None:
