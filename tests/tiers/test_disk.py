@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,8 +158,14 @@ def test_an_object_of_another_format_version_is_refused_by_name(
 
 
 def test_direct_io_is_used_where_the_file_system_allows_it(tier: DiskTier, tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path / "file", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+        is_allowed = True
+    except OSError:
+        is_allowed = False
+    assert tier.uses_direct_io == is_allowed
     with mounted(tmp_path / "ramfs", "ramfs") as folder, opened(folder) as other:
-        assert (tier.uses_direct_io, other.uses_direct_io) == (True, False)
+        assert not other.uses_direct_io
         assert [path.name for path in all_files(folder)] == ["namespace.json"]
 
 
@@ -343,19 +350,18 @@ def test_eviction_touches_no_files_of_others(tier: DiskTier, tmp_path: Path) -> 
     assert all_files(tmp_path) == kept
 
 
-def test_two_processes_that_evict_at_once_evict_no_more_than_one(
-    tier: DiskTier, tmp_path: Path
-) -> None:
-    root, keys = tmp_path / "cache", [new_key() for _ in range(40)]
+def test_engines_that_evict_at_once_evict_no_more_than_one(tier: DiskTier, tmp_path: Path) -> None:
+    root, keys = tmp_path / "cache", [new_key() for _ in range(400)]
     store(tier, *keys)
     for number, key in enumerate(keys):
         make_older(root, key, HOUR_S - number)
     spaces = [DiskSpace(root, max_bytes=20 * OBJECT_BYTES) for _ in range(4)]
-    for space in spaces:
-        space.sweep()
-    assert tier.find_prefix(keys[21:]) == 19
-    assert not any(tier.find(keys[:21]))
-    assert sum(space.usage().num_evicted for space in spaces) == 21
+    with ThreadPoolExecutor(len(spaces)) as pool:
+        for sweep in [pool.submit(space.sweep) for space in spaces]:
+            sweep.result(DEADLINE_S)
+    assert tier.find_prefix(keys[-19:]) == 19
+    assert not any(tier.find(keys[:-19]))
+    assert sum(space.usage().num_evicted for space in spaces) == 400 - 19
 
 
 def test_a_clock_that_jumps_changes_only_the_order(tier: DiskTier, tmp_path: Path) -> None:
@@ -469,7 +475,7 @@ def test_another_process_may_evict_during_a_load(tier: DiskTier, tmp_path: Path)
     counts = dict.fromkeys(LoadOutcome, 0)
     with beside(root, "evict") as evicting:
         deadline = time.monotonic() + DEADLINE_S
-        while min(counts[LoadOutcome.LOADED], counts[LoadOutcome.MISSING]) < 50:
+        while min(counts[LoadOutcome.LOADED], counts[LoadOutcome.MISSING]) < 10:
             assert time.monotonic() < deadline, counts
             store(tier, key)
             counts[load(tier, key)] += 1

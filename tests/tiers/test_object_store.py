@@ -29,6 +29,8 @@ from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome
 from kvferry.tiers.object_store import Bucket, ObjectStoreDeadlines, ObjectTier
 from kvferry.types import Address
 
+pytestmark = pytest.mark.slow
+
 ACCESS_KEY = "AKIAOFTHETESTS"
 SECRET_KEY = "a secret access key that no message may contain"
 PAYLOAD_BYTES = 256 * 1024
@@ -283,6 +285,16 @@ def test_a_silent_server_costs_a_deadline(proxy: FaultProxy) -> None:
         assert tier.find_prefix([key]) == 0
         proxy.flow()
         assert load(patient, key).outcome is LoadOutcome.LOADED
+
+
+def test_a_look_up_has_a_deadline_of_its_own(proxy: FaultProxy) -> None:
+    deadlines = ObjectStoreDeadlines(read_s=1000, lookup_s=0.5, transfer_s=1000)
+    with opened(proxy.address, deadlines=deadlines) as tier:
+        proxy.stall()
+        assert tier.find([new_key()]) == [False]
+        assert tier.find_prefix([new_key()]) == 0
+        result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))
+    assert result.reason == "the object store did not answer within 0.5 s"
 
 
 def test_a_slow_server_is_waited_for(proxy: FaultProxy) -> None:

@@ -111,6 +111,14 @@ def an_object_that_is_stored_again_is_present(storage: TierStorage) -> None:
         _load_and_compare(tier, key)
 
 
+def an_object_of_the_wrong_length_is_stored_again(storage: TierStorage) -> None:
+    with _opened(storage) as tier:
+        key = new_key()
+        storage.write(NAMESPACE, key, b"cut off")
+        assert tier.store(key, payload_of(key)).outcome is StoreOutcome.STORED
+        _load_and_compare(tier, key)
+
+
 def a_removed_object_is_missing_and_can_be_stored_again(storage: TierStorage) -> None:
     with _opened(storage) as tier:
         key, kept = new_key(), new_key()
@@ -280,6 +288,7 @@ TIER_CASES: tuple[Callable[[TierStorage], None], ...] = (
     another_process_life_finds_the_object,
     an_object_that_was_never_stored_is_missing,
     an_object_that_is_stored_again_is_present,
+    an_object_of_the_wrong_length_is_stored_again,
     a_removed_object_is_missing_and_can_be_stored_again,
     find_answers_for_each_key,
     find_prefix_counts_the_stored_keys_of_a_prefix,

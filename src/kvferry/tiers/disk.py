@@ -280,7 +280,8 @@ def _read_object(opened: int, payload: memoryview, stored_bytes: int) -> memoryv
     pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
     header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
     split = _whole_pages(len(payload))
-    num_read = os.preadv(opened, [header, payload[:split], last_page], 0)
+    parts = [header, payload[:split], *([last_page] if split < len(payload) else [])]
+    num_read = os.preadv(opened, parts, 0)
     if num_read < min(stored_bytes, HEADER_BYTES + len(payload)):
         raise OSError(errno.EIO, "the file system returned fewer bytes than the file has")
     payload[split:] = last_page[: len(payload) - split]
@@ -293,8 +294,7 @@ def _write_object(opened: int, header: bytes, payload: memoryview) -> None:
     split = _whole_pages(len(payload))
     rest = len(payload) - split
     pages[PAGE_BYTES : PAGE_BYTES + rest] = payload[split:]
-    last_page = pages[PAGE_BYTES:] if rest else pages[:0]
-    parts = [pages[:PAGE_BYTES], payload[:split], last_page]
+    parts = [pages[:PAGE_BYTES], payload[:split], *([pages[PAGE_BYTES:]] if rest else [])]
     if os.pwritev(opened, parts, 0) != sum(map(len, parts)):
         # A disk that is nearly full takes the first part.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
