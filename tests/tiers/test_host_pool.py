@@ -59,6 +59,8 @@ def test_rows_are_aligned_to_pages_and_apart(engine: PoolEngine) -> None:
     assert all(address % os.sysconf("SC_PAGESIZE") == 0 for address in addresses)
     assert all(b - a >= ROW_BYTES for a, b in pairwise(addresses))
     assert addresses[-1] + ROW_BYTES <= pool.address + pool.size_bytes
+    engine.write(1, A)
+    assert pool.row(1) == contents(A).tobytes()
 
 
 def test_an_object_is_not_found_before_it_is_published(engine: PoolEngine) -> None:
@@ -410,6 +412,7 @@ def test_the_next_engine_adopts_the_segment_and_finds_its_objects(folder: Path) 
     path = path_of(first)
     first.pool.close()
     first.pool.close()
+    assert first.pool.usage().num_objects == 2
     second = PoolEngine.open(folder, 3, make_policy=ArcPolicy)
     assert path_of(second) == path
     assert [second.has(each) for each in (A, B, C, D)] == [True, False, True, False]

@@ -106,11 +106,12 @@ def kills(folder: Path, engines: Engines, count: int) -> None:
     first = 0
     for _ in range(count):
         victim = engines.start(16)
-        victim.tell(store_for_ever, first)
+        victim.ask(store_all, [*range(first, first + 16)])
+        victim.tell(store_for_ever, first + 16)
         time.sleep(0.02 + 0.05 * rng.random())  # the moment of the kill, at random
         victim.kill()
         # It stores at most some ten thousand objects in this time.
-        known = range(max(0, first - 100), first + 100_000)
+        known = range(first, first + 100_000)
         adopted = PoolEngine.open(folder, 16)
         held = [number for number in known if adopted.pool.holds(key(number))]
         assert len(held) >= 15, "at most the row that was being written is lost"

@@ -17,7 +17,14 @@ from kvferry.transports.copy.native import native_or
 from kvferry.transports.copy.segments import MAX_ADDRESS, Bytes, Offsets
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CopyAndSum", "CpuRowCopier", "RowSegments", "copy_and_sum_by_numpy", "row_segments"]
+__all__ = [
+    "CopyAndSum",
+    "CpuRowCopier",
+    "RowSegments",
+    "copy_and_sum_by_numpy",
+    "regions_of",
+    "row_segments",
+]
 
 
 # -- segments of rows --
