@@ -634,6 +634,23 @@ def test_the_same_bytes_undamaged_are_adopted(folder: Path) -> None:
     assert PoolEngine.open(folder, 3).has(A)
 
 
+def test_an_entry_with_the_key_of_another_row_is_refused(folder: Path) -> None:
+    one = PoolEngine.open(folder, 2)
+    one.store(A)
+    one.store(B)
+    path = path_of(one)
+    segment = path.read_bytes()
+    where_a, where_b = segment.index(A), segment.index(B)
+    with path.open("r+b") as file:
+        for where, other in ((where_a, B), (where_b, A)):
+            file.seek(where)
+            file.write(other)
+    two = PoolEngine.open(folder, 1)
+    two.refresh()
+    assert two.pool.find(A) is not None
+    assert [two.has(A), two.has(B)] == [False, False]
+
+
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
 def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
