@@ -1,0 +1,207 @@
+"""The children of a `MultiConnector`: what they are, and calls that isolate a child that fails.
+
+An exception of a child never reaches the engine. The first exception of each call is logged with
+its traceback, every exception is counted. A child is disabled, which means that it is called no
+more, if the same call fails `MAX_FAILURES` times in a row, or once in a decisive call: a call after
+whose failure nobody can say what the child has begun.
+
+Not thread-safe: owned by the thread that calls the connector.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connectors.multi.lookup import ChildTraits
+from kvferry.errors import ConfigError
+
+__all__ = ["MAX_FAILURES", "ChildHealth", "Children", "check_children", "name_children"]
+
+MAX_FAILURES = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ChildHealth:
+    """Which children are disabled. Pure."""
+
+    disabled: dict[int, str] = field(default_factory=dict)
+    """The disabled children, with the reason."""
+    _in_a_row: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
+
+    def note_success(self, child: int, call: str) -> None:
+        self._in_a_row.pop((child, call), None)
+
+    def note_failure(self, child: int, call: str, reason: str, *, is_decisive: bool) -> bool:
+        """Count a failure; True if the child is disabled from now on and was not before."""
+        self._in_a_row[child, call] += 1
+        if child in self.disabled:
+            return False
+        if is_decisive or self._in_a_row[child, call] >= MAX_FAILURES:
+            self.disabled[child] = reason
+            return True
+        return False
+
+
+class Children:
+    """The connectors that a `MultiConnector` combines, in order of preference."""
+
+    def __init__(
+        self, connectors: Sequence[Any], names: Sequence[str], traits: Sequence[ChildTraits]
+    ) -> None:
+        self.names = tuple(names)
+        self.traits = tuple(traits)
+        self._connectors = tuple(connectors)
+        self._health = ChildHealth()
+        self._logged: set[tuple[int, str]] = set()
+        self._failures: Counter[str] = Counter()
+        self._closed: set[int] = set()
+        self._on_disabled: Callable[[int, str], None] = lambda child, reason: None
+
+    def __len__(self) -> int:
+        return len(self._connectors)
+
+    def __getitem__(self, child: int) -> Any:
+        return self._connectors[child]
+
+    @property
+    def enabled(self) -> list[int]:
+        return [child for child in range(len(self)) if child not in self._health.disabled]
+
+    @property
+    def disabled(self) -> dict[int, str]:
+        """The disabled children, with the reason."""
+        return self._health.disabled
+
+    def watch_disabled(self, on_disabled: Callable[[int, str], None]) -> None:
+        """Set the function that is called once for each child that becomes disabled."""
+        self._on_disabled = on_disabled
+
+    def call(
+        self, child: int, method: str, *args: Any, default: Any = None, is_decisive: bool = False
+    ) -> Any:
+        """Call a method of an enabled child. `default` is the result if the child is disabled or
+        raises an exception.
+        """
+        if child in self._health.disabled:
+            return default
+        try:
+            result = getattr(self._connectors[child], method)(*args)
+        # A child may be any class, so it may raise any exception; the engine serves on without it.
+        except Exception as error:
+            self.note_failure(child, method, error, is_decisive=is_decisive)
+            return default
+        self._health.note_success(child, method)
+        return result
+
+    def call_each(
+        self, method: str, *args: Any, default: Any = None, is_decisive: bool = False
+    ) -> Iterator[tuple[int, Any]]:
+        """Call a method of every enabled child, and yield each child with the result."""
+        for child in self.enabled:
+            yield (
+                child,
+                self.call(child, method, *args, default=default, is_decisive=is_decisive),
+            )
+
+    def call_all(
+        self, method: str, *args: Any, default: Any = None, is_decisive: bool = False
+    ) -> list[Any]:
+        """The results of `call_each`, after every child has been called."""
+        results = self.call_each(method, *args, default=default, is_decisive=is_decisive)
+        return [result for _, result in results]
+
+    def call_all_unguarded(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every child at the start of an engine, where an exception must stop the
+        start.
+        """
+        return [getattr(connector, method)(*args) for connector in self._connectors]
+
+    def note_failure(
+        self, child: int, call: str, error: Exception, *, is_decisive: bool = False
+    ) -> None:
+        """Count and log an exception, and disable the child if necessary."""
+        name = self.names[child]
+        self._failures[name] += 1
+        if (child, call) not in self._logged:
+            self._logged.add((child, call))
+            _log.error("child connector failed child=%s call=%s", name, call, exc_info=error)
+        reason = f"{name} failed in {call}: {type(error).__name__}: {error}"
+        if self._health.note_failure(child, call, reason, is_decisive=is_decisive):
+            self._disable(child, reason)
+
+    def disable(self, child: int, reason: str) -> None:
+        """Disable a child that failed in another process of the engine. Idempotent."""
+        if child not in self._health.disabled:
+            self._health.disabled[child] = reason
+            self._disable(child, reason)
+
+    def _disable(self, child: int, reason: str) -> None:
+        _log.error(
+            "child connector disabled child=%s reason=%s; this engine serves on without it",
+            self.names[child],
+            reason,
+        )
+        self.close(child)
+        self._on_disabled(child, reason)
+
+    def take_failures(self) -> dict[str, int]:
+        """The number of exceptions of each child since the last call."""
+        failures, self._failures = dict(self._failures), Counter()
+        return failures
+
+    def close(self, child: int) -> Exception | None:
+        """Shut a child down once. Returns the exception of a child that could not stop."""
+        if child in self._closed:
+            return None
+        self._closed.add(child)
+        try:
+            self._connectors[child].shutdown()
+        except Exception as error:
+            _log.error(
+                "child connector could not be shut down child=%s",
+                self.names[child],
+                exc_info=error,
+            )
+            return error
+        return None
+
+    def shutdown(self) -> None:
+        """Shut all children down; raises the first exception after all have been tried."""
+        errors = [self.close(child) for child in range(len(self))]
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+def name_children(names: Sequence[str]) -> list[str]:
+    """Unique names for logs and metrics: the class name, with the index if it appears twice."""
+    return [
+        f"{name}[{index}]" if names.count(name) > 1 else name for index, name in enumerate(names)
+    ]
+
+
+def check_children(
+    names: Sequence[str], with_side_channel: Collection[int], layouts: Sequence[str | None]
+) -> str | None:
+    """Raise `ConfigError` if the children cannot work together. Returns the cache layout that they
+    require, if any.
+    """
+    if len(with_side_channel) > 1:
+        listed = " and ".join(names[child] for child in sorted(with_side_channel))
+        raise ConfigError(
+            f"connectors lists {listed}, but an engine has one side channel and one set of NIXL "
+            "registrations, so only one of them can transfer KV between engines; remove the others"
+        )
+    required = [(name, layout) for name, layout in zip(names, layouts, strict=True) if layout]
+    for name, layout in required[1:]:
+        first_name, first_layout = required[0]
+        if layout != first_layout:
+            raise ConfigError(
+                f"{first_name} requires the KV cache layout {first_layout} and {name} requires "
+                f"{layout}, but an engine has one cache; remove one of the connectors"
+            )
+    return required[0][1] if required else None

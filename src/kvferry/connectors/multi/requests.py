@@ -1,0 +1,197 @@
+"""What the scheduler's role knows of each request: who loads for it, who must not see it, and who
+still reads its blocks.
+
+Pure. An engine keeps the blocks of a finished request for one of two reasons: a load still writes
+into the blocks, or a connector asked for a delayed free. vLLM frees the blocks at the first report
+of either kind. So if both reasons exist, this table joins the two reports into one: the engine is
+told of the end of the load when the last child has finished.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from kvferry.connectors.multi.lookup import LoadPlan, TokenRange
+
+__all__ = ["FinishedTransfers", "RequestState", "RequestTable"]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request, from its arrival until no child uses its blocks."""
+
+    request: str
+    num_local: int = 0
+    """How many tokens the engine itself had when it last asked for a load."""
+    plan: LoadPlan = field(default_factory=LoadPlan)
+    """The last answer to the engine."""
+    admitted: LoadPlan = field(default_factory=LoadPlan)
+    """The part of the plan that the engine accepted."""
+    loading: set[int] = field(default_factory=set)
+    """The children that load between steps and have not reported."""
+    failed: set[int] = field(default_factory=set)
+    """Children that failed to load for this request; they are not asked again."""
+    given_up: set[int] = field(default_factory=set)
+    """Children whose load will fail but may still write into the blocks."""
+    excluded: set[int] = field(default_factory=set)
+    """Children that refused to accept the request; they are told nothing more about it."""
+    dummy_child: int | None = None
+    """The child that filled blocks of this request with dummy KV."""
+    has_unknown_prefix: bool = False
+    """The request began with cached blocks that may hold dummy KV."""
+    sending: set[int] = field(default_factory=set)
+    """The children that asked the engine to keep the blocks of the finished request."""
+    is_finished: bool = False
+    is_joined: bool = False
+    """The request finished while it was loading: one report ends both the load and the sends."""
+
+    @property
+    def has_dummy_kv(self) -> bool:
+        return self.dummy_child is not None or self.has_unknown_prefix
+
+    def is_hidden_from(self, child: int) -> bool:
+        """Whether a child must not learn which blocks hold this request's KV."""
+        return child in self.excluded or (self.has_dummy_kv and child != self.dummy_child)
+
+    def part_of(self, child: int) -> TokenRange | None:
+        return next((part for part in self.admitted.ranges if part.child == child), None)
+
+    def may_load_from(self, child: int) -> bool:
+        return child not in self.failed and child not in self.excluded
+
+
+@dataclass(slots=True)
+class FinishedTransfers:
+    """The end of transfers, as the engine and as each child is told."""
+
+    recving: set[str] = field(default_factory=set)
+    sending: set[str] = field(default_factory=set)
+    by_child_recving: dict[int, set[str]] = field(default_factory=dict)
+    by_child_sending: dict[int, set[str]] = field(default_factory=dict)
+    by_child_failed: dict[int, set[str]] = field(default_factory=dict)
+    unusable: set[str] = field(default_factory=set)
+    """Requests that finished loading but of which some part failed."""
+
+
+@dataclass(slots=True)
+class RequestTable:
+    """The requests of one engine."""
+
+    _states: dict[str, RequestState] = field(default_factory=dict, init=False)
+    _has_loaded_dummy: bool = field(default=False, init=False)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def get(self, request: str) -> RequestState:
+        """The state of a request; a new one if the request is not known."""
+        if request not in self._states:
+            self._states[request] = RequestState(request)
+        return self._states[request]
+
+    def find(self, request: str) -> RequestState | None:
+        return self._states.get(request)
+
+    def forget(self, request: str) -> None:
+        self._states.pop(request, None)
+
+    def hidden_from(self, child: int) -> set[str]:
+        return {name for name, state in self._states.items() if state.is_hidden_from(child)}
+
+    @property
+    def has_sends(self) -> bool:
+        return any(state.sending for state in self._states.values())
+
+    def offer(self, request: str, num_local: int, plan: LoadPlan) -> None:
+        state = self.get(request)
+        state.num_local, state.plan = num_local, plan
+
+    def admit(self, request: str, num_external: int, dummies: Collection[int]) -> LoadPlan:
+        """Record that the engine has allocated blocks and takes `num_external` tokens of the plan;
+        the children whose ranges are in the returned plan load them.
+        """
+        state = self.get(request)
+        accepted, state.plan = state.plan.first(num_external), LoadPlan()
+        # The engine calls again, without tokens, after a load between steps.
+        if accepted.ranges:
+            state.admitted = accepted
+        if accepted.is_async:
+            state.loading = {part.child for part in accepted.ranges}
+            state.given_up = set()
+        chosen = [part.child for part in accepted.ranges if part.child in dummies]
+        if chosen:
+            state.dummy_child = chosen[0]
+        elif self._has_loaded_dummy and state.num_local:
+            # The engine's own prefix cache does not say whose KV its blocks hold.
+            state.has_unknown_prefix = True
+        self._has_loaded_dummy = self._has_loaded_dummy or bool(chosen)
+        return accepted
+
+    def note_failed(self, request: str, children: Iterable[int]) -> None:
+        state = self._states.get(request)
+        if state is not None:
+            state.failed |= set(children) & (state.loading | state.failed)
+
+    def note_given_up(self, request: str, children: Iterable[int]) -> None:
+        state = self._states.get(request)
+        if state is not None:
+            state.given_up |= set(children) & state.loading
+
+    def finish(self, request: str, senders: Collection[int]) -> bool:
+        """Record that a request has finished; True if the engine must wait for
+        `finished_sending`.
+        """
+        state = self.get(request)
+        state.is_finished = True
+        state.sending = set(senders)
+        if state.loading:
+            # The engine waits for the end of the load anyway, and must not be told of two ends.
+            state.is_joined = bool(state.sending)
+            return False
+        if not state.sending:
+            self.forget(request)
+        return bool(senders)
+
+    def take_finished(self, recving: Iterable[str], sending: Iterable[str]) -> FinishedTransfers:
+        """Process what the ranks report, and return what the engine and the children are told."""
+        news = FinishedTransfers()
+        for request in recving:
+            self._end_load(request, news)
+        for request in sending:
+            self._end_send(request, news)
+        return news
+
+    def _end_load(self, request: str, news: FinishedTransfers) -> None:
+        state = self._states.get(request)
+        if state is None or not state.loading:
+            news.recving.add(request)
+            return
+        for child in state.loading:
+            news.by_child_recving.setdefault(child, set()).add(request)
+            if child in state.failed:
+                news.by_child_failed.setdefault(child, set()).add(request)
+        if state.failed & state.loading:
+            news.unusable.add(request)
+        state.loading = set()
+        self._end_joined(state, news)
+
+    def _end_send(self, request: str, news: FinishedTransfers) -> None:
+        state = self._states.get(request)
+        if state is None or not state.sending:
+            news.sending.add(request)
+            return
+        for child in state.sending:
+            news.by_child_sending.setdefault(child, set()).add(request)
+        state.sending = set()
+        if state.is_joined:
+            self._end_joined(state, news)
+        else:
+            news.sending.add(request)
+            self.forget(request)
+
+    def _end_joined(self, state: RequestState, news: FinishedTransfers) -> None:
+        """Tell the engine of the end of a load, unless another child still reads the blocks."""
+        if state.is_joined and (state.loading or state.sending):
+            return
+        news.recving.add(state.request)
+        if state.is_finished:
+            self.forget(state.request)
