@@ -32,6 +32,7 @@ __all__ = [
     "Text",
     "Texts",
     "check_fields",
+    "converted",
     "described",
     "is_list",
     "is_text",
@@ -98,7 +99,7 @@ def check_fields(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         if not field.init:
             continue
-        value = _converted(field.name, getattr(settings, field.name), hints[field.name])
+        value = converted(field.name, getattr(settings, field.name), hints[field.name])
         object.__setattr__(settings, field.name, value)
 
 
@@ -174,7 +175,7 @@ def shown_key(key: object) -> str:
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else shown(key)
 
 
-def _converted(name: str, value: Any, hint: Any) -> Any:
+def converted(name: str, value: Any, hint: Any) -> Any:
     if hint is Flag and isinstance(value, str):
         value = FLAG_TEXTS.get(value, value)
     try:

@@ -24,9 +24,11 @@ from kvferry.config.fields import (
     Flag,
     Natural,
     Port,
+    Seconds,
     Settings,
     Text,
     check_fields,
+    converted,
     refuse_unknown_keys,
     shown,
 )
@@ -119,7 +121,7 @@ class KVTransferConfig:
                 self.kv_connector_extra_config, self.kv_connector
             )
         if isinstance(extra, MultiExtraConfig):
-            extra = extra.under(self.engine_id)
+            extra = extra.under(self)
         if isinstance(extra, NixlExtraConfig):
             self._check_nixl(extra)
         object.__setattr__(self, "extra", extra)
@@ -167,11 +169,20 @@ class KVTransferConfig:
 
 @dataclass(frozen=True)
 class MultiExtraConfig(ExtraConfig):
-    """Settings of MultiConnector: the connectors it combines, in order of preference."""
+    """Settings of MultiConnector."""
 
     connectors: tuple[KVTransferConfig, ...] = ()
+    """The connectors to combine, in order of preference: objects like --kv-transfer-config itself,
+    without engine_id. A name without kv_connector_module_path means kvferry's own connector.
+    """
+    lookup_timeout: Seconds = 30.0
+    """How long a connector may take to say what it can load for a request; then the request does
+    not load from that connector.
+    """
 
     def __post_init__(self) -> None:
+        timeout_s = converted("lookup_timeout", self.lookup_timeout, Seconds)
+        object.__setattr__(self, "lookup_timeout", timeout_s)
         if not self.connectors:
             raise ConfigError(
                 "connectors must list at least one connector; add one with its kv_connector and "
@@ -184,13 +195,23 @@ class MultiExtraConfig(ExtraConfig):
         listed = mapping.get("connectors", ())
         if not isinstance(listed, (list, tuple)):
             raise ConfigError(f"connectors must be a list of objects, got {shown(listed)}")
-        return cls(connectors=tuple(_child(index, child) for index, child in enumerate(listed)))
+        children = tuple(_child(index, child) for index, child in enumerate(listed))
+        return cls(**{**mapping, "connectors": children})
 
-    def under(self, engine_id: str) -> Self:
-        """The same settings with the engine id that all connectors of a MultiConnector share."""
+    def under(self, parent: KVTransferConfig) -> Self:
+        """The same settings with the engine id and the failure policy that all connectors of a
+        MultiConnector share.
+        """
         return dataclasses.replace(
             self,
-            connectors=tuple(dataclasses.replace(c, engine_id=engine_id) for c in self.connectors),
+            connectors=tuple(
+                dataclasses.replace(
+                    child,
+                    engine_id=parent.engine_id,
+                    kv_load_failure_policy=parent.kv_load_failure_policy,
+                )
+                for child in self.connectors
+            ),
         )
 
 
@@ -220,6 +241,11 @@ def _child(index: int, child: object) -> KVTransferConfig:
             raise ConfigError(
                 "engine_id cannot be set here, because all connectors of a MultiConnector share "
                 "its engine_id; remove it"
+            )
+        if "kv_load_failure_policy" in child:
+            raise ConfigError(
+                "kv_load_failure_policy cannot be set here, because an engine has one policy for "
+                "all loads; set it beside kv_connector MultiConnector"
             )
         if child.get("kv_connector") == "MultiConnector":
             raise ConfigError(

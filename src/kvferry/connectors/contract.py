@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
@@ -326,6 +326,24 @@ def supports_hma(connector: object) -> bool:
 class KVConnectorBase_V1(ABC):
     """One connector in one role. The module docstring gives the order of calls."""
 
+    honours_token_range: ClassVar[bool] = False
+    """kvferry only. The connector loads exactly the tokens that `update_state_after_alloc` counts,
+    from the `num_computed_tokens` of the last lookup on, even while another connector still loads
+    the tokens before or after them.
+    """
+    loads_are_optional: ClassVar[bool] = False
+    """kvferry only. Loads only save computation: if one fails, the engine computes the request
+    whatever the failure policy says.
+    """
+    provides_dummy_kv: ClassVar[bool] = False
+    """kvferry only. The connector fills blocks with values that no model computed; no other
+    connector may save them.
+    """
+    opens_side_channel: ClassVar[bool] = False
+    """kvferry only. The connector opens the engine's side channel, so an engine has at most one
+    such connector.
+    """
+
     def __init__(
         self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -349,6 +367,13 @@ class KVConnectorBase_V1(ABC):
         thread may call `wake`.
         """
         return None
+
+    @property
+    def needs_polling(self) -> bool:
+        """kvferry only. Whether the connector never calls the function of `set_wakeup`, so that the
+        engine must step in order to learn of finished transfers.
+        """
+        return type(self).set_wakeup is KVConnectorBase_V1.set_wakeup
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """The stats since the last call."""

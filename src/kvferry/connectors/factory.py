@@ -87,7 +87,6 @@ PLANNED = (
     "ExampleConnector",
     "LMCacheConnectorV1",
     "MooncakeConnector",
-    "MultiConnector",
     "P2pNcclConnector",
 )
 """Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
@@ -134,4 +133,7 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "OffloadingConnector", "kvferry.connectors.offloading.connector", "OffloadingConnector"
+)
+KVConnectorFactory.register_connector(
+    "MultiConnector", "kvferry.connectors.multi.connector", "MultiConnector"
 )

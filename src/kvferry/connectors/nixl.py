@@ -41,6 +41,8 @@ __all__ = ["NixlConnector", "NixlPushConnector"]
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     """The pull connector: the decode side reads the blocks of a finished prefill leg."""
 
+    honours_token_range = True
+    opens_side_channel = True
     transfer_mode: ClassVar[Literal["pull", "push"]] = "pull"
     """The mode that engines advertise on `/metrics`: a router starts both legs at once if both
     sides push.

@@ -231,9 +231,7 @@ class EngineCore:
         self._remaining: Remaining | None = None
         self._is_step_due = False
         self._has_slept = True
-        self._must_poll = (
-            connector is not None and type(connector).set_wakeup is KVConnectorBase_V1.set_wakeup
-        )
+        self._must_poll = connector is not None and connector.needs_polling
 
     @classmethod
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":

@@ -81,20 +81,43 @@ class Children:
         self._on_disabled = on_disabled
 
     def call(
-        self, child: int, method: str, *args: Any, default: Any = None, is_decisive: bool = False
+        self,
+        child: int,
+        method: str,
+        *args: Any,
+        default: Any = None,
+        is_decisive: bool = False,
+        **more: Any,
     ) -> Any:
         """Call a method of an enabled child. `default` is the result if the child is disabled or
         raises an exception.
         """
+        return self.guard(
+            child,
+            method,
+            lambda connector: getattr(connector, method)(*args, **more),
+            default=default,
+            is_decisive=is_decisive,
+        )
+
+    def guard(
+        self,
+        child: int,
+        name: str,
+        call: Callable[[Any], Any],
+        default: Any = None,
+        is_decisive: bool = False,
+    ) -> Any:
+        """As `call`, with a function that is given the child; `name` names the call in the log."""
         if child in self._health.disabled:
             return default
         try:
-            result = getattr(self._connectors[child], method)(*args)
+            result = call(self._connectors[child])
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
-            self.note_failure(child, method, error, is_decisive=is_decisive)
+            self.note_failure(child, name, error, is_decisive=is_decisive)
             return default
-        self._health.note_success(child, method)
+        self._health.note_success(child, name)
         return result
 
     def call_each(

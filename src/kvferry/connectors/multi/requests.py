@@ -28,6 +28,10 @@ class RequestState:
     """The part of the plan that the engine accepted."""
     loading: set[int] = field(default_factory=set)
     """The children that load between steps and have not reported."""
+    is_complete: bool = True
+    """False from the start of a load until all of it has arrived: the engine may count tokens as
+    computed whose KV is not there.
+    """
     failed: set[int] = field(default_factory=set)
     """Children that failed to load for this request; they are not asked again."""
     given_up: set[int] = field(default_factory=set)
@@ -117,6 +121,7 @@ class RequestTable:
         if accepted.is_async:
             state.loading = {part.child for part in accepted.ranges}
             state.given_up = set()
+        state.is_complete = not state.loading
         chosen = [part.child for part in accepted.ranges if part.child in dummies]
         if chosen:
             state.dummy_child = chosen[0]
@@ -171,6 +176,8 @@ class RequestTable:
                 news.by_child_failed.setdefault(child, set()).add(request)
         if state.failed & state.loading:
             news.unusable.add(request)
+        else:
+            state.is_complete = True
         state.loading = set()
         self._end_joined(state, news)
 

@@ -1,0 +1,75 @@
+"""The messages between the two roles of a `MultiConnector`. Plain data; every message of a child
+stays with the child's index.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connectors.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+__all__ = ["MultiHandshakeMetadata", "MultiMetadata", "MultiWorkerMetadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class MultiMetadata(KVConnectorMetadata):
+    """The message of one step to every rank."""
+
+    parts: tuple[Any, ...]
+    """Each child's own message; None for a child that is not called in this step."""
+    loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Requests whose load between steps begins, with the children that load."""
+    sends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Finished requests whose blocks are kept, with the children that asked for it."""
+    sync_blocks: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """The blocks that each child fills in this step, before the forward pass reads them."""
+    disabled: Mapping[int, str] = field(default_factory=dict)
+    """Children that were disabled since the last step, with the reason."""
+
+
+@dataclass(slots=True)
+class MultiWorkerMetadata(KVConnectorWorkerMetadata):
+    """The ranks' message to the scheduler."""
+
+    parts: dict[int, Any] = field(default_factory=dict)
+    """Each child's own message."""
+    failed: dict[str, set[int]] = field(default_factory=dict)
+    """Requests whose load has failed, with the children that failed."""
+    given_up: dict[str, set[int]] = field(default_factory=dict)
+    """Requests whose load will fail, with the children that gave up."""
+    disabled: dict[int, str] = field(default_factory=dict)
+    """Children that failed on a rank, with the reason."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.parts or self.failed or self.given_up or self.disabled)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
+        assert isinstance(other, MultiWorkerMetadata)
+        parts = dict(self.parts)
+        for child, part in other.parts.items():
+            parts[child] = parts[child].aggregate(part) if child in parts else part
+        return MultiWorkerMetadata(
+            parts,
+            _united(self.failed, other.failed),
+            _united(self.given_up, other.given_up),
+            {**other.disabled, **self.disabled},
+        )
+
+
+def _united(one: Mapping[str, set[int]], other: Mapping[str, set[int]]) -> dict[str, set[int]]:
+    return {
+        request: one.get(request, set()) | other.get(request, set())
+        for request in one.keys() | other.keys()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """One rank's handshake data of each child that has any, by the child's index."""
+
+    parts: Mapping[int, Any]

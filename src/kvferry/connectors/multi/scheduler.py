@@ -1,0 +1,401 @@
+"""The scheduler's role of a `MultiConnector`, in the embedded engine and in vLLM.
+
+Both engines make the same calls with the same names, so this class takes the requests, blocks and
+outputs of either; `EngineView` is the part that differs. Every call of a child is isolated
+(`children.py`). Runs on the engine's main thread and never blocks.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from typing import Any, Protocol
+
+from kvferry.connectors.multi.children import Children
+from kvferry.connectors.multi.lookup import LoadPlan, PendingLookups, find_plan
+from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
+from kvferry.connectors.multi.requests import FinishedTransfers, RequestState, RequestTable
+
+__all__ = ["EngineView", "MultiScheduler"]
+
+_log = logging.getLogger(__name__)
+
+
+class EngineView(Protocol):
+    """How one engine's objects are shown to a child with something left out."""
+
+    def without(self, scheduler_output: Any, requests: Collection[str]) -> Any:
+        """The step without these requests."""
+
+    def limited(self, request: Any, num_computed_tokens: int) -> Any:
+        """The request as if it had computed only this many tokens."""
+
+
+class MultiScheduler:
+    """The state and decisions of a `MultiConnector` in the process that schedules."""
+
+    def __init__(
+        self,
+        children: Children,
+        view: EngineView,
+        block_size: int,
+        lookup_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._children = children
+        self._view = view
+        self._block_size = block_size
+        self._clock = clock
+        self._requests = RequestTable()
+        self._lookups = PendingLookups(lookup_timeout_s)
+        self._next = _NextStep()
+        self._num_timed_out: Counter[str] = Counter()
+        self._newly_disabled: list[str] = []
+        self._logged_timeouts: set[int] = set()
+        self._logged_keys: set[str] = set()
+        children.watch_disabled(self._note_disabled)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are known, for tests of leaks."""
+        return len(self._requests)
+
+    def _note_disabled(self, child: int, reason: str) -> None:
+        self._next.disabled[child] = reason
+        self._newly_disabled.append(self._children.names[child])
+
+    # -- arrival --
+
+    def announce(self, method: str, request: Any) -> None:
+        """Pass a request that has arrived to every child. A child that raises an exception here is
+        told nothing more about the request.
+        """
+        state = self._requests.get(str(request.request_id))
+        for child in self._children.enabled:
+            accepted = self._children.call(child, method, request, default=_REFUSED)
+            if accepted is _REFUSED:
+                state.excluded.add(child)
+
+    # -- loads --
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        request_id = str(request.request_id)
+        state = self._requests.get(request_id)
+        enabled = set(self._children.enabled)
+        traits = [
+            child
+            for child in self._children.traits
+            if child.index in enabled and state.may_load_from(child.index)
+        ]
+        plan = find_plan(
+            traits,
+            lambda child, count: self._ask(child, request, count),
+            num_computed_tokens,
+            int(request.num_tokens),
+            self._block_size,
+        )
+        self._requests.offer(request_id, num_computed_tokens, plan or LoadPlan())
+        return (None, False) if plan is None else (plan.num_tokens, plan.is_async)
+
+    def _ask(self, child: int, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count, is_async = self._children.guard(
+            child,
+            "get_num_new_matched_tokens",
+            lambda connector: _checked_count(
+                connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            ),
+            default=(0, False),
+        )
+        request_id = str(request.request_id)
+        if count is not None:
+            self._lookups.note_answer(request_id, child)
+            return count, is_async
+        if not self._lookups.note_pending(request_id, child, self._clock()):
+            return None, False
+        name = self._children.names[child]
+        if child not in self._logged_timeouts:
+            self._logged_timeouts.add(child)
+            _log.warning(
+                "lookup timed out child=%s request=%s; the request does not load from the child",
+                name,
+                request_id,
+            )
+        self._num_timed_out[name] += 1
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        request_id = str(request.request_id)
+        self._lookups.end(request_id)
+        dummies = [child.index for child in self._children.traits if child.provides_dummy_kv]
+        accepted = self._requests.admit(request_id, num_external_tokens, dummies)
+        if accepted.is_async:
+            self._next.loads[request_id] = tuple(part.child for part in accepted.ranges)
+        else:
+            self._note_sync_blocks(accepted, blocks)
+        counts = {part.child: part.num_tokens for part in accepted.ranges}
+        for child in self._children.enabled:
+            if child not in self._requests.get(request_id).excluded:
+                count = counts.get(child, 0)
+                # A child that fails here may or may not have begun to load. It is disabled, so that
+                # this step's message does not reach its workers, and the workers settle the load.
+                self._children.call(
+                    child,
+                    "update_state_after_alloc",
+                    request,
+                    blocks,
+                    count,
+                    is_decisive=count > 0,
+                )
+
+    def _note_sync_blocks(self, plan: LoadPlan, blocks: Any) -> None:
+        for part in plan.ranges:
+            first, last = part.start // self._block_size, -(-part.end // self._block_size)
+            ids = {block for group in blocks.get_block_ids() for block in group[first:last]}
+            self._next.sync_blocks[part.child] = (
+                self._next.sync_blocks.get(part.child, frozenset()) | ids
+            )
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> set[int] | None:
+        """The groups that every child of the plan fills; None if no child says which."""
+        state = self._requests.find(str(request.request_id))
+        plan = LoadPlan() if state is None else state.plan
+        answers = [
+            self._children.call(part.child, "get_loaded_kv_cache_group_ids", request)
+            for part in plan.ranges
+        ]
+        stated = [set(groups) for groups in answers if groups is not None]
+        return set.intersection(*stated) if stated else None
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        state = self._requests.find(str(request.request_id))
+        plan = LoadPlan() if state is None else state.admitted.first(num_external_tokens)
+        sources: Counter[Any] = Counter()
+        for part in plan.ranges:
+            sources.update(
+                self._children.call(
+                    part.child,
+                    "get_external_cache_hit_sources",
+                    request,
+                    part.num_tokens,
+                    default={},
+                )
+            )
+        return dict(sources)
+
+    def is_load_optional(
+        self, request_id: str, is_optional: Callable[[int], bool] = lambda child: False
+    ) -> bool:
+        """Whether only children have failed whose loads merely save computation. `is_optional` says
+        so of a child for this request.
+        """
+        state = self._requests.find(request_id)
+        if state is None:
+            return False
+        broken = (state.failed | state.given_up) or {part.child for part in state.admitted.ranges}
+        return bool(broken) and all(
+            self._children.traits[child].loads_are_optional or is_optional(child)
+            for child in broken
+        )
+
+    # -- every step --
+
+    def build_connector_meta(self, scheduler_output: Any) -> MultiMetadata:
+        parts: list[Any] = [None] * len(self._children)
+        for child in self._children.enabled:
+            hidden = self._requests.hidden_from(child)
+            step = self._view.without(scheduler_output, hidden) if hidden else scheduler_output
+            parts[child] = self._children.call(
+                child, "build_connector_meta", step, is_decisive=True
+            )
+        step_to_send, self._next = self._next, _NextStep()
+        return step_to_send.message(parts)
+
+    def has_pending_push_work(self) -> bool:
+        # Every child is asked: the adapters to vLLM act when they are asked.
+        return any(
+            [
+                bool(self._next.disabled),
+                *self._children.call_all("has_pending_push_work", default=False),
+            ]
+        )
+
+    @property
+    def has_sends(self) -> bool:
+        """Whether a child has not reported the end of a delayed free."""
+        return self._requests.has_sends
+
+    def take_output(
+        self, output: Any, report: MultiWorkerMetadata | None, events: Mapping[int, Any]
+    ) -> FinishedTransfers:
+        """Process the ranks' report: tell each child what concerns it, and change
+        `output.finished_recving` and `output.finished_sending` into what the engine may act on.
+        `events` are the children's KV events.
+        """
+        report = report or MultiWorkerMetadata()
+        for request, failed in report.failed.items():
+            self._requests.note_failed(request, failed)
+        for request, given_up in report.given_up.items():
+            self._requests.note_given_up(request, given_up)
+        for child, reason in report.disabled.items():
+            self._children.disable(child, reason)
+        news = self._requests.take_finished(
+            output.finished_recving or (), output.finished_sending or ()
+        )
+        for child in self._children.enabled:
+            part = copy(output)
+            part.finished_recving = news.by_child_recving.get(child, set())
+            part.failed_recving = news.by_child_failed.get(child, set())
+            part.finished_sending = news.by_child_sending.get(child, set())
+            part.kv_connector_worker_meta = report.parts.get(child)
+            part.kv_cache_events = events.get(child)
+            self._children.call(child, "update_connector_output", part)
+        output.finished_recving = news.recving
+        output.finished_sending = news.sending
+        return news
+
+    # -- the end of a request --
+
+    def request_finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = str(request.request_id)
+        self._lookups.end(request_id)
+        state = self._requests.get(request_id)
+        senders, params = set(state.sending), {}
+        for child in self._children.enabled:
+            if child in state.excluded:
+                continue
+            is_delayed, child_params = self._finish_in(child, state, request, block_ids)
+            if is_delayed:
+                senders.add(child)
+            if child_params:
+                params = self._merged(params, child_params, child)
+        is_delayed = self._requests.finish(request_id, senders)
+        if senders:
+            self._next.sends[request_id] = tuple(sorted(senders))
+        return is_delayed, params or None
+
+    def _finish_in(
+        self, child: int, state: RequestState, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if state.is_hidden_from(child):
+            request, block_ids = self._view.limited(request, 0), tuple([] for _ in block_ids)
+        elif not state.is_complete:
+            # Children must not save or hand out blocks that a load has not filled.
+            num_blocks = -(-state.num_local // self._block_size)
+            request = self._view.limited(request, state.num_local)
+            block_ids = tuple(group[:num_blocks] for group in block_ids)
+        takes_groups = hasattr(self._children[child], "request_finished_all_groups")
+        method = "request_finished_all_groups" if takes_groups else "request_finished"
+        # A child that fails here may still read the blocks. It is disabled, and the engine keeps
+        # the blocks until the ranks have shut the child down.
+        answer: tuple[bool, dict[str, Any] | None] = self._children.guard(
+            child,
+            method,
+            lambda connector: _checked_finish(
+                getattr(connector, method)(request, block_ids if takes_groups else block_ids[0])
+            ),
+            default=(True, None),
+            is_decisive=True,
+        )
+        return answer
+
+    def _merged(
+        self, params: dict[str, Any], more: Mapping[str, Any], child: int
+    ) -> dict[str, Any]:
+        """Add a child's parameters for the client. The first child that has a key wins."""
+        for key in params.keys() & more.keys():
+            if params[key] != more[key] and key not in self._logged_keys:
+                self._logged_keys.add(key)
+                _log.warning(
+                    "kv_transfer_params of two children differ key=%s ignored_child=%s; the value "
+                    "of the child that is listed first is used",
+                    key,
+                    self._children.names[child],
+                )
+        return {**more, **params}
+
+    # -- the rest --
+
+    def reset_cache(self) -> bool:
+        """Drop all cached KV; False if a child could not. A child that raises an exception is
+        disabled, because it may still offer KV of other weights.
+        """
+        results = self._children.call_all("reset_cache", default=False, is_decisive=True)
+        return all(result is not False for result in results)
+
+    def take_events(self) -> list[Any]:
+        # A child may make its events while they are listed, so listing is guarded too.
+        return [
+            event
+            for child in self._children.enabled
+            for event in self._children.guard(
+                child,
+                "take_events",
+                lambda connector: list(connector.take_events() or ()),
+                default=(),
+            )
+        ]
+
+    def register_finished_partial_tail(
+        self, request: Any, block_ids: tuple[list[int], ...], tails: Any
+    ) -> bool:
+        """Offer the tail of a request that is about to finish to the children that may see it. The
+        blocks are kept until every child that accepts has reported.
+        """
+        state = self._requests.get(str(request.request_id))
+        for child in self._children.enabled:
+            if state.is_complete and not state.is_hidden_from(child):
+                accepted = self._children.call(
+                    child,
+                    "register_finished_partial_tail",
+                    request,
+                    block_ids,
+                    tails,
+                    default=True,
+                    is_decisive=True,
+                )
+                if accepted:
+                    state.sending.add(child)
+        return bool(state.sending)
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """The own counters of this role since the last call, by child."""
+        counts = {
+            "child_lookup_timeouts": dict(self._num_timed_out),
+            "child_disabled": dict.fromkeys(self._newly_disabled, 1),
+        }
+        self._num_timed_out, self._newly_disabled = Counter(), []
+        return {name: rows for name, rows in counts.items() if rows}
+
+
+_REFUSED = object()
+"""Stands for the answer of a child that raised an exception."""
+
+
+def _checked_count(answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+    count, is_async = answer
+    return (None, False) if count is None else (int(count), bool(is_async))
+
+
+def _checked_finish(answer: tuple[bool, Any]) -> tuple[bool, dict[str, Any] | None]:
+    is_delayed, params = answer
+    return bool(is_delayed), dict(params) if params else None
+
+
+class _NextStep:
+    """What the next message to the ranks announces."""
+
+    def __init__(self) -> None:
+        self.loads: dict[str, tuple[int, ...]] = {}
+        self.sends: dict[str, tuple[int, ...]] = {}
+        self.sync_blocks: dict[int, frozenset[int]] = {}
+        self.disabled: dict[int, str] = {}
+
+    def message(self, parts: list[Any]) -> MultiMetadata:
+        return MultiMetadata(tuple(parts), self.loads, self.sends, self.sync_blocks, self.disabled)

@@ -1,0 +1,208 @@
+"""The worker's role of a `MultiConnector` on one rank, in the embedded engine and in vLLM.
+
+The rank reports a load when all children that load for the request have finished, and a send when
+all children that asked for the blocks have reported. A child that is disabled is shut down first,
+so that it can touch the cache no more; then its loads fail and its sends count as done.
+
+Runs on the worker process's main thread.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.connectors.contract import KVConnectorTransferResults
+from kvferry.connectors.multi.children import Children
+from kvferry.connectors.multi.metadata import MultiMetadata, MultiWorkerMetadata
+from kvferry.connectors.multi.transfers import FinishedLoad, RankTransfers
+from kvferry.errors import TransportError
+
+__all__ = ["MultiWorker"]
+
+
+class MultiWorker:
+    """The children of one rank."""
+
+    def __init__(self, children: Children, num_groups: int) -> None:
+        self._children = children
+        self._num_groups = num_groups
+        self._transfers = RankTransfers()
+        self._bound: set[int] = set()
+        self._sync_blocks: Mapping[int, frozenset[int]] = {}
+        """The blocks that each child fills in this step."""
+        self._invalid_blocks: set[int] = set()
+        self._is_forward_over = False
+        self._has_saved_layer = False
+        self._has_failed_sync_load = False
+        self._report = MultiWorkerMetadata()
+        self._wake: Callable[[], None] = _no_wakeup
+        children.watch_disabled(self._settle)
+
+    @property
+    def num_transfers(self) -> int:
+        """How many loads and sends this rank waits for, for tests of leaks."""
+        return len(self._transfers)
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    # -- one step, in the order of the calls --
+
+    def handle_preemptions(self, metadata: MultiMetadata) -> None:
+        for child in self._children.enabled:
+            if metadata.parts[child] is not None:
+                # After a failure here the child may still read blocks that are overwritten next.
+                self._children.call(
+                    child, "handle_preemptions", metadata.parts[child], is_decisive=True
+                )
+
+    def bind(self, metadata: MultiMetadata) -> None:
+        self._is_forward_over = self._has_saved_layer = self._has_failed_sync_load = False
+        self._sync_blocks = metadata.sync_blocks
+        for request, children in metadata.loads.items():
+            self._transfers.begin_load(request, children)
+        for request, children in metadata.sends.items():
+            self._transfers.begin_send(request, children)
+        for child, reason in metadata.disabled.items():
+            self._children.disable(child, reason)
+        # The message may announce transfers of a child that this rank disabled earlier.
+        for child, reason in self._children.disabled.items():
+            self._drop(child, reason)
+        self._bound = set()
+        for child in self._children.enabled:
+            if metadata.parts[child] is not None:
+                self._bound.add(child)
+                self._children.call(
+                    child, "bind_connector_metadata", metadata.parts[child], is_decisive=True
+                )
+
+    def clear(self) -> None:
+        self._call_bound("clear_connector_metadata")
+        self._bound, self._sync_blocks = set(), {}
+
+    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
+        self._call_bound("start_load_kv", forward_context, is_decisive=True, **more)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._call_bound("wait_for_layer_load", layer_name, is_decisive=True)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any
+    ) -> None:
+        if self._has_failed_sync_load:
+            # The forward pass read blocks that were not filled: its KV must be saved nowhere.
+            return
+        self._has_saved_layer = True
+        self._call_bound("save_kv_layer", layer_name, kv_layer, attn_metadata, **more)
+
+    def finish_forward(self) -> None:
+        self._call_bound("finish_forward")
+
+    def wait_for_save(self) -> None:
+        self._is_forward_over = True
+        if not self._has_failed_sync_load or self._has_saved_layer:
+            self._call_bound("wait_for_save", is_decisive=True)
+
+    def get_transfer_results(
+        self, finished_request_ids: set[str]
+    ) -> tuple[KVConnectorTransferResults, set[str]]:
+        """The results of all children, and the failed requests of which only optional parts
+        failed.
+        """
+        results = KVConnectorTransferResults()
+        for child in self._children.enabled:
+            part = self._children.call(
+                child, "get_transfer_results", finished_request_ids, is_decisive=True
+            )
+            errors = self._children.call(child, "get_block_ids_with_load_errors", is_decisive=True)
+            if part is None or errors is None:
+                # The child has been disabled, and its loads have failed. What it loaded in this
+                # step may be incomplete as well.
+                self._invalid_blocks |= self._sync_blocks.get(child, frozenset())
+                continue
+            self._invalid_blocks |= errors
+            self._absorb(child, part, results)
+        excused = {
+            load.request
+            for load in self._transfers.take_loaded()
+            if self._add(load, results) and self._is_excused(load)
+        }
+        results.finished_sending = self._transfers.take_sent()
+        return results, excused
+
+    def take_invalid_blocks(self) -> set[int]:
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def build_worker_meta(self) -> MultiWorkerMetadata | None:
+        for child, part in self._children.call_each("build_connector_worker_meta"):
+            if part is not None:
+                self._report.parts[child] = part
+        report, self._report = self._report, MultiWorkerMetadata()
+        return None if report.is_empty else report
+
+    # -- inside --
+
+    def _call_bound(self, method: str, *args: Any, is_decisive: bool = False, **more: Any) -> None:
+        for child in self._children.enabled:
+            if child in self._bound:
+                self._children.call(child, method, *args, is_decisive=is_decisive, **more)
+
+    def _absorb(self, child: int, part: Any, results: KVConnectorTransferResults) -> None:
+        """Add one child's results, which may be of vLLM's class."""
+        name = self._children.names[child]
+        reasons = getattr(part, "failure_reasons", {})
+        for request, reason in getattr(part, "given_up_recving", {}).items():
+            if self._transfers.is_loading(child, request):
+                results.given_up_recving[request] = f"{name}: {reason}"
+                self._report.given_up.setdefault(request, set()).add(child)
+        for request in part.finished_recving | part.failed_recving:
+            failure = None
+            if request in part.failed_recving:
+                failure = f"{name}: {reasons.get(request, 'the child gave no reason')}"
+            self._transfers.end_load(child, request, failure)
+        for request in part.finished_sending:
+            self._transfers.end_send(child, request)
+        for request, times in getattr(part, "recving_times", {}).items():
+            results.recving_times.setdefault(request, []).extend(times)
+
+    def _add(self, load: FinishedLoad, results: KVConnectorTransferResults) -> bool:
+        """Add an ended load to the results; True if a part of it failed."""
+        results.finished_recving.add(load.request)
+        if load.failures:
+            results.failed_recving.add(load.request)
+            results.failure_reasons[load.request] = "; ".join(load.failures.values())
+            self._report.failed[load.request] = set(load.failures)
+        return bool(load.failures)
+
+    def _is_excused(self, load: FinishedLoad) -> bool:
+        return all(self._children.traits[child].loads_are_optional for child in load.failures)
+
+    def _settle(self, child: int, reason: str) -> None:
+        """Report a child that has just been disabled, and settle what it owes. The child is shut
+        down already.
+        """
+        self._report.disabled[child] = reason
+        self._drop(child, reason)
+        # The step in which the rank could report the settled transfers may be over.
+        self._wake()
+
+    def _drop(self, child: int, reason: str) -> None:
+        self._transfers.drop_child(child, reason)
+        blocks = self._sync_blocks.get(child, frozenset())
+        if blocks and not self._is_forward_over:
+            self._fail_sync_load(child, blocks, reason)
+
+    def _fail_sync_load(self, child: int, blocks: frozenset[int], reason: str) -> None:
+        if self._children.traits[child].provides_dummy_kv:
+            return
+        if self._num_groups > 1:
+            raise TransportError(
+                f"{reason}; the forward pass needs the KV that the child was to load in this step, "
+                "and an engine with several KV-cache groups cannot take back single blocks"
+            )
+        self._has_failed_sync_load = True
+        self._invalid_blocks |= blocks
+
+
+def _no_wakeup() -> None:
+    return None
