@@ -198,16 +198,17 @@ class EngineSide:
         self.worker.wait_for_save()
         news = self.worker.get_transfer_results(set())
         self.worker.clear_connector_metadata()
-        for name in ("finished_sending", "finished_recving", "failed_recving"):
-            assert not getattr(self.seen, name) & getattr(news, name), "reported twice"
-            getattr(self.seen, name).update(getattr(news, name))
-        self.seen.failure_reasons.update(news.failure_reasons)
-        self.seen.given_up_recving.update(news.given_up_recving)
         output = KVConnectorOutput(
             news.finished_sending, news.finished_recving, news.failed_recving
         )
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.scheduler.update_connector_output(output)
+        # The scheduler's role may change what the engine acts on.
+        for name in ("finished_sending", "finished_recving", "failed_recving"):
+            assert not getattr(self.seen, name) & getattr(output, name), "reported twice"
+            getattr(self.seen, name).update(getattr(output, name))
+        self.seen.failure_reasons.update(news.failure_reasons)
+        self.seen.given_up_recving.update(news.given_up_recving)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
         """Finish a request as if its prompt had been computed into these blocks, and return the

@@ -266,7 +266,8 @@ class MultiScheduler:
         request_id = str(request.request_id)
         self._lookups.end(request_id)
         state = self._requests.get(request_id)
-        senders, params = set(state.sending), {}
+        senders = set(state.sending)
+        params: dict[str, Any] = {}
         for child in self._children.enabled:
             if child in state.excluded:
                 continue

@@ -1,0 +1,336 @@
+"""Tests the pure part of `MultiConnector`: which child loads which tokens, and who is outstanding.
+
+Hypothesis plays children that own prefixes of a prompt, and ranks whose children report in any
+order, twice, or without having been asked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connectors.multi.children import (
+    MAX_FAILURES,
+    ChildHealth,
+    check_children,
+    name_children,
+)
+from kvferry.connectors.multi.lookup import (
+    ChildTraits,
+    LoadPlan,
+    PendingLookups,
+    TokenRange,
+    find_plan,
+)
+from kvferry.connectors.multi.requests import RequestTable
+from kvferry.connectors.multi.transfers import RankTransfers
+from kvferry.errors import ConfigError
+
+BLOCK = 4
+
+
+@dataclass
+class Child:
+    """A child that has the KV of the first `num_tokens` tokens, or is still looking."""
+
+    num_tokens: int = 0
+    honours: bool = True
+    optional: bool = False
+    dummy: bool = False
+    is_async: bool = True
+    is_looking: bool = False
+
+
+@dataclass
+class World:
+    children: list[Child]
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def ask(self, child: int, num_computed: int) -> tuple[int | None, bool]:
+        self.asked.append((child, num_computed))
+        one = self.children[child]
+        if one.is_looking:
+            return None, False
+        count = one.num_tokens - num_computed
+        return (count, one.is_async) if count > 0 else (count, False)
+
+    def plan(self, num_local: int, num_tokens: int) -> LoadPlan | None:
+        traits = [
+            ChildTraits(index, one.honours, one.optional, one.dummy)
+            for index, one in enumerate(self.children)
+        ]
+        return find_plan(traits, self.ask, num_local, num_tokens, BLOCK)
+
+
+def ranges(plan: LoadPlan | None) -> list[tuple[int, int, int]]:
+    assert plan is not None
+    return [(part.child, part.start, part.end) for part in plan.ranges]
+
+
+# -- lookup --
+
+
+def test_a_peer_is_asked_only_for_what_storage_lacks() -> None:
+    world = World([Child(20), Child(8, optional=True)])
+    assert ranges(world.plan(4, 20)) == [(1, 4, 8), (0, 8, 20)]
+    assert world.asked == [(1, 4), (0, 8)]
+
+
+def test_a_peer_is_not_asked_if_storage_has_all() -> None:
+    world = World([Child(20), Child(20, optional=True)])
+    assert ranges(world.plan(0, 20)) == [(1, 0, 20)]
+    assert world.asked == [(1, 0)]
+
+
+def test_no_child_is_asked_for_the_last_token_alone() -> None:
+    """The engine computes the last token in any case."""
+    world = World([Child(17), Child(16, optional=True)])
+    assert ranges(world.plan(0, 17)) == [(1, 0, 16)]
+
+
+def test_a_child_is_asked_for_the_last_token_if_the_engine_has_all_others() -> None:
+    assert ranges(World([Child(17)]).plan(16, 17)) == [(0, 16, 17)]
+
+
+def test_no_child_begins_inside_a_block_of_another() -> None:
+    world = World([Child(20), Child(6, optional=True)])
+    assert ranges(world.plan(0, 20)) == [(1, 0, 6)]
+
+
+def test_the_longest_hit_wins_between_children_that_cannot_share() -> None:
+    assert ranges(World([Child(8, honours=False), Child(12, honours=False)]).plan(0, 20)) == [
+        (1, 0, 12)
+    ]
+    assert ranges(World([Child(8, honours=False), Child(8, honours=False)]).plan(0, 20)) == [
+        (0, 0, 8)
+    ]
+
+
+def test_a_child_that_ignores_ranges_is_never_part_of_a_chain() -> None:
+    world = World([Child(8, honours=False), Child(16), Child(12, optional=True)])
+    assert ranges(world.plan(0, 20)) == [(2, 0, 12), (1, 12, 16)]
+    world = World([Child(20, honours=False), Child(16), Child(12, optional=True)])
+    assert ranges(world.plan(0, 20)) == [(0, 0, 20)]
+
+
+def test_a_child_that_loads_within_a_step_is_not_joined_with_one_that_loads_between_steps() -> None:
+    world = World([Child(20), Child(8, optional=True, is_async=False)])
+    assert ranges(world.plan(0, 20)) == [(1, 0, 8)]
+
+
+def test_a_negative_answer_is_no_hit() -> None:
+    """vLLM's ExampleConnector answers so if the engine has more than the connector."""
+    assert ranges(World([Child(4, honours=False)]).plan(16, 20)) == []
+
+
+def test_a_pending_child_is_waited_for_only_if_it_can_change_the_plan() -> None:
+    looking = Child(20, honours=False, is_looking=True)
+    assert World([looking, Child(8)]).plan(0, 20) is None
+    assert ranges(World([looking, Child(20)]).plan(0, 20)) == [(1, 0, 20)]
+
+
+def test_the_lookups_of_all_storage_children_run_at_once_and_no_peer_is_asked_meanwhile() -> None:
+    world = World([Child(20), Child(20, optional=True, is_looking=True), Child(8, optional=True)])
+    assert world.plan(0, 20) is None
+    assert world.asked == [(1, 0), (2, 0)]
+
+
+def test_dummy_kv_is_used_only_if_no_child_has_real_kv() -> None:
+    assert ranges(World([Child(19, dummy=True), Child(4)]).plan(0, 20)) == [(1, 0, 4)]
+    assert ranges(World([Child(19, dummy=True), Child(0)]).plan(0, 20)) == [(0, 0, 19)]
+    assert World([Child(19, dummy=True), Child(is_looking=True)]).plan(0, 20) is None
+
+
+children = st.lists(
+    st.builds(
+        Child,
+        st.integers(0, 6).map(lambda blocks: blocks * BLOCK),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 5).map(lambda dice: dice == 0),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(children, st.integers(0, 3), st.integers(1, 24))
+def test_a_plan_has_no_gap_and_only_what_its_children_have(
+    members: list[Child], num_local_blocks: int, num_tokens: int
+) -> None:
+    num_local = min(num_local_blocks * BLOCK, num_tokens)
+    world = World(members)
+    plan = world.plan(num_local, num_tokens)
+    if plan is None:
+        assert any(one.is_looking for one in members)
+        return
+    end = num_local
+    for part in plan.ranges:
+        assert (part.start, part.child in range(len(members))) == (end, True)
+        assert part.end <= members[part.child].num_tokens
+        # The last question to each child of the plan was about the range that it loads.
+        assert [at for child, at in world.asked if child == part.child][-1] == part.start
+        assert members[part.child].is_async == plan.is_async
+        end = part.end
+    assert end <= num_tokens
+    if len(plan.ranges) > 1:
+        assert all(members[part.child].honours for part in plan.ranges)
+        assert len({part.child for part in plan.ranges}) == len(plan.ranges)
+    real = [one for one in members if not one.dummy and not one.is_looking]
+    if not any(members[part.child].dummy for part in plan.ranges):
+        longest = max((min(one.num_tokens, num_tokens) for one in real), default=0)
+        # No single child has more, save for the last token and for joins that are not possible.
+        is_uniform = len({one.is_async for one in real}) <= 1
+        if is_uniform:
+            assert end >= min(longest, num_tokens - 1) or longest <= num_local
+
+
+@given(st.integers(0, 24))
+def test_an_engine_that_takes_fewer_tokens_takes_the_first(taken: int) -> None:
+    plan = LoadPlan((TokenRange(1, 4, 12), TokenRange(0, 12, 20)), is_async=True)
+    part = plan.first(taken)
+    assert part.num_tokens == min(taken, 16)
+    assert part.is_async == (taken > 0)
+    assert all(one in (TokenRange(1, 4, 12), part.ranges[-1]) for one in part.ranges)
+
+
+def test_a_child_that_never_answers_runs_out_of_time() -> None:
+    lookups = PendingLookups(timeout_s=5)
+    assert not lookups.note_pending("r", 0, now=10)
+    assert not lookups.note_pending("r", 1, now=14)
+    assert lookups.note_pending("r", 0, now=15)
+    assert not lookups.note_pending("r", 1, now=15)
+    lookups.note_answer("r", 0)
+    assert not lookups.note_pending("r", 0, now=100)
+    lookups.end("r")
+    assert len(lookups) == 0
+
+
+# -- the transfers of a rank --
+
+
+@given(st.data())
+def test_a_rank_reports_once_and_only_after_the_last_child(data: st.DataObject) -> None:
+    members = data.draw(st.sets(st.integers(0, 3), min_size=1))
+    failing = data.draw(st.sets(st.sampled_from(sorted(members))))
+    begin, end = data.draw(
+        st.sampled_from(
+            [
+                (RankTransfers.begin_load, RankTransfers.end_load),
+                (RankTransfers.begin_send, RankTransfers.end_send),
+            ]
+        )
+    )
+    rank = RankTransfers()
+    begin(rank, "r", members)
+    waiting = set(members)
+    for child in data.draw(st.lists(st.integers(0, 3), max_size=20)):
+        was_waiting = bool(waiting)
+        _end(rank, end, child, failing)
+        waiting.discard(child)
+        ended = {load.request for load in rank.take_loaded()} | rank.take_sent()
+        assert ended == ({"r"} if was_waiting and not waiting else set())
+    for child in waiting:
+        rank.drop_child(child, "dropped")
+    assert len(rank) == 0
+
+
+def _end(rank: RankTransfers, end: Callable[..., bool], child: int, failing: set[int]) -> None:
+    if end is RankTransfers.end_load and child in failing:
+        end(rank, child, "r", "failed")
+    else:
+        end(rank, child, "r")
+
+
+def test_a_load_names_every_child_that_failed() -> None:
+    rank = RankTransfers()
+    rank.begin_load("r", [0, 1, 2])
+    rank.end_load(0, "r")
+    rank.end_load(1, "r", "no peer")
+    rank.drop_child(2, "disabled")
+    (load,) = rank.take_loaded()
+    assert load.failures == {1: "no peer", 2: "disabled"}
+
+
+# -- requests --
+
+
+def loading(*members: int) -> RequestTable:
+    table = RequestTable()
+    parts = tuple(TokenRange(child, 4 * at, 4 * at + 4) for at, child in enumerate(members))
+    table.offer("r", 0, LoadPlan(parts, is_async=True))
+    table.admit("r", 4 * len(members), [])
+    return table
+
+
+@pytest.mark.parametrize("order", [("load", "send"), ("send", "load")])
+def test_one_report_ends_the_load_and_the_sends_of_a_request_that_ended_early(
+    order: tuple[str, str],
+) -> None:
+    """vLLM frees the blocks at the first report and fails on a second one."""
+    table = loading(0)
+    assert not table.finish("r", [1])
+    reports = {"load": (["r"], []), "send": ([], ["r"])}
+    first = table.take_finished(*reports[order[0]])
+    assert (first.recving, first.sending) == (set(), set())
+    second = table.take_finished(*reports[order[1]])
+    assert (second.recving, second.sending) == ({"r"}, set())
+    assert len(table) == 0
+
+
+def test_each_child_is_told_of_its_own_failure_only() -> None:
+    table = loading(0, 1)
+    table.note_failed("r", [1])
+    news = table.take_finished(["r"], [])
+    assert news.by_child_recving == {0: {"r"}, 1: {"r"}}
+    assert news.by_child_failed == {1: {"r"}}
+    assert (news.recving, news.unusable) == ({"r"}, {"r"})
+    assert not table.get("r").may_load_from(1)
+    assert table.get("r").may_load_from(0)
+    assert not table.get("r").is_complete
+
+
+def test_dummy_kv_hides_a_request_and_all_that_may_have_its_blocks() -> None:
+    table = RequestTable()
+    for name, num_local, plan in (
+        ("before", 8, LoadPlan()),
+        ("dummy", 0, LoadPlan((TokenRange(1, 0, 19),))),
+        ("fresh", 0, LoadPlan()),
+        ("shares a prefix", 8, LoadPlan()),
+    ):
+        table.offer(name, num_local, plan)
+        table.admit(name, plan.num_tokens, dummies=[1])
+    assert table.hidden_from(0) == {"dummy", "shares a prefix"}
+    assert table.hidden_from(1) == {"shares a prefix"}
+
+
+# -- children --
+
+
+def test_a_child_is_disabled_if_it_keeps_failing_or_fails_decisively() -> None:
+    health = ChildHealth()
+    for _ in range(MAX_FAILURES - 1):
+        assert not health.note_failure(0, "look", "x", is_decisive=False)
+    health.note_success(0, "look")
+    for _ in range(MAX_FAILURES - 1):
+        assert not health.note_failure(0, "look", "x", is_decisive=False)
+    assert health.note_failure(0, "look", "x", is_decisive=False)
+    assert not health.note_failure(0, "look", "x", is_decisive=True)
+    assert health.note_failure(1, "load", "y", is_decisive=True)
+    assert health.disabled == {0: "x", 1: "y"}
+
+
+def test_equal_children_have_different_names() -> None:
+    assert name_children(["A", "B", "A"]) == ["A[0]", "B", "A[2]"]
+
+
+def test_children_that_cannot_work_together_are_both_named() -> None:
+    with pytest.raises(ConfigError, match=r"A and C, but an engine has one side channel"):
+        check_children(["A", "B", "C"], [0, 2], [None, None, None])
+    with pytest.raises(ConfigError, match=r"A requires .* HND and C requires NHD"):
+        check_children(["A", "B", "C"], [0], ["HND", None, "NHD"])
+    assert check_children(["A", "B", "C"], [0], ["HND", None, "HND"]) == "HND"
