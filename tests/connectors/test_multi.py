@@ -242,15 +242,13 @@ def test_a_child_that_never_answers_does_not_keep_a_request_waiting(
         store.is_looking = True
         request = sides.arrive(sides.prefill())
         assert d.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-        answers: list[tuple[int | None, bool]] = []
-        step_until(
-            lambda: (
-                answers.append(d.scheduler.get_num_new_matched_tokens(request, 0))
-                or answers[-1][0] is not None
-            ),
-            p,
-            d,
-        )
+        answers = [d.scheduler.get_num_new_matched_tokens(request, 0)]
+
+        def has_answered() -> bool:
+            answers.append(d.scheduler.get_num_new_matched_tokens(request, 0))
+            return answers[-1][0] is not None
+
+        step_until(has_answered, p, d)
         assert answers[-1] == (18, True)
         d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4, 10],)), 18)
         step_until(lambda: "r" in d.seen.finished_recving, p, d)

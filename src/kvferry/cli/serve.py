@@ -16,7 +16,6 @@ from kvferry.cli.register import Registration, check_router_url
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
-    MultiExtraConfig,
     NixlExtraConfig,
     SideChannelConfig,
     find_checkpoint,
@@ -323,10 +322,10 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 def _wants_cross_layer_blocks(transfer: KVTransferConfig) -> bool:
     """Return whether any connector, also inside a MultiConnector, asks for cross-layer blocks."""
-    extra = transfer.extra
-    if isinstance(extra, MultiExtraConfig):
-        return any(_wants_cross_layer_blocks(child) for child in extra.connectors)
-    return isinstance(extra, NixlExtraConfig) and extra.enable_cross_layers_blocks
+    return any(
+        isinstance(connector.extra, NixlExtraConfig) and connector.extra.enable_cross_layers_blocks
+        for connector in transfer.connectors
+    )
 
 
 def check_before_start(options: EngineOptions, address: Address) -> None:
@@ -334,7 +333,8 @@ def check_before_start(options: EngineOptions, address: Address) -> None:
     ConfigError.
     """
     if options.kv_transfer is not None:
-        KVConnectorFactory.get_connector_class(options.kv_transfer)
+        for connector in (options.kv_transfer, *options.kv_transfer.connectors):
+            KVConnectorFactory.get_connector_class(connector)
     model = read_model_config(options.model)
     model.max_model_len(options.max_model_len)
     model.check_tensor_parallel(options.tensor_parallel_size)

@@ -66,8 +66,8 @@ class KVTransferConfig:
     """
 
     kv_connector: Text
-    """The connector: NixlConnector (also called NixlPullConnector), NixlPushConnector, or the class
-    name of your own connector.
+    """The connector: NixlConnector (also called NixlPullConnector), NixlPushConnector,
+    MultiConnector, which combines several, or the class name of your own connector.
     """
     kv_role: KVRole
     """Whether this engine sends KV, receives KV, or does both."""
@@ -147,6 +147,11 @@ class KVTransferConfig:
     @property
     def is_kv_consumer(self) -> bool:
         return self.kv_role in (KVRole.CONSUMER, KVRole.BOTH)
+
+    @property
+    def connectors(self) -> "tuple[KVTransferConfig, ...]":
+        """The connectors of a MultiConnector; otherwise this connector."""
+        return self.extra.connectors if isinstance(self.extra, MultiExtraConfig) else (self,)
 
     def _extra_class(self) -> type[ExtraConfig]:
         """The settings class. A connector from another package checks its own settings, whatever

@@ -13,7 +13,6 @@ from typing import Self
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
-    MultiExtraConfig,
     NixlExtraConfig,
     SideChannelConfig,
     fault_spec_from_environment,
@@ -195,12 +194,10 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
     """
     if transfer is None:
         return NixlExtraConfig()
-    if isinstance(transfer.extra, MultiExtraConfig):
-        return next(
-            (c.extra for c in transfer.extra.connectors if isinstance(c.extra, NixlExtraConfig)),
-            NixlExtraConfig(),
-        )
-    return transfer.extra if isinstance(transfer.extra, NixlExtraConfig) else NixlExtraConfig()
+    return next(
+        (c.extra for c in transfer.connectors if isinstance(c.extra, NixlExtraConfig)),
+        NixlExtraConfig(),
+    )
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:

@@ -11,6 +11,7 @@ __all__ = [
     "KVFerryConnector",
     "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
+    "MultiConnector",
     "NixlConnector",
     "NixlPullConnector",
     "NixlPushConnector",
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from kvferry.vllm.release import check_release
 
         check_release()
+        if name == "MultiConnector":
+            from kvferry.vllm.multi import MultiConnector
+
+            return MultiConnector
         from kvferry.vllm import connector
 
         return getattr(connector, name)

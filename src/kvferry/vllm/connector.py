@@ -7,7 +7,7 @@ thread. See docs/decisions/011-inside-vllm.md.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -240,6 +240,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     a child again by the name of its class.
     """
 
+    # Read by kvferry's MultiConnector; see `kvferry.connectors.contract`.
+    honours_token_range = True
+    opens_side_channel = True
     inner_name = "NixlConnector"
     transfer_mode = "pull"
     _cache_hit_source = find_cache_hit_source()
@@ -278,8 +281,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             None if is_worker else find_engine_loop(),
             longest_wait_s(vllm_config.parallel_config.distributed_executor_backend),
         )
+        self._has_work: Callable[[], bool] = self.has_urgent_work
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache)
         self._inner.set_wakeup(self._idle.wake)
+
+    def join_multi_connector(self, has_work: Callable[[], bool]) -> None:
+        """Called by kvferry's MultiConnector, whose other children may have work too: a step of an
+        idle engine waits only while `has_work` is false.
+        """
+        self._has_work = has_work
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -374,6 +384,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._needs.note_candidate(request, num_computed_tokens, will_load=is_async)
         return count, is_async
 
+    def note_skipped(self) -> None:
+        """Called by kvferry's MultiConnector when another child has no answer yet, so that vLLM
+        skips the request in this step.
+        """
+        self._needs.note_skipped()
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._needs.note_admitted(request, num_external_tokens)
         self._inner.update_state_after_alloc(
@@ -383,6 +399,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._loads.begin(request)
             if self._inner.is_load_optional(str(request.request_id)):
                 self._loads.announce_optional(str(request.request_id))
+        else:
+            # vLLM has gone on with the request, or another child of a MultiConnector loads for it.
+            self._loads.end_request(str(request.request_id))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, scheduler_output)
@@ -391,7 +410,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the step's message. `plan` is the step in the form that kvferry's scheduler half
         expects.
         """
-        self._idle.wait(self._has_urgent_work)
+        self._idle.wait(self._has_work)
         lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
             self._inner.reclaim_blocks(lacking)
@@ -413,7 +432,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.reclaim_blocks(self._needs.missing_to_run(self._num_free_blocks))
         return self._inner.has_pending_block_frees()
 
-    def _has_urgent_work(self) -> bool:
+    def has_urgent_work(self) -> bool:
         """Whether an idle engine must not wait before its next step."""
         return self.has_pending_push_work()
 
@@ -608,7 +627,7 @@ class KVFerryOffloadingConnector(KVFerryConnector):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def _has_urgent_work(self) -> bool:
+    def has_urgent_work(self) -> bool:
         assert isinstance(self._inner, InnerOffloadingConnector)
         return self._has_unreported_stats or self._inner.has_pending_commands
 

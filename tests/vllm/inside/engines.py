@@ -54,6 +54,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connectors.push_mode import PushMode
+from kvferry.vllm.connector import KVFerryConnector
+from kvferry.vllm.multi import MultiConnector
 from kvferry.worker.worker import TransferWorkerSnapshot
 
 __all__ = [
@@ -431,10 +433,10 @@ class Engine:
         ):
             if stats.connector_prefix_cache_stats is not None:
                 self.loaded_tokens += stats.connector_prefix_cache_stats.hits
-            self.moved_bytes += sum(
-                row["bytes"]
-                for row in (stats.kv_connector_stats or {}).get("transports", {}).values()
-            )
+            told = stats.kv_connector_stats or {}
+            # A MultiConnector reports the stats of each child.
+            for part in (told, *(row["data"] for row in told.get("children", {}).values())):
+                self.moved_bytes += sum(row["bytes"] for row in part.get("transports", {}).values())
         for output in (one for client in outputs.values() for one in client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
@@ -449,7 +451,7 @@ class Engine:
     def transfer_worker(self) -> TransferWorkerSnapshot:
         # Only tests read this private state.
         snapshot: TransferWorkerSnapshot = (
-            self.worker._inner._worker_half.snapshot()  # noqa: SLF001
+            _own(self.worker)._inner._worker_half.snapshot()  # noqa: SLF001
         )
         return snapshot
 
@@ -467,7 +469,7 @@ class Engine:
         """
         scheduler, half = (
             self.scheduler,
-            self.scheduler.connector._inner._scheduler_half,  # noqa: SLF001
+            _own(self.scheduler.connector)._inner._scheduler_half,  # noqa: SLF001
         )
         mode = half._mode  # noqa: SLF001
         pushes = isinstance(mode, PushMode)
@@ -497,7 +499,9 @@ class Engine:
             "registrations": self.transfer_worker.registrations,
             "published": mode._published if pushes else {},  # noqa: SLF001
             "streams": (len(mode._streams) if pushes else 0)  # noqa: SLF001
-            + len(getattr(scheduler.connector, "_prefills", ())),
+            + len(getattr(_own(scheduler.connector), "_prefills", ())),
+            "shared requests": _in_multi(scheduler.connector),
+            "shared transfers": _in_multi(self.worker),
             "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
             | self._aggregator._send_remaining_count,  # noqa: SLF001
         }
@@ -506,6 +510,21 @@ class Engine:
     def close(self) -> None:
         self.scheduler.shutdown()
         self.worker.shutdown()
+
+
+def _own(connector: Any) -> Any:
+    """kvferry's connector between engines, alone or in a MultiConnector."""
+    children = getattr(connector, "children", ())
+    found = [children[index] for index in range(len(children))]
+    return next((child for child in found if isinstance(child, KVFerryConnector)), connector)
+
+
+def _in_multi(connector: Any) -> int:
+    """What kvferry's MultiConnector still waits for."""
+    if not isinstance(connector, MultiConnector):
+        return 0
+    scheduler, worker = connector._scheduler_half, connector._worker_half  # noqa: SLF001
+    return scheduler.num_requests if scheduler is not None else worker.num_transfers
 
 
 def run_until(condition: Callable[[], bool], *engines: Engine) -> None:

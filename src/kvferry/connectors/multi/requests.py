@@ -102,8 +102,9 @@ class RequestTable:
         return {name for name, state in self._states.items() if state.is_hidden_from(child)}
 
     @property
-    def has_sends(self) -> bool:
-        return any(state.sending for state in self._states.values())
+    def senders(self) -> set[int]:
+        """The children that still read the blocks of a finished request."""
+        return {child for state in self._states.values() for child in state.sending}
 
     def offer(self, request: str, num_local: int, plan: LoadPlan) -> None:
         state = self.get(request)

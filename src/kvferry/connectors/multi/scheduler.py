@@ -224,10 +224,14 @@ class MultiScheduler:
             ]
         )
 
-    @property
-    def has_sends(self) -> bool:
-        """Whether a child has not reported the end of a delayed free."""
-        return self._requests.has_sends
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a child loads KV for a request between steps."""
+        state = self._requests.find(request_id)
+        return state is not None and bool(state.loading)
+
+    def has_sends_beside(self, children: Collection[int]) -> bool:
+        """Whether any other child still reads the blocks of a finished request."""
+        return bool(self._requests.senders - set(children))
 
     def take_output(
         self, output: Any, report: MultiWorkerMetadata | None, events: Mapping[int, Any]

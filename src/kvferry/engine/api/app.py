@@ -262,7 +262,11 @@ def _transfer_mode(options: EngineOptions) -> str:
     """Return `pull` or `push`; empty without a connector, or if the connector class has no mode."""
     if options.kv_transfer is None:
         return ""
-    return getattr(KVConnectorFactory.get_connector_class(options.kv_transfer), "transfer_mode", "")
+    modes = (
+        getattr(KVConnectorFactory.get_connector_class(connector), "transfer_mode", "")
+        for connector in options.kv_transfer.connectors
+    )
+    return next(filter(None, modes), "")
 
 
 @web.middleware

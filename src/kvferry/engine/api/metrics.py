@@ -19,6 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvferry.connectors.multi.stats import CHILD_COUNTERS
 from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
 from kvferry.connectors.stats import (
     COUNTERS,
@@ -66,6 +67,14 @@ def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
         )
     for name, observed in stats.get("histograms", {}).items():
         yield _histogram(name, observed, model_name)
+    for name, help_text in CHILD_COUNTERS.items():
+        if name in stats:
+            by_child = CounterMetricFamily(
+                f"kvferry:{name}", help_text, labels=["model_name", "child"]
+            )
+            for child, count in stats[name].items():
+                by_child.add_metric([model_name, child], count)
+            yield by_child
 
 
 def offload_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:

@@ -1,0 +1,362 @@
+"""Tests kvferry's `MultiConnector` in vLLM's own scheduler, with our connector between two engines,
+a store in this process, and vLLM's own children.
+
+The engines compare every slot that a forward would read with the right number; `settle` also checks
+that nothing is outstanding.
+"""
+
+import json
+from collections.abc import Iterator
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from tests.vllm.inside.conftest import StartEngine
+from tests.vllm.inside.engines import BLOCK, Engine, run_until, vllm_config
+from tests.vllm.inside.store import STORES, Store
+from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvferry.errors import ConfigError
+from kvferry.router.fleet.instance_metrics import read_metrics
+from kvferry.vllm.connector import KVFerryConnector
+from kvferry.vllm.multi import MultiConnector, child_configs, traits_of
+
+PULL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"transports": ["tcp"]},
+}
+STOCK_NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+    "kv_role": "kv_both",
+}
+DUMMY = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+
+
+def kept_in(store: str, kind: str = "StoreConnector") -> dict[str, Any]:
+    return {
+        "kv_connector": kind,
+        "kv_connector_module_path": "tests.vllm.inside.store",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": store},
+    }
+
+
+def multi(*children: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The transfer configuration of an engine."""
+    policy = more.pop("kv_load_failure_policy", "fail")
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": list(children), **more},
+    }
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    STORES.clear()
+    STORES["d"] = Store()
+    yield STORES["d"]
+    STORES.clear()
+
+
+def put(d: Engine, store: Store, num_tokens: int) -> None:
+    """Let D compute and save a prefix of the prompt, then forget it itself."""
+    d.add("put", prompt(num_tokens), max_tokens=1)
+    finish(d, "put")
+    run_until(lambda: not d.remains(), d)
+    assert d.scheduler.reset_prefix_cache()
+    assert len(store.blocks) == num_tokens // BLOCK
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_the_store_gives_the_prefix_and_p_the_rest(
+    start_engine: StartEngine, store: Store, is_async: bool, kind: str
+) -> None:
+    if kind == "push":
+        peer = {**PULL, "kv_connector": "NixlPushConnector"}
+        p = start_engine("p", is_async=is_async, kv=peer)
+    else:
+        peer, p = PULL, start_engine("p", is_async=is_async)
+    d = start_engine("d", is_async=is_async, kv=multi(peer, kept_in("d")))
+    put(d, store, 64)
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert store.num_loaded_blocks == 2
+    assert d.loaded_tokens == 100
+    settle(p, d)
+    # 36 tokens of 100 came from P.
+    assert (
+        0
+        < d.moved_bytes
+        < 0.6 * sum(tensor[0].numel() * tensor.element_size() * 4 for tensor in d.tensors.values())
+    )
+
+
+def test_nothing_is_read_from_p_if_the_store_has_everything(
+    start_engine: StartEngine, store: Store
+) -> None:
+    p, d = start_engine("p"), start_engine("d", kv=multi(PULL, kept_in("d")))
+    put(d, store, 96)
+    d.add("b", prompt(97), p.prefill("a", prompt(97)))
+    assert finish(d, "b", p) == greedy(prompt(97), 4)
+    assert (store.num_loaded_blocks, d.moved_bytes) == (3, 0)
+    settle(p, d)
+
+
+def test_a_multi_connector_with_one_child_is_that_child(
+    start_engine: StartEngine,
+) -> None:
+    p, d = start_engine("p", kv=multi(PULL)), start_engine("d", kv=multi(PULL))
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    settle(p, d)
+
+
+@pytest.mark.parametrize("kind", ["StoreConnector", "ForeignStore"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_load_from_a_store_is_computed_and_one_of_a_foreign_child_follows_the_policy(
+    start_engine: StartEngine, store: Store, kind: str, policy: str
+) -> None:
+    d = start_engine("d", kv=multi(PULL, kept_in("d", kind), kv_load_failure_policy=policy))
+    put(d, store, 64)
+    store.fails_loads = True
+    d.add("b", prompt(100))
+    tokens = finish(d, "b")
+    if kind == "ForeignStore" and policy == "fail":
+        assert (tokens, d.answers["b"].finish) == ([], "error")
+    else:
+        assert tokens == greedy(prompt(100), 4)
+    settle(d)
+
+
+def test_a_failed_peer_follows_the_policy_and_frees_what_the_store_loaded(
+    start_engine: StartEngine, store: Store
+) -> None:
+    p, d = start_engine("p"), start_engine("d", kv=multi(PULL, kept_in("d")))
+    put(d, store, 64)
+    params = p.prefill("a", prompt(100))
+    d.add("b", prompt(100), {**params, "ticket": params["ticket"][:-2]})
+    finish(d, "b", p)
+    assert d.answers["b"].finish == "error"
+    p.abort("a")
+    d.add("c", prompt(100), params)
+    finish(d, "c", p)
+    settle(p, d)
+
+
+@pytest.mark.parametrize("is_loaded_first", [True, False])
+def test_an_abort_while_loading_frees_the_blocks_once(
+    start_engine: StartEngine, store: Store, is_loaded_first: bool
+) -> None:
+    """One store loads, the other saves the blocks that the engine had itself."""
+    STORES["other"] = Store()
+    d = start_engine("d", kv=multi(PULL, kept_in("d"), kept_in("other")))
+    put(d, store, 96)
+    d.add("warm", prompt(32), max_tokens=1)
+    finish(d, "warm")
+    run_until(lambda: not d.remains(), d)
+    STORES["other"].blocks.clear()
+    store.holds_loads = STORES["other"].holds_saves = True
+    d.add("b", prompt(100))
+    wait_for_load(d, "b")
+    d.step()
+    d.abort("b")
+    for _ in range(3):
+        d.step()
+    first, second = (store, STORES["other"]) if is_loaded_first else (STORES["other"], store)
+    first.holds_loads = first.holds_saves = False
+    for _ in range(3):
+        d.step()
+    assert d.remains()["used blocks"] == 3
+    second.holds_loads = second.holds_saves = False
+    settle(d)
+    # Blocks that had not arrived were saved nowhere.
+    assert len(STORES["other"].blocks) == 1
+    d.add("c", prompt(100))
+    assert finish(d, "c") == greedy(prompt(100), 4)
+    settle(d)
+
+
+def test_a_reset_voids_what_a_store_is_loading(start_engine: StartEngine, store: Store) -> None:
+    d = start_engine("d", kv=multi(PULL, kept_in("d")))
+    put(d, store, 64)
+    store.holds_loads = True
+    d.add("b", prompt(100))
+    wait_for_load(d, "b")
+    d.load_weights(7)
+    d.reset()
+    store.holds_loads = False
+    run_until(lambda: store.num_loaded_blocks > 0, d)
+    # The test's store knows nothing of weights, and would offer the old KV again.
+    store.blocks.clear()
+    assert finish(d, "b") == greedy(prompt(100), 4, seed=7)
+    settle(d)
+
+
+# -- isolation --
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "get_external_cache_hit_sources",
+        "get_loaded_kv_cache_group_ids",
+        "build_connector_meta",
+        "has_pending_push_work",
+        "update_connector_output",
+        "take_events",
+        "request_finished_all_groups",
+        "get_kv_connector_stats",
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "get_kv_connector_kv_cache_events",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_child_that_raises_harms_no_request(
+    start_engine: StartEngine, store: Store, call: str, is_async: bool
+) -> None:
+    p = start_engine("p", is_async=is_async)
+    d = start_engine("d", is_async=is_async, kv=multi(PULL, kept_in("d")))
+    put(d, store, 64)
+    store.raising, store.calls = {call}, set()
+    for name in ("b", "c", "e", "f"):
+        assert d.scheduler.reset_prefix_cache()
+        d.add(name, prompt(100), p.prefill(f"p of {name}", prompt(100)))
+        assert finish(d, name, p) == greedy(prompt(100), 4)
+        settle(p, d)
+        # An idle engine asks whether a step is needed.
+        d.step()
+    assert call in store.calls
+    assert d.moved_bytes > 0
+
+
+# -- dummy KV --
+
+
+def test_dummy_kv_of_decode_bench_is_never_saved(start_engine: StartEngine, store: Store) -> None:
+    d = start_engine("d", kv=multi(PULL, kept_in("d"), DUMMY))
+    assert traits_of(0, type(d.worker.children[2])).provides_dummy_kv
+    for name in ("b", "c"):
+        # The second request finds the first one's blocks in vLLM's prefix cache.
+        d.add(name, prompt(100), {"do_remote_decode": True})
+        finish(d, name)
+        assert d.answers[name].params is None
+    assert {request for request, _ in d.wrong_slots} == {"b", "c"}
+    d.wrong_slots.clear()
+    settle(d)
+    assert store.blocks == {}
+
+
+# -- configuration --
+
+
+def test_a_plain_name_means_our_connector_and_a_module_path_vllms(model: Path) -> None:
+    def classes(*children: dict[str, Any]) -> list[Any]:
+        config = _config(model, multi(*children))
+        return [child.connector_class for child in child_configs(config)]
+
+    assert classes(PULL, DUMMY)[0] is KVFerryConnector
+    assert classes(STOCK_NIXL)[0].__module__.startswith("vllm.")
+    assert classes(DUMMY)[0].__module__.startswith("vllm.")
+
+
+def _config(model: Path, kv: dict[str, Any]) -> Any:
+    return vllm_config(str(model), "d", json.dumps({"kv": kv}, sort_keys=True))
+
+
+def test_vllm_finds_the_class_by_its_name(model: Path) -> None:
+    transfer = _config(model, multi(PULL, kept_in("d"))).kv_transfer_config
+    assert KVConnectorFactory.get_connector_class(transfer) is MultiConnector
+    assert KVConnectorFactory.supports_hma_config(transfer)
+    assert transfer.has_connector("NixlConnector")
+
+
+@pytest.mark.parametrize(
+    ("children", "sentence"),
+    [
+        ([PULL, PULL], r"NixlConnector\[0\] and NixlConnector\[1\], but an engine has one side"),
+        ([PULL, STOCK_NIXL], "but an engine has one side channel"),
+        ([{**PULL, "engine_id": "x"}], r'connectors\[0\].engine_id is "x"'),
+        ([{**PULL, "kv_load_failure_policy": "recompute"}], "share its kv_load_failure_policy"),
+        ([{**PULL, "kv_conector": 1}], "kv_conector is not a setting of"),
+        ([{**PULL, "kv_connector": "MultiConnector"}], "inside a MultiConnector"),
+        ([], "must be a list of objects"),
+        ([3], r"connectors\[0\] must be an object"),
+    ],
+)
+def test_children_that_cannot_work_are_refused(
+    model: Path, children: list[Any], sentence: str
+) -> None:
+    transfer = {
+        **multi(PULL),
+        "kv_connector_extra_config": {"connectors": children},
+        "engine_id": "d",
+    }
+    config = copy(_config(model, multi(PULL)))
+    config.kv_transfer_config = KVTransferConfig(**{**transfer, "kv_role": "kv_both"})
+    with pytest.raises(ConfigError, match=sentence):
+        MultiConnector.get_required_kvcache_layout(config)
+
+
+# -- statistics --
+
+
+def test_the_stats_of_each_child_reach_the_page_under_its_name(
+    start_engine: StartEngine, store: Store, model: Path
+) -> None:
+    kv = multi(PULL, kept_in("d"))
+    p, d = start_engine("p"), start_engine("d", kv=kv)
+    shown = _Page(_config(model, {**kv, "engine_id": "d"}))
+    store.raising = {"take_events"}
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    told = []
+    taken = d.scheduler.make_stats
+
+    def make_stats(*args: Any, **more: Any) -> Any:
+        told.append(taken(*args, **more))
+        return told[-1]
+
+    d.scheduler.make_stats = make_stats
+    finish(d, "b", p)
+    settle(p, d)
+    for stats in told:
+        if stats is not None and stats.kv_connector_stats:
+            shown.metrics.observe(stats.kv_connector_stats)
+            rebuilt = MultiConnector.build_kv_connector_stats(stats.kv_connector_stats)
+            assert rebuilt.aggregate(MultiConnector.build_kv_connector_stats()).reduce()
+    page = generate_latest(shown.registry).decode()
+    assert 'kvferry:child_failures_total{child="StoreConnector"' in page
+    assert 'kvferry:transfers_total{engine="0",model_name="m",transport="tcp"} 1.0' in page
+    assert read_metrics(page.encode()).side_channel.startswith("127.0.0.1:")
+
+
+class _Page:
+    """The metrics page of vLLM's front-end."""
+
+    def __init__(self, config: Any) -> None:
+        self.registry = CollectorRegistry()
+        types = {
+            kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
+        }
+        self.metrics = MultiConnector.build_prom_metrics(
+            config, types, ["model_name", "engine"], {0: ["m", "0"]}
+        )
