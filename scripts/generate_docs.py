@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvferry.cli.main import make_parser
-from kvferry.config import KVTransferConfig, NixlExtraConfig
+from kvferry.config import KVTransferConfig, MultiExtraConfig, NixlExtraConfig
 from kvferry.config.fields import described
 from kvferry.protocol.transfer import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
@@ -53,6 +53,7 @@ def generated_pages() -> dict[Path, str]:
         "configuration.md": {
             "transfer": settings_table(KVTransferConfig),
             "nixl": settings_table(NixlExtraConfig),
+            "multi": settings_table(MultiExtraConfig),
             **{name: flag_table(name) for name in ("serve", "proxy", "register", "up")},
         },
     }

@@ -7,7 +7,7 @@ any of the connector's methods raise an exception.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +207,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         self._caches = {
-            layer: tensor.array if hasattr(tensor, "array") else tensor.numpy()
+            layer: tensor.array if hasattr(tensor, "array") else _bytes_of(tensor)
             for layer, tensor in kv_caches.items()
         }
 
@@ -322,7 +322,12 @@ class OtherLayoutConnector(StoreConnector):
         return "NHD"
 
 
-MakeChild = Callable[..., dict[str, Any]]
+def _bytes_of(tensor: Any) -> npt.NDArray[Any]:
+    """A real engine's cache, whatever its dtype."""
+    import torch
+
+    found: npt.NDArray[Any] = tensor.view(torch.uint8).numpy()
+    return found
 
 
 def child(kind: str, store: str) -> dict[str, Any]:

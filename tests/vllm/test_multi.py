@@ -127,7 +127,8 @@ def test_tokens_through_p_and_d_with_a_store_in_both(
     tmp_path: Path, model: Path, right: Right
 ) -> None:
     prompts, answers = PROMPTS[:24], right.vllm[:24]
-    with Fleet(tmp_path, model) as fleet:
+    (tmp_path / "fleet").mkdir()
+    with Fleet(tmp_path / "fleet", model) as fleet:
         flag = "--disable-hybrid-kv-cache-manager"
         p = fleet.vllm("prefill", flag, transfer=multi(NIXL, example(tmp_path / "p")))
         d = fleet.vllm("decode", flag, transfer=multi(NIXL, example(tmp_path / "d")), cores="1")

@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
+
+from msgspec import Meta
 
 from kvferry.config.extra import (
     ExtraConfig,
@@ -76,7 +78,9 @@ class KVTransferConfig:
     with a cache on another device: in a host buffer of the same size, pinned if possible.
     """
     kv_connector_extra_config: Settings = field(default_factory=dict)
-    """The connector's own settings; those of NixlConnector are in the next table."""
+    """The connector's own settings; those of NixlConnector and MultiConnector are in the tables
+    below.
+    """
     kv_connector_module_path: Text | None = None
     """The Python module of your own connector."""
     engine_id: Text = field(default_factory=lambda: str(uuid.uuid4()))
@@ -176,7 +180,9 @@ class KVTransferConfig:
 class MultiExtraConfig(ExtraConfig):
     """Settings of MultiConnector."""
 
-    connectors: tuple[KVTransferConfig, ...] = ()
+    connectors: Annotated[
+        tuple[KVTransferConfig, ...], Meta(description="a list of objects, at least one")
+    ] = ()
     """The connectors to combine, in order of preference: objects like --kv-transfer-config itself,
     without engine_id. A name without kv_connector_module_path means kvferry's own connector.
     """
