@@ -345,6 +345,25 @@ def test_a_wrong_setting_inside_a_multi_connector_is_named_by_its_whole_path(
     assert refusal(multi(PULL, child)).startswith(f"kv_connector_extra_config.{sentence}")
 
 
+def test_a_multi_connector_takes_every_part_that_its_connectors_take() -> None:
+    consumer = {**multi({**PULL, "kv_role": "kv_consumer"}), "kv_role": "kv_consumer"}
+    assert KVTransferConfig.from_mapping(consumer).is_kv_consumer
+    KVTransferConfig.from_mapping(multi({**PULL, "kv_role": "kv_consumer"}))
+    wrong = refusal({**multi(PULL), "kv_role": "kv_consumer"})
+    assert "connectors[0].kv_role is kv_both, but that of the MultiConnector is kv_cons" in wrong
+
+
+def test_the_failure_policy_and_the_lookup_timeout_hold_for_all_connectors() -> None:
+    config = KVTransferConfig.from_mapping({**multi(PULL), "kv_load_failure_policy": "recompute"})
+    assert [child.kv_load_failure_policy for child in config.connectors] == ["recompute"]
+    assert "kv_load_failure_policy cannot be set here" in refusal(
+        multi({**PULL, "kv_load_failure_policy": "fail"})
+    )
+    timed = multi(PULL)
+    timed["kv_connector_extra_config"]["lookup_timeout"] = 0
+    assert "lookup_timeout must be a number of seconds above 0" in refusal(timed)
+
+
 def test_offloading_needs_to_know_how_much_memory() -> None:
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     assert refusal(config).startswith("kv_connector_extra_config.tiers is missing")

@@ -489,6 +489,29 @@ def test_a_child_that_raises_harms_no_request(
         assert "v" not in d.seen.failed_recving
 
 
+@pytest.mark.parametrize("call", ["build_connector_meta", "get_transfer_results"])
+def test_what_a_disabled_child_still_owes_is_settled(
+    network: MemoryNetwork, store: Store, call: str
+) -> None:
+    """One request loads from the child and from P, another is being saved by the child."""
+    with Sides(network, PULL, child("StoreConnector", "d")) as sides:
+        p, d = sides.p, sides.d
+        put(store, d, 2)
+        store.holds_loads = store.holds_saves = True
+        loading = sides.arrive(sides.prefill())
+        d.scheduler.get_num_new_matched_tokens(loading, 0)
+        d.scheduler.update_state_after_alloc(loading, Blocks(([1, 2, 3, 4, 10],)), 18)
+        saved = sides.arrive(None, "s")
+        assert sides.finish(saved, [11, 12, 13, 14, 15])[0]
+        step_until(lambda: "a" in p.seen.finished_sending, p, d)
+        assert (d.seen.finished_recving, "s" in d.seen.finished_sending) == (set(), False)
+        store.raising = {call}
+        step_until(lambda: "r" in d.seen.failed_recving and "s" in d.seen.finished_sending, p, d)
+        assert d.scheduler.is_load_optional("r")
+        assert "StoreConnector failed in" in d.seen.failure_reasons["r"]
+        sides.finish(loading, [], RequestStatus.FINISHED_ABORTED, 0)
+
+
 def test_a_disabled_child_is_called_no_more_and_counted(
     network: MemoryNetwork, store: Store
 ) -> None:

@@ -213,6 +213,14 @@ class MultiExtraConfig(ExtraConfig):
         """The same settings with the engine id and the failure policy that all connectors of a
         MultiConnector share.
         """
+        for index, child in enumerate(self.connectors):
+            # The engine protects its blocks as its own role demands.
+            if child.kv_role not in (parent.kv_role, *_parts_of(parent.kv_role)):
+                raise ConfigError(
+                    f"kv_connector_extra_config.connectors[{index}].kv_role is {child.kv_role}, "
+                    f"but that of the MultiConnector is {parent.kv_role}; give the MultiConnector "
+                    "the kv_role kv_both"
+                )
         return dataclasses.replace(
             self,
             connectors=tuple(
@@ -241,6 +249,10 @@ def kind_of_setting(path: Sequence[str], connector: str) -> Any:
         f.name == path[-1] and f.init for f in fields(owner)
     )
     return get_type_hints(owner, include_extras=True)[path[-1]] if is_key else None
+
+
+def _parts_of(role: KVRole) -> tuple[KVRole, ...]:
+    return (KVRole.PRODUCER, KVRole.CONSUMER) if role is KVRole.BOTH else ()
 
 
 def _child(index: int, child: object) -> KVTransferConfig:

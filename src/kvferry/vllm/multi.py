@@ -115,6 +115,13 @@ def _child_transfer(parent: Any, index: int, entry: Mapping[str, Any]) -> Any:
                 f"{path}.{key} is {shown(entry[key])}, but all connectors of a MultiConnector "
                 f"share its {key}; remove it"
             )
+    role = entry.get("kv_role")
+    if parent.kv_role not in ("kv_both", role):
+        # vLLM protects the blocks of loads and sends as the role of the whole connector demands.
+        raise ConfigError(
+            f"{path}.kv_role is {shown(role)}, but that of the MultiConnector is "
+            f"{parent.kv_role}; give the MultiConnector the kv_role kv_both"
+        )
     refuse_unknown_keys(entry, [field.name for field in fields(KVTransferConfig)], path)
     name, module = entry.get("kv_connector"), entry.get("kv_connector_module_path")
     if name == NAME:

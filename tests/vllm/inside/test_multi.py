@@ -36,6 +36,16 @@ STOCK_NIXL = {
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
     "kv_role": "kv_both",
 }
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 1 << 26,
+        "spec_name": "HostSpec",
+        "spec_module_path": "tests.vllm.inside.host_spec",
+    },
+}
 DUMMY = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
 
 
@@ -202,6 +212,27 @@ def test_a_reset_voids_what_a_store_is_loading(start_engine: StartEngine, store:
     settle(d)
 
 
+# -- vLLM's own offloading --
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_vllms_offloading_gives_the_prefix_and_p_the_rest(
+    start_engine: StartEngine, is_async: bool
+) -> None:
+    p = start_engine("p", is_async=is_async)
+    d = start_engine("d", is_async=is_async, kv=multi(PULL, OFFLOADING))
+    d.add("put", prompt(64), max_tokens=1)
+    finish(d, "put")
+    run_until(lambda: not d.remains() and not d.scheduler.has_requests(), d)
+    assert d.scheduler.reset_prefix_cache()
+    d.add("b", prompt(100), p.prefill("a", prompt(100)))
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    assert d.loaded_tokens == 100
+    settle(p, d)
+    whole = sum(tensor[0].numel() * tensor.element_size() * 4 for tensor in d.tensors.values())
+    assert 0 < d.moved_bytes < 0.6 * whole
+
+
 # -- isolation --
 
 
@@ -288,6 +319,13 @@ def test_vllm_finds_the_class_by_its_name(model: Path) -> None:
     assert KVConnectorFactory.get_connector_class(transfer) is MultiConnector
     assert KVConnectorFactory.supports_hma_config(transfer)
     assert transfer.has_connector("NixlConnector")
+
+
+def test_the_role_of_the_multi_connector_includes_its_childrens(model: Path) -> None:
+    config = copy(_config(model, multi(PULL)))
+    config.kv_transfer_config = KVTransferConfig(**{**multi(PULL), "kv_role": "kv_producer"})
+    with pytest.raises(ConfigError, match="the MultiConnector is kv_producer"):
+        child_configs(config)
 
 
 @pytest.mark.parametrize(
