@@ -356,9 +356,10 @@ def test_a_multi_connector_takes_every_part_that_its_connectors_take() -> None:
 def test_the_failure_policy_and_the_lookup_timeout_hold_for_all_connectors() -> None:
     config = KVTransferConfig.from_mapping({**multi(PULL), "kv_load_failure_policy": "recompute"})
     assert [child.kv_load_failure_policy for child in config.connectors] == ["recompute"]
-    assert "kv_load_failure_policy cannot be set here" in refusal(
-        multi({**PULL, "kv_load_failure_policy": "fail"})
+    assert "kv_load_failure_policy is recompute, but an engine has one policy" in refusal(
+        multi({**PULL, "kv_load_failure_policy": "recompute"})
     )
+    KVTransferConfig.from_mapping(multi({**PULL, "kv_load_failure_policy": "fail"}))
     timed = multi(PULL)
     timed["kv_connector_extra_config"]["lookup_timeout"] = 0
     assert "lookup_timeout must be a number of seconds above 0" in refusal(timed)

@@ -213,7 +213,15 @@ class MultiExtraConfig(ExtraConfig):
         """The same settings with the engine id and the failure policy that all connectors of a
         MultiConnector share.
         """
+        listed = parent.kv_connector_extra_config["connectors"]
         for index, child in enumerate(self.connectors):
+            policy = listed[index].get("kv_load_failure_policy", parent.kv_load_failure_policy)
+            if policy != parent.kv_load_failure_policy:
+                raise ConfigError(
+                    f"kv_connector_extra_config.connectors[{index}].kv_load_failure_policy is "
+                    f"{policy}, but an engine has one policy for all loads, and it is "
+                    f"{parent.kv_load_failure_policy}; set it beside kv_connector MultiConnector"
+                )
             # The engine protects its blocks as its own role demands.
             if child.kv_role not in (parent.kv_role, *_parts_of(parent.kv_role)):
                 raise ConfigError(
@@ -264,11 +272,6 @@ def _child(index: int, child: object) -> KVTransferConfig:
             raise ConfigError(
                 "engine_id cannot be set here, because all connectors of a MultiConnector share "
                 "its engine_id; remove it"
-            )
-        if "kv_load_failure_policy" in child:
-            raise ConfigError(
-                "kv_load_failure_policy cannot be set here, because an engine has one policy for "
-                "all loads; set it beside kv_connector MultiConnector"
             )
         if child.get("kv_connector") == "MultiConnector":
             raise ConfigError(

@@ -524,7 +524,9 @@ def _in_multi(connector: Any) -> int:
     if not isinstance(connector, MultiConnector):
         return 0
     scheduler, worker = connector._scheduler_half, connector._worker_half  # noqa: SLF001
-    return scheduler.num_requests if scheduler is not None else worker.num_transfers
+    return (0 if scheduler is None else scheduler.num_requests) + (
+        0 if worker is None else worker.num_transfers
+    )
 
 
 def run_until(condition: Callable[[], bool], *engines: Engine) -> None:

@@ -42,6 +42,4 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        if self._worker is None:
-            self._worker = HostWorker(kv_caches)
-        return self._worker
+        return HostWorker(kv_caches)

@@ -41,12 +41,12 @@ class Job:
 
 
 @dataclass
-class StoreMetadata(KVConnectorMetadata):
+class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
 
 
-class ForeignStore(KVConnectorBase_V1, SupportsHMA):
+class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A connector that does not know kvferry's contract."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
