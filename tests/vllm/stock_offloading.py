@@ -1,0 +1,223 @@
+"""vLLM's own OffloadingConnector with vLLM's CPU build: engines in processes of their own, which
+obey the commands of a test.
+
+Runs with vLLM's interpreter. `python -m tests.vllm.stock_offloading SOCKET` imports vLLM once and
+forks a process for each connection. The first line of a connection is the engine's configuration,
+each further line is a call; the answers are lines too.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+__all__ = ["HostTieringSpec"]
+
+
+class HostWorker(OffloadingWorker):
+    """Copies between the blocks of a KV cache in host memory and the rows of the CPU tier. vLLM's
+    own worker needs a GPU.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+        self._blocks = [
+            cache.tensor.view(torch.int8).view((-1, cache.page_size_bytes))
+            for cache in caches.tensors
+        ]
+        self._rows = [
+            region.create_next_worker_view(cache.page_size_bytes) for cache in caches.tensors
+        ]
+        self._region = region
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, self._rows, dst_spec, self._blocks, src_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, self._blocks, dst_spec, self._rows, src_spec)
+
+    def _copy(self, job_id: int, to: Any, to_spec: Any, source: Any, source_spec: Any) -> bool:
+        for to_tensor, source_tensor in zip(to, source, strict=True):
+            for target, origin in zip(to_spec.block_ids, source_spec.block_ids, strict=True):
+                to_tensor[target] = source_tensor[origin]
+        self._finished.append(TransferResult(job_id=job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+        self._region.cleanup()
+
+
+class HostTieringSpec(TieringOffloadingSpec):
+    """vLLM's scheduler, manager and tiers; only the copies are ours. One block per chunk, one group
+    of layers.
+    """
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        assert self.blocks_per_chunk == 1
+        assert len(kv_caches.group_data_refs) == 1
+        if self._worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = HostWorker(kv_caches, region)
+        return self._worker
+
+
+class Engine:
+    """One vLLM engine, and the calls that a test may make."""
+
+    def __init__(self, model: str, extra: dict[str, Any] | None, **options: Any) -> None:
+        transfer = None
+        if extra is not None:
+            transfer = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "spec_name": "HostTieringSpec",
+                    "spec_module_path": "tests.vllm.stock_offloading",
+                    **extra,
+                },
+            )
+        self._llm = LLM(
+            model=model,
+            kv_transfer_config=transfer,
+            block_size=32,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            num_gpu_blocks_override=200,
+            disable_log_stats=False,
+            **options,
+        )
+
+    @property
+    def _core(self) -> EngineCore:
+        core: EngineCore = self._llm.llm_engine.engine_core.engine_core
+        return core
+
+    def ask(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Answer prompts one by one, and wait until vLLM has stored their KV."""
+        answers = []
+        for prompt in prompts:
+            output = self._llm.generate(
+                TokensPrompt(prompt_token_ids=prompt),
+                SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+                use_tqdm=False,
+            )[0]
+            answers.append(
+                {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+            )
+        connector = self._core.scheduler.get_kv_connector()
+        while connector is not None and connector.has_pending_push_work():
+            self._llm.llm_engine.step()
+        return answers
+
+    def hold(self, prompt: list[int]) -> None:
+        """Start a request that stays unfinished."""
+        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        self._llm.llm_engine.add_request("held", TokensPrompt(prompt_token_ids=prompt), params)
+        for _ in range(3):
+            self._llm.llm_engine.step()
+
+    def drop(self) -> None:
+        """Abort the unfinished request."""
+        self._llm.llm_engine.abort_request(["held"])
+        self._llm.llm_engine.step()
+
+    def load_weights(self, path: str) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def reset(self, external: bool) -> bool:
+        return bool(self._llm.reset_prefix_cache(reset_connector=external))
+
+    def limit_files(self, size_bytes: int) -> None:
+        """Let writes beyond this size of a file fail, as on a full disk."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            metric.name: metric.value
+            for metric in self._llm.get_metrics()
+            if metric.name.startswith("kvferry:")
+        }
+
+    def import_path(self) -> str:
+        import kvferry
+
+        return str(Path(kvferry.__file__).parent)
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+
+def obey(lines: TextIO) -> None:
+    engine: Engine | None = None
+    for line in lines:
+        command = json.loads(line)
+        try:
+            if engine is None:
+                engine = Engine(**command)
+                answer = None
+            else:
+                answer = getattr(engine, command["call"])(*command["args"])
+            reply = {"answer": answer}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        lines.write(json.dumps(reply) + "\n")
+        lines.flush()
+    if engine is not None:
+        engine.close()
+
+
+def serve(path: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with connection, connection.makefile("rw") as lines:
+                    obey(lines)
+                sys.stdout.flush()
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    # Model classes and kernels, so that the forked processes need not import them.
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    serve(sys.argv[1])
