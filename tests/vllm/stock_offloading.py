@@ -1,14 +1,13 @@
-"""vLLM's own OffloadingConnector with vLLM's CPU build: engines in processes of their own, which
-obey the commands of a test.
+"""vLLM's own OffloadingConnector with vLLM's CPU build: an engine in a process of its own, which
+obeys the calls of a test.
 
-Runs with vLLM's interpreter. `python -m tests.vllm.stock_offloading SOCKET` imports vLLM once and
-forks a process for each connection. The first line of a connection is the engine's configuration,
-each further line is a call; the answers are lines too.
+Runs with vLLM's interpreter. `python -m tests.vllm.stock_offloading SOCKET` takes one connection.
+Its first line is the engine's configuration, each further line is a call; the answers are lines
+too. The process ends with the connection.
 """
 
 import gc
 import json
-import os
 import resource
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
@@ -163,10 +163,13 @@ class Engine:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
     def metrics(self) -> dict[str, float]:
+        """kvferry's metrics, by name and the label `outcome` if there is one."""
+        self._llm.llm_engine.do_log_stats()
         return {
-            metric.name: metric.value
-            for metric in self._llm.get_metrics()
-            if metric.name.startswith("kvferry:")
+            " ".join([sample.name, *filter(None, [sample.labels.get("outcome")])]): sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name.startswith("kvferry:stock") and not sample.name.endswith("_created")
         }
 
     def import_path(self) -> str:
@@ -199,25 +202,13 @@ def obey(lines: TextIO) -> None:
 
 
 def serve(path: str) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                with connection, connection.makefile("rw") as lines:
-                    obey(lines)
-                sys.stdout.flush()
-                os._exit(0)
-            connection.close()
+        connection, _ = listener.accept()
+    with connection, connection.makefile("rw") as lines:
+        obey(lines)
 
 
 if __name__ == "__main__":
-    # Model classes and kernels, so that the forked processes need not import them.
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
     serve(sys.argv[1])

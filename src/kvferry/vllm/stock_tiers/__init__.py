@@ -2,32 +2,31 @@
 `{"type": "KVFerryDiskTier", "module_path": "kvferry.vllm.stock_tiers", "path": ..., "size": ...}`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.config.secret import ClusterSecret
-from kvferry.errors import ConfigError
+from kvferry.config.fields import Count, Text
 from kvferry.tiers.base import Tier
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.keys import Namespace
-from kvferry.vllm.stock_tiers.tier import StockTier
+from kvferry.vllm.stock_tiers.tier import StockTier, StockTierSettings
 
 __all__ = ["KVFerryDiskTier"]
 
 
+@dataclass(frozen=True, slots=True)
+class DiskTierSettings(StockTierSettings):
+    path: Text = ""
+    """A folder on a local or network file system, which engines may share."""
+    size: Count | None = None
+    """The most bytes that the folder may hold. With null this engine evicts nothing."""
+
+
 class KVFerryDiskTier(StockTier):
-    """Objects in files of a folder: `path`, and `size`, the most bytes that the folder may hold."""
+    """Objects in files of a folder."""
 
-    def open_storage(self, namespace: Namespace, secret: ClusterSecret, **settings: Any) -> Tier:
-        path, size = settings.pop("path", None), settings.pop("size", None)
-        _refuse_unknown(settings, "path, size")
-        if not isinstance(path, str) or not path:
-            raise ConfigError("KVFerryDiskTier needs the key path: the folder for its objects")
-        if size is not None and (not isinstance(size, int) or size <= 0):
-            raise ConfigError(f"KVFerryDiskTier: size is a number of bytes, not {size!r}")
-        return DiskTier(Path(path).expanduser(), namespace, secret.key, size)
+    settings_class = DiskTierSettings
 
-
-def _refuse_unknown(settings: dict[str, Any], known: str) -> None:
-    if settings:
-        raise ConfigError(f"unknown keys of a tier: {', '.join(sorted(settings))}; it knows {known}")
+    def open_storage(self, settings: Any, namespace: Namespace, secret: bytes) -> Tier:
+        return DiskTier(Path(settings.path).expanduser(), namespace, secret, settings.size)

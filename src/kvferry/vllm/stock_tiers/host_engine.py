@@ -45,8 +45,8 @@ CACHE_OPTIONS = (
     "use_kda_recoverssm",
     "use_replayssm",
 )
-"""Options of vLLM's cache that change recurrent states and windows. kvferry's connectors refuse such
-caches at start-up, so `model_identity` does not have these options.
+"""Options of vLLM's cache that change recurrent states and windows. kvferry's connectors refuse
+such caches at start-up, so `model_identity` does not have these options.
 """
 CPU_FLAGS = ("amx_tile", "avx512_bf16", "avx512f", "sve")
 """Features of a CPU by which vLLM's CPU attention chooses the arrangement of bytes in a block."""
@@ -163,9 +163,9 @@ class HostEngine:
             block.block_hash is not None for block in pool.blocks
         )
 
-    def watch_weights(self, before_change: Callable[[], None]) -> None:
-        """Call `before_change` whenever the engine is about to make a remote call to its workers
-        that may change weights. vLLM does not tell connectors, so this wraps the engine's method.
+    def watch_weights(self, before_change: Callable[[str], None]) -> None:
+        """Call `before_change` with the name of every remote call to the engine's workers that may
+        change weights. vLLM does not tell connectors, so this wraps the engine's method.
         """
         if self.core is None:
             return
@@ -175,7 +175,7 @@ class HostEngine:
         @wraps(call)
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             if method not in READ_ONLY_CALLS:
-                before_change()
+                before_change(str(getattr(method, "__name__", method)))
             return call(method, *args, **kwargs)
 
         self.core.collective_rpc = collective_rpc

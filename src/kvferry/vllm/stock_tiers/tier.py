@@ -10,9 +10,9 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvferry.config.fields import Count, Seconds, Text, check_fields, refuse_unknown_keys
 from kvferry.config.secret import ClusterSecret
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import KEY_BYTES, ObjectKey, Tier, TierUsage
@@ -37,21 +38,15 @@ from kvferry.vllm.connector import log_with_vllm
 from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.stock_tiers.host_engine import HostEngine
 from kvferry.vllm.stock_tiers.lookups import Answer, Lookups, Question
-from kvferry.vllm.stock_tiers.transfers import Chunk, IoThreads, Transfers
+from kvferry.vllm.stock_tiers.transfers import LOADS, STORES, Chunk, IoThreads, Transfers
 
-__all__ = ["Incarnation", "StockTier"]
+__all__ = ["Incarnation", "StockTier", "StockTierSettings"]
 
 COUNTERS = {
-    "loaded_loads": "Stored chunks that were read, checked and used.",
-    "missing_loads": "Chunks that were gone when they should have been read.",
-    "refused_loads": "Stored chunks that were damaged, truncated, forged or of another namespace.",
-    "failed_loads": "Chunks that the storage could not read.",
-    "timed_out_loads": "Chunks that were not read within load_timeout; vLLM computed them.",
-    "stored_stores": "Chunks that were written.",
-    "present_stores": "Chunks that were stored already.",
-    "dropped_stores": "Chunks that were not written, because the tier was full, slow or suspended.",
-    "failed_stores": "Chunks that the storage could not write.",
-    "timed_out_stores": "Chunks that were not written within store_timeout.",
+    LOADS: "Chunks that vLLM wanted from the tier, by outcome: loaded, missing, refused (damaged, "
+    "truncated, forged or of another namespace), failed, timed_out, dropped.",
+    STORES: "Chunks that vLLM gave to the tier, by outcome: stored, present, failed, timed_out, "
+    "dropped (the tier was full, slow or suspended, or the chunk's adapter is unknown).",
 }
 GAUGES = {
     "used_bytes": "Bytes that the tier holds, as far as this engine knows.",
@@ -68,8 +63,8 @@ _log = logging.getLogger(__name__)
 class Incarnation:
     """One set of weights of a running engine. Pure, but for randomness.
 
-    The namespace names the weights of the engine's start. vLLM does not say what a reset was for, so
-    from the first reset on, an engine stores under names that no other engine and no later
+    The namespace names the weights of the engine's start. vLLM does not say what a reset was for,
+    so from the first reset on, an engine stores under names that no other engine and no later
     incarnation has.
     """
 
@@ -95,10 +90,29 @@ class Incarnation:
         return ObjectKey(digest.digest())
 
 
+@dataclass(frozen=True, slots=True)
+class StockTierSettings:
+    """The keys of an entry of `secondary_tiers`, besides those that vLLM reads."""
+
+    locality: Text | None = None
+    """`LOCAL` or `REMOTE`, for vLLM's `kv_load_tiers`."""
+    load_timeout: Seconds = 10.0
+    """After this, vLLM computes the chunks of a load that has not ended."""
+    store_timeout: Seconds = 60.0
+    num_read_threads: Count = 4
+    num_write_threads: Count = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.locality not in (None, *(each.value for each in Locality)):
+            raise ConfigError(f"locality is LOCAL or REMOTE, not {self.locality}")
+
+
 class StockTier(SecondaryTierManager):
     """The part that all kinds of storage have in common. A subclass opens the storage."""
 
     medium = Medium.STORAGE
+    settings_class: type[StockTierSettings]
 
     def __init__(
         self,
@@ -106,12 +120,7 @@ class StockTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        locality: str | None = None,
-        load_timeout: float = 10.0,
-        store_timeout: float = 60.0,
-        num_read_threads: int = 4,
-        num_write_threads: int = 2,
-        **settings: Any,
+        **entry: Any,
     ) -> None:
         # vLLM 0.30 has no back-pressure.
         detector = {"backpressure_detector": backpressure_detector}
@@ -122,14 +131,17 @@ class StockTier(SecondaryTierManager):
             **(detector if backpressure_detector is not None else {}),
         )
         log_with_vllm()
-        self.locality = Locality(locality) if locality is not None else None
+        names = [field.name for field in fields(self.settings_class)]
+        refuse_unknown_keys(entry, names, tier_type)
+        settings = self.settings_class(**entry)
+        self.locality = Locality(settings.locality) if settings.locality is not None else None
         self._engine = HostEngine.find()
         self._engine.check_supported()
         rows = primary_kv_view.cast("B")
         num_rows, row_bytes = primary_kv_view.shape or (0, 0)
         namespace = self._engine.namespace(offloading_spec.config, row_bytes)
         secret = ClusterSecret.load(os.environ)
-        self._tier = self.open_storage(namespace, secret, **settings)
+        self._tier = self.open_storage(settings, namespace, secret.key)
         self._requests = _Requests(CacheSalts.from_config(self._engine.vllm_config))
         if self._engine.vllm_config.lora_config is not None:
             self._requests.salts.adapters.watch_engine()
@@ -141,18 +153,18 @@ class StockTier(SecondaryTierManager):
             self._tier,
             rows,
             row_bytes,
-            IoThreads(f"kvferry-{self._tier.name}-read", num_read_threads),
-            IoThreads(f"kvferry-{self._tier.name}-write", num_write_threads),
-            load_timeout,
-            store_timeout,
+            IoThreads(f"kvferry-{self._tier.name}-read", settings.num_read_threads),
+            IoThreads(f"kvferry-{self._tier.name}-write", settings.num_write_threads),
+            settings.load_timeout,
+            settings.store_timeout,
             # The rows of waiting stores cannot be reused.
             max_pending_stores=max(1, num_rows // 4),
         )
-        self._lookups = Lookups(load_timeout)
+        self._lookups = Lookups(settings.load_timeout)
         self._answers: SimpleQueue[tuple[Question, list[bool]]] = SimpleQueue()
         self._usage = TierUsage()
         self._next_usage = 0.0
-        self._stuck_after_s = load_timeout
+        self._stuck_after_s = settings.load_timeout
         for threads in (self._transfers.readers, self._transfers.writers):
             threads.start()
         _log.info(
@@ -162,8 +174,8 @@ class StockTier(SecondaryTierManager):
             namespace.factors["weights"],
         )
 
-    def open_storage(self, namespace: Namespace, secret: ClusterSecret, **settings: Any) -> Tier:
-        """Open the storage that the settings of the tier's entry name."""
+    def open_storage(self, settings: Any, namespace: Namespace, secret: bytes) -> Tier:
+        """Open the storage that the settings name."""
         raise NotImplementedError
 
     # -- requests --
@@ -196,9 +208,7 @@ class StockTier(SecondaryTierManager):
                 self._lookups.mark_absent(question.names)
                 continue
             keys = [self._incarnation.key(name, adapter) for name in question.names]
-            self._transfers.readers.submit(
-                lambda question=question, keys=keys: self._find(question, keys)
-            )
+            self._transfers.readers.submit(partial(self._find, question, keys))
 
     def _find(self, question: Question, keys: list[ObjectKey]) -> None:
         """Runs on a reader thread."""
@@ -247,8 +257,7 @@ class StockTier(SecondaryTierManager):
         ]
         if adapter is not None:
             return chunks
-        count = "failed_loads" if job.is_promotion else "dropped_stores"
-        self._transfers.refuse(job.job_id, chunks, count, job.is_promotion)
+        self._transfers.drop(job.job_id, chunks, job.is_promotion)
         return None
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -277,7 +286,8 @@ class StockTier(SecondaryTierManager):
         self._transfers.drain(self._transfers.load_timeout_s)
         is_cache_empty = self._engine.are_blocks_free()
         self._incarnation.note_reset(is_cache_empty)
-        self._begin_incarnation()
+        self._lookups.forget()
+        self._has_moved = False
         if is_cache_empty:
             _log.info("objects stored so far are not used any more because the caches are reset")
         else:
@@ -286,22 +296,25 @@ class StockTier(SecondaryTierManager):
                 "stored or loaded until reset_prefix_cache with reset_connector has returned true"
             )
 
-    def _note_weights_change(self) -> None:
+    def _note_weights_change(self, call: str) -> None:
         is_cache_empty = not (
             self._has_moved or self._transfers.has_jobs() or self._engine.has_cached_blocks()
         )
         was_suspended = self._incarnation.is_suspended
         self._incarnation.note_weights_change(is_cache_empty)
-        if self._incarnation.is_suspended and not was_suspended:
+        self._lookups.forget()
+        if not self._incarnation.is_suspended:
+            _log.info(
+                "objects stored so far are not used any more because a remote call may change the "
+                "weights call=%s",
+                call,
+            )
+        elif not was_suspended:
             _log.warning(
                 "a remote call may change the weights while vLLM's caches hold KV: no KV is stored "
-                "or loaded until reset_prefix_cache with reset_connector has returned true"
+                "or loaded until reset_prefix_cache with reset_connector has returned true call=%s",
+                call,
             )
-        self._lookups.forget()
-
-    def _begin_incarnation(self) -> None:
-        self._lookups.forget()
-        self._has_moved = False
 
     # -- metrics, end --
 
@@ -309,7 +322,9 @@ class StockTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {
             **{
-                PREFIX + name: OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
+                PREFIX + name: OffloadingCounterMetadata(
+                    documentation=text, labelnames=("tier", "outcome")
+                )
                 for name, text in COUNTERS.items()
             },
             **{
@@ -321,8 +336,8 @@ class StockTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         label = (self.tier_type,)
-        for name, count in self._transfers.take_counts().items():
-            stats.increase_counter(PREFIX + name, count, label)
+        for (direction, outcome), count in self._transfers.take_counts().items():
+            stats.increase_counter(PREFIX + direction, count, (*label, outcome))
         now = time.monotonic()
         if now >= self._next_usage:
             self._next_usage = now + USAGE_INTERVAL_S

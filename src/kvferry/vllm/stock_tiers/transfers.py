@@ -15,14 +15,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from queue import PriorityQueue
 
-from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome, Tier
+from kvferry.tiers.base import (
+    LoadOutcome,
+    LoadResult,
+    ObjectKey,
+    StoreOutcome,
+    StoreResult,
+    Tier,
+)
 
-__all__ = ["Chunk", "FinishedJob", "IoThreads", "Transfers"]
+__all__ = ["LOADS", "STORES", "Chunk", "FinishedJob", "IoThreads", "Transfers"]
 
+LOADS, STORES = "loads", "stores"
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for calls in progress; a call that hangs longer has its own memory only."""
+"""How long `close` waits for calls in progress. A call that hangs longer has only its own memory."""
 LOG_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -153,8 +162,8 @@ class Transfers:
     load_timeout_s: float
     store_timeout_s: float
     max_pending_stores: int
-    counts: Counter[str] = field(default_factory=Counter)
-    """Objects by outcome since the last look; the lock guards them."""
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Objects by direction and outcome since the last look; the lock guards them."""
     _jobs: dict[int, _Job] = field(default_factory=dict, init=False)
     _num_pending_stores: int = field(default=0, init=False)
     _lock: threading.Condition = field(default_factory=threading.Condition, init=False)
@@ -164,23 +173,24 @@ class Transfers:
     def load(self, job_id: int, chunks: Sequence[Chunk]) -> None:
         self._begin(job_id, chunks, self.load_timeout_s, is_load=True)
         for chunk in chunks:
-            self.readers.submit(lambda chunk=chunk: self._load(chunk), priority=1)
+            self.readers.submit(partial(self._load, chunk), priority=1)
 
     def store(self, job_id: int, chunks: Sequence[Chunk]) -> None:
-        """Store chunks, unless too many wait already: each of them keeps a row from being reused."""
-        has_room = self._num_pending_stores + len(chunks) <= self.max_pending_stores
+        """Store chunks, unless too many wait already, each of which keeps a row from reuse."""
+        num_pending = self._num_pending_stores
+        has_room = not num_pending or num_pending + len(chunks) <= self.max_pending_stores
         if not has_room or self.writers.are_stuck(self.store_timeout_s):
-            self.refuse(job_id, chunks, "dropped_stores", is_load=False)
+            self.drop(job_id, chunks, is_load=False)
             return
         self._num_pending_stores += len(chunks)
         self._begin(job_id, chunks, self.store_timeout_s, is_load=False)
         for chunk in chunks:
-            self.writers.submit(lambda chunk=chunk: self._store(chunk))
+            self.writers.submit(partial(self._store, chunk))
 
-    def refuse(self, job_id: int, chunks: Sequence[Chunk], count: str, is_load: bool) -> None:
+    def drop(self, job_id: int, chunks: Sequence[Chunk], is_load: bool) -> None:
         """Report a job as failed without trying it."""
         with self._lock:
-            self.counts[count] += len(chunks)
+            self.counts[LOADS if is_load else STORES, "dropped"] += len(chunks)
         for chunk in chunks:
             chunk.state = _State.GIVEN_UP
         if not is_load:
@@ -220,15 +230,13 @@ class Transfers:
     def has_jobs(self) -> bool:
         return bool(self._jobs)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[tuple[str, str], int]:
         with self._lock:
             counts = dict(self.counts)
             self.counts.clear()
         return counts
 
-    def _begin(
-        self, job_id: int, chunks: Sequence[Chunk], timeout_s: float, is_load: bool
-    ) -> None:
+    def _begin(self, job_id: int, chunks: Sequence[Chunk], timeout_s: float, is_load: bool) -> None:
         now = time.monotonic()
         self._jobs[job_id] = _Job(job_id, is_load, chunks, now, now + timeout_s)
 
@@ -239,7 +247,7 @@ class Transfers:
         for chunk in job.chunks:
             if chunk.state in (_State.QUEUED, _State.IN_STORAGE):
                 chunk.state = _State.GIVEN_UP
-                self.counts["timed_out_loads" if job.is_load else "timed_out_stores"] += 1
+                self.counts[LOADS if job.is_load else STORES, "timed_out"] += 1
 
     # -- on a thread --
 
@@ -249,7 +257,7 @@ class Transfers:
             return
         result = self.tier.load(chunk.key, buffer)
         is_loaded = result.outcome is LoadOutcome.LOADED
-        self._note(f"{result.outcome}_loads", result.reason)
+        self._note(LOADS, result)
         if is_loaded and self._advance(chunk, _State.COPYING):
             self._row(chunk)[:] = buffer
         self._end(chunk, is_loaded)
@@ -262,7 +270,7 @@ class Transfers:
         if not self._advance(chunk, _State.IN_STORAGE):
             return
         result = self.tier.store(chunk.key, buffer)
-        self._note(f"{result.outcome}_stores", result.reason)
+        self._note(STORES, result)
         self._end(chunk, result.outcome in (StoreOutcome.STORED, StoreOutcome.PRESENT))
 
     def _advance(self, chunk: Chunk, state: _State) -> bool:
@@ -278,16 +286,20 @@ class Transfers:
                 chunk.state, chunk.is_done = _State.ENDED, is_done
             self._lock.notify_all()
 
-    def _note(self, count: str, reason: str) -> None:
+    def _note(self, direction: str, result: LoadResult | StoreResult) -> None:
         now = time.monotonic()
         with self._lock:
-            self.counts[count] += 1
-            is_log_due = bool(reason) and now >= self._next_log
+            self.counts[direction, str(result.outcome)] += 1
+            is_log_due = bool(result.reason) and now >= self._next_log
             if is_log_due:
                 self._next_log = now + LOG_INTERVAL_S
         if is_log_due:
             # Storage that fails does so for every object: counters have the numbers.
-            _log.warning("a stored chunk of KV was not used or not written reason=%s", reason)
+            _log.warning(
+                "a chunk of KV was not loaded or not stored outcome=%s reason=%s",
+                result.outcome,
+                result.reason,
+            )
 
     def _row(self, chunk: Chunk) -> memoryview:
         return self.rows[chunk.row * self.row_bytes : (chunk.row + 1) * self.row_bytes]
