@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from kvferry.cli.cluster.processes import ChildProcess
 __all__ = ["Answer", "StockEngine", "StockEngines"]
 
 SECRET = "a secret for tests, shared by all engines"
+NUM_ROWS = 24
+ROW_BYTES = 131072
+"""One block of the tiny model, in float32."""
 START_S = 240.0
 ANSWER_S = 120.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
     "KVFERRY_SECRET": SECRET,
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -72,9 +78,14 @@ class StockEngine:
             raise StartFailed(reply["error"])
         return reply["answer"]
 
-    def close(self) -> None:
-        self._lines.close()
+    def disconnect(self) -> None:
+        """Let the process end. Idempotent."""
+        with suppress(BrokenPipeError):
+            self._lines.close()
         self._socket.close()
+
+    def close(self) -> None:
+        self.disconnect()
         self.process.wait(ANSWER_S)
 
 
@@ -85,10 +96,16 @@ class StockEngines(ProcessRegistry):
         super().__init__(directory / "group", 20.0, VLLM)
         self._directory = directory
         self._num_started = 0
+        self._engines: list[StockEngine] = []
+
+    def __exit__(self, *error: Any) -> None:
+        for engine in self._engines:
+            engine.disconnect()
+        super().__exit__(*error)
 
     def start(self, model: Path, tier: Mapping[str, Any] | None, **options: Any) -> StockEngine:
         """Start an engine with one secondary tier, or without any connector. Its CPU tier has room
-        for 24 chunks.
+        for `NUM_ROWS` chunks.
         """
         self._num_started += 1
         # The path of a socket has at most 107 characters.
@@ -99,12 +116,12 @@ class StockEngines(ProcessRegistry):
             ENVIRONMENT,
         )
         engine = StockEngine(process, address)
-        row_bytes = options.pop("row_bytes", 131072)
+        self._engines.append(engine)
         extra = (
             None
             if tier is None
             else {
-                "cpu_bytes_to_use": 24 * row_bytes,
+                "cpu_bytes_to_use": NUM_ROWS * ROW_BYTES,
                 "secondary_tiers": [tier],
             }
         )

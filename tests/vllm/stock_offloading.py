@@ -28,6 +28,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 __all__ = ["HostTieringSpec"]
 
+HELD = "1000000"
+"""The request that stays unfinished; vLLM's offline engine wants ids that are numbers."""
+
 
 class HostWorker(OffloadingWorker):
     """Copies between the blocks of a KV cache in host memory and the rows of the CPU tier. vLLM's
@@ -123,32 +126,30 @@ class Engine:
         return core
 
     def ask(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """Answer prompts one by one, and wait until vLLM has stored their KV."""
-        answers = []
-        for prompt in prompts:
-            output = self._llm.generate(
-                TokensPrompt(prompt_token_ids=prompt),
-                SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-                use_tqdm=False,
-            )[0]
-            answers.append(
-                {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
-            )
+        """Answer prompts one by one, each after vLLM has stored the KV of the one before."""
+        return [self._answer(prompt) for prompt in prompts]
+
+    def _answer(self, prompt: list[int]) -> dict[str, Any]:
+        output = self._llm.generate(
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+            use_tqdm=False,
+        )[0]
         connector = self._core.scheduler.get_kv_connector()
         while connector is not None and connector.has_pending_push_work():
             self._llm.llm_engine.step()
-        return answers
+        return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
     def hold(self, prompt: list[int]) -> None:
         """Start a request that stays unfinished."""
         params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-        self._llm.llm_engine.add_request("held", TokensPrompt(prompt_token_ids=prompt), params)
+        self._llm.llm_engine.add_request(HELD, TokensPrompt(prompt_token_ids=prompt), params)
         for _ in range(3):
             self._llm.llm_engine.step()
 
     def drop(self) -> None:
         """Abort the unfinished request."""
-        self._llm.llm_engine.abort_request(["held"])
+        self._llm.llm_engine.abort_request([HELD])
         self._llm.llm_engine.step()
 
     def load_weights(self, path: str) -> None:

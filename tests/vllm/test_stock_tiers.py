@@ -1,9 +1,10 @@
-"""Tests of kvferry's tiers in vLLM's own OffloadingConnector, in real vLLM engines: stored KV is used
-only if it is what the engine itself would compute. The controls show that the same situations give
-wrong text with vLLM's own `fs` tier.
+"""Tests of kvferry's tiers in vLLM's own OffloadingConnector, in real vLLM engines: stored KV is
+used only if it is what the engine itself would compute. The controls show that the same situations
+give wrong text with vLLM's own `fs` tier.
 """
 
 import random
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiers.s3_server import request, s3_server
 from tests.vllm.fleet import PYTHON, ROOT
-from tests.vllm.stock_engines import StockEngine, StockEngines
+from tests.vllm.stock_engines import SECRET, StockEngine, StockEngines
 
 from kvferry.engine.make_model.writer import make_model
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,7 +27,6 @@ BLOCK = 32
 PROMPT_TOKENS = 300
 NUM_CHUNKS = PROMPT_TOKENS // BLOCK
 STORED_TOKENS = NUM_CHUNKS * BLOCK
-FLIPS_EVERY = 64
 
 Prompt = list[int]
 
@@ -124,11 +126,11 @@ def store(engine: StockEngine, folder: Path, prompt: Prompt) -> list[Path]:
     return new
 
 
-def flip(path: Path, every: int | None = None) -> None:
-    """Flip one bit in the middle of a file, or one in so many bytes."""
+def flip(path: Path, places: range) -> None:
+    """Flip one bit in each of these bytes of a file."""
     data = bytearray(path.read_bytes())
-    for place in range(0, len(data), every) if every else [len(data) // 2]:
-        data[place] ^= 1 << (place // (every or 1) % 8)
+    for place in places:
+        data[place] ^= 0x40
     path.write_bytes(data)
 
 
@@ -166,7 +168,8 @@ def seal_again(paths: Sequence[Path], secret: bytes, namespace: bytes | None) ->
 
 def flip_each(paths: Sequence[Path]) -> None:
     for path in paths:
-        flip(path)
+        middle = path.stat().st_size // 2
+        flip(path, range(middle, middle + 1))
 
 
 def truncate_each(paths: Sequence[Path]) -> None:
@@ -180,8 +183,6 @@ def forge_each(paths: Sequence[Path]) -> None:
 
 
 def move_each_to_another_namespace(paths: Sequence[Path]) -> None:
-    from tests.vllm.stock_engines import SECRET
-
     seal_again(paths, SECRET.encode(), bytes(16))
 
 
@@ -215,39 +216,145 @@ def test_a_damaged_object_is_refused_and_computed(
         path.unlink()
 
 
-def test_an_engine_whose_folder_is_removed_or_full_goes_on(
-    engine: StockEngine, folder: Path, right: RightTokens
+def test_an_engine_whose_disk_is_full_or_gone_goes_on(
+    engines: StockEngines, checkpoints: Checkpoints, tmp_path: Path, right: RightTokens
 ) -> None:
+    folder = tmp_path / "tier"
+    engine = engines.start(checkpoints.first, disk_tier(folder))
     store(engine, folder, PROMPTS[1])
-    shutil.rmtree(folder)
-    (answer,) = engine.ask(PROMPTS[1])
-    assert answer == {"tokens": right.first[1], "cached": 0}
+    stored = objects(folder)
     engine.call("limit_files", 8192)
-    forget_prompts(engine)
-    assert tokens(engine, PROMPTS[2:3]) == right.first[2:3]
+    assert engine.ask(PROMPTS[2]) == [{"tokens": right.first[2], "cached": 0}]
+    assert objects(folder) == stored
     assert engine.metrics()["stores_total failed"] > 0
-    engine.call("limit_files", -1)
+    shutil.rmtree(folder)
+    assert engine.ask(PROMPTS[1]) == [{"tokens": right.first[1], "cached": 0}]
+    engine.close()
 
 
 # -- weights --
 
 
 def test_objects_of_other_weights_at_the_same_path_are_not_found(
-    engines: StockEngines,
-    engine: StockEngine,
-    served: Path,
-    tmp_path: Path,
-    right: RightTokens,
+    engines: StockEngines, engine: StockEngine, served: Path, folder: Path, right: RightTokens
 ) -> None:
-    folder = tmp_path / "tier"
-    first = engines.start(served, disk_tier(folder))
-    assert tokens(first, PROMPTS) == right.first
-    first.close()
+    engine.ask(*PROMPTS)
+    assert len(objects(folder)) >= NUM_CHUNKS * len(PROMPTS)
     make_model(served, seed=1)
     second = engines.start(served, disk_tier(folder))
     make_model(served, seed=0)
-    assert [answer["cached"] for answer in second.ask(*PROMPTS)] == [0] * len(PROMPTS)
-    forget_prompts(second)
-    assert second.ask(PROMPTS[0]) == [{"tokens": right.second[0], "cached": STORED_TOKENS}]
+    answers = second.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == right.second
+    assert [answer["cached"] for answer in answers] == [0] * len(PROMPTS)
+    # Both engines go on, each with its own objects in the one folder.
+    for each, tokens_of_each in ((second, right.second), (engine, right.first)):
+        forget_prompts(each)
+        assert each.ask(PROMPTS[3]) == [{"tokens": tokens_of_each[3], "cached": STORED_TOKENS}]
     second.close()
-    assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
+
+
+def test_weights_are_replaced_in_a_running_engine(
+    engines: StockEngines, checkpoints: Checkpoints, tmp_path: Path, right: RightTokens
+) -> None:
+    folder = tmp_path / "tier"
+    engine = engines.start(checkpoints.first, disk_tier(folder))
+    assert tokens(engine, PROMPTS[:2]) == right.first[:2]
+    engine.call("load_weights", str(checkpoints.second))
+    # Not reset yet: whatever vLLM answers now, no KV of unknown weights is stored.
+    stored = objects(folder)
+    engine.ask(PROMPTS[2])
+    assert objects(folder) == stored
+    assert engine.metrics()["is_suspended"] == 1
+    assert engine.call("reset", True)
+    assert engine.ask(PROMPTS[0]) == [{"tokens": right.second[0], "cached": 0}]
+    assert engine.metrics()["is_suspended"] == 0
+    forget_prompts(engine)
+    assert engine.ask(PROMPTS[0]) == [{"tokens": right.second[0], "cached": STORED_TOKENS}]
+    # An engine that starts with the first weights finds only their objects.
+    other = engines.start(checkpoints.first, disk_tier(folder))
+    assert other.ask(PROMPTS[0]) == [{"tokens": right.first[0], "cached": STORED_TOKENS}]
+    # Reset first, replace afterwards, as vLLM's `pause` does. A request keeps its old blocks.
+    assert engine.call("reset", True)
+    engine.call("load_weights", str(checkpoints.first))
+    assert engine.ask(PROMPTS[1]) == [{"tokens": right.first[1], "cached": 0}]
+    assert engine.metrics()["is_suspended"] == 0
+    engine.call("hold", PROMPTS[3])
+    engine.call("load_weights", str(checkpoints.second))
+    assert not engine.call("reset", True)
+    stored = objects(folder)
+    engine.ask(PROMPTS[2])
+    assert objects(folder) == stored
+    engine.call("drop")
+    assert engine.call("reset", True)
+    assert engine.ask(PROMPTS[0]) == [{"tokens": right.second[0], "cached": 0}]
+    assert objects(folder) > stored
+    engine.close()
+    other.close()
+
+
+# -- controls --
+
+
+def test_vllms_own_tier_gives_wrong_text(
+    engines: StockEngines, tmp_path: Path, checkpoints: Checkpoints, right: RightTokens
+) -> None:
+    folder, served = tmp_path / "fs", tmp_path / "model"
+    make_model(served, seed=0)
+    engine = engines.start(served, fs_tier(folder))
+    for path in store(engine, folder, PROMPTS[0]):
+        # The exponent of one number in 16.
+        flip(path, range(3, path.stat().st_size, 64))
+    (damaged,) = engine.ask(PROMPTS[0])
+    assert damaged["cached"] == STORED_TOKENS
+    assert damaged["tokens"] != right.first[0]
+    assert tokens(engine, PROMPTS[1:2]) == right.first[1:2]
+    engine.call("load_weights", str(checkpoints.second))
+    assert engine.call("reset", True)
+    (stale,) = engine.ask(PROMPTS[1])
+    assert stale["cached"] == STORED_TOKENS
+    assert stale["tokens"] != right.second[1]
+    engine.close()
+    make_model(served, seed=1)
+    restarted = engines.start(served, fs_tier(folder))
+    (stale,) = restarted.ask(PROMPTS[1])
+    assert stale["cached"] == STORED_TOKENS
+    assert stale["tokens"] != right.second[1]
+    restarted.close()
+
+
+# -- an object store --
+
+
+def test_objects_in_a_bucket_are_checked_too(
+    engines: StockEngines, checkpoints: Checkpoints, right: RightTokens
+) -> None:
+    with s3_server() as server:
+        assert request(server, "PUT", "/kv-tier")[0] == 200
+        tier = {
+            "type": "KVFerryObjectTier",
+            "module_path": "kvferry.vllm.stock_tiers",
+            "bucket": "kv-tier",
+            "endpoint": f"http://{server}",
+            "region": "us-east-1",
+        }
+        engine = engines.start(checkpoints.first, tier)
+        assert tokens(engine, PROMPTS[:1]) == right.first[:1]
+        forget_prompts(engine)
+        assert engine.ask(PROMPTS[0]) == [{"tokens": right.first[0], "cached": STORED_TOKENS}]
+        forget_prompts(engine)
+        for name in keys_of(server, "/kv-tier"):
+            status, data = request(server, "GET", f"/kv-tier/{name}")
+            damaged = data[:-1] + bytes([data[-1] ^ 1])
+            assert status == request(server, "PUT", f"/kv-tier/{name}", damaged)[0] == 200
+        assert engine.ask(PROMPTS[0]) == [{"tokens": right.first[0], "cached": 0}]
+        assert engine.metrics()["loads_total refused"] == NUM_CHUNKS
+        forget_prompts(engine)
+    # The server is gone.
+    assert engine.ask(PROMPTS[1]) == [{"tokens": right.first[1], "cached": 0}]
+    engine.close()
+
+
+def keys_of(server: Address, path: str) -> list[str]:
+    status, listing = request(server, "GET", path)
+    assert status == 200
+    return [name for name in re.findall(r"<Key>([^<]*)</Key>", listing.decode()) if "." not in name]

@@ -140,8 +140,7 @@ class StockTier(SecondaryTierManager):
         rows = primary_kv_view.cast("B")
         num_rows, row_bytes = primary_kv_view.shape or (0, 0)
         namespace = self._engine.namespace(offloading_spec.config, row_bytes)
-        secret = ClusterSecret.load(os.environ)
-        self._tier = self.open_storage(settings, namespace, secret.key)
+        self._tier = self.open_storage(settings, namespace, ClusterSecret.load(os.environ))
         self._requests = _Requests(CacheSalts.from_config(self._engine.vllm_config))
         if self._engine.vllm_config.lora_config is not None:
             self._requests.salts.adapters.watch_engine()
@@ -174,7 +173,7 @@ class StockTier(SecondaryTierManager):
             namespace.factors["weights"],
         )
 
-    def open_storage(self, settings: Any, namespace: Namespace, secret: bytes) -> Tier:
+    def open_storage(self, settings: Any, namespace: Namespace, secret: ClusterSecret) -> Tier:
         """Open the storage that the settings name."""
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ __all__ = ["LOADS", "STORES", "Chunk", "FinishedJob", "IoThreads", "Transfers"]
 
 LOADS, STORES = "loads", "stores"
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for calls in progress. A call that hangs longer has only its own memory."""
+"""How long `close` waits for calls in progress. A call that hangs longer uses no row."""
 LOG_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
