@@ -58,8 +58,9 @@ class StockEngine:
                 time.sleep(0.02)
         self._lines = self._socket.makefile("rw")
 
-    def ask(self, *prompts: Sequence[int]) -> list[Answer]:
-        answers: list[Answer] = self.call("ask", list(prompts))
+    def ask(self, *prompts: Sequence[int], adapter: Path | None = None) -> list[Answer]:
+        path = None if adapter is None else str(adapter)
+        answers: list[Answer] = self.call("ask", list(prompts), path)
         return answers
 
     def metrics(self) -> dict[str, float]:
@@ -78,14 +79,11 @@ class StockEngine:
             raise StartFailed(reply["error"])
         return reply["answer"]
 
-    def disconnect(self) -> None:
-        """Let the process end. Idempotent."""
+    def close(self) -> None:
+        """Let the process end, and wait for it. Idempotent."""
         with suppress(BrokenPipeError):
             self._lines.close()
         self._socket.close()
-
-    def close(self) -> None:
-        self.disconnect()
         self.process.wait(ANSWER_S)
 
 
@@ -99,8 +97,9 @@ class StockEngines(ProcessRegistry):
         self._engines: list[StockEngine] = []
 
     def __exit__(self, *error: Any) -> None:
+        # An engine that is killed leaves its CPU tier in /dev/shm.
         for engine in self._engines:
-            engine.disconnect()
+            engine.close()
         super().__exit__(*error)
 
     def start(self, model: Path, tier: Mapping[str, Any] | None, **options: Any) -> StockEngine:

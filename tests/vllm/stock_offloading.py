@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import torch
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -29,7 +30,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 __all__ = ["HostTieringSpec"]
 
 HELD = "1000000"
-"""The request that stays unfinished; vLLM's offline engine wants ids that are numbers."""
+"""The request that `hold` starts; vLLM's offline engine wants ids that are numbers."""
 
 
 class HostWorker(OffloadingWorker):
@@ -125,15 +126,19 @@ class Engine:
         core: EngineCore = self._llm.llm_engine.engine_core.engine_core
         return core
 
-    def ask(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """Answer prompts one by one, each after vLLM has stored the KV of the one before."""
-        return [self._answer(prompt) for prompt in prompts]
+    def ask(self, prompts: list[list[int]], adapter: str | None) -> list[dict[str, Any]]:
+        """Answer prompts one by one, each after vLLM has stored the KV of the one before. `adapter`
+        is the path of a LoRA adapter.
+        """
+        lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        return [self._answer(prompt, lora) for prompt in prompts]
 
-    def _answer(self, prompt: list[int]) -> dict[str, Any]:
+    def _answer(self, prompt: list[int], lora: LoRARequest | None) -> dict[str, Any]:
         output = self._llm.generate(
             TokensPrompt(prompt_token_ids=prompt),
             SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
             use_tqdm=False,
+            lora_request=lora,
         )[0]
         connector = self._core.scheduler.get_kv_connector()
         while connector is not None and connector.has_pending_push_work():
@@ -141,16 +146,11 @@ class Engine:
         return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
     def hold(self, prompt: list[int]) -> None:
-        """Start a request that stays unfinished."""
-        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        """Start a request, and leave it with its blocks. The next call of `ask` finishes it."""
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         self._llm.llm_engine.add_request(HELD, TokensPrompt(prompt_token_ids=prompt), params)
-        for _ in range(3):
+        while not self._core.scheduler.running:
             self._llm.llm_engine.step()
-
-    def drop(self) -> None:
-        """Abort the unfinished request."""
-        self._llm.llm_engine.abort_request([HELD])
-        self._llm.llm_engine.step()
 
     def load_weights(self, path: str) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
