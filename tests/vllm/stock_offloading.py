@@ -33,7 +33,7 @@ HELD = "1000000"
 """The request that `hold` starts; vLLM's offline engine wants ids that are numbers."""
 
 
-class HostWorker(OffloadingWorker):
+class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies between the blocks of a KV cache in host memory and the rows of the CPU tier. vLLM's
     own worker needs a GPU.
     """
@@ -74,10 +74,12 @@ class HostWorker(OffloadingWorker):
         self._region.cleanup()
 
 
-class HostTieringSpec(TieringOffloadingSpec):
+class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's scheduler, manager and tiers; only the copies are ours. One block per chunk, one group
     of layers.
     """
+
+    _worker: Any
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.blocks_per_chunk == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.tiers.s3_server import request, s3_server
 from tests.vllm.adapters import write_adapter
+from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, ROOT
 from tests.vllm.stock_engines import SECRET, StockEngine, StockEngines
 
@@ -92,17 +93,17 @@ def tokens(engine: StockEngine, prompts: Sequence[Prompt]) -> list[list[int]]:
     return [list(answer["tokens"]) for answer in engine.ask(*prompts)]
 
 
-def disk_tier(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {
-        "type": "KVFerryDiskTier",
-        "module_path": "kvferry.vllm.stock_tiers",
-        "path": str(folder),
-        "size": 1 << 30,
-        # On a busy machine, no load may be given up.
-        "load_timeout": 100,
-        "store_timeout": 100,
-        **settings,
-    }
+def documented_tier(number: int, **settings: Any) -> dict[str, Any]:
+    """The tier of one of the commands in docs/vllm.md, with settings for tests."""
+    command = documented("kvferry's tiers in vLLM's own OffloadingConnector")[number]
+    (entry,) = command.transfer["kv_connector_extra_config"]["secondary_tiers"]
+    assert settings.keys() <= entry.keys()
+    # On a busy machine, no load may be given up.
+    return {**entry, **settings, "load_timeout": 100, "store_timeout": 100}
+
+
+def disk_tier(folder: Path) -> dict[str, Any]:
+    return documented_tier(0, path=str(folder))
 
 
 def fs_tier(folder: Path) -> dict[str, Any]:
@@ -198,12 +199,16 @@ def exchange(paths: Sequence[Path]) -> None:
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("number", "damage"),
-    enumerate(
-        [flip_each, truncate_each, forge_each, move_each_to_another_namespace, exchange], start=4
-    ),
-)
+DAMAGES: list[Damage] = [
+    flip_each,
+    truncate_each,
+    forge_each,
+    move_each_to_another_namespace,
+    exchange,
+]
+
+
+@pytest.mark.parametrize(("number", "damage"), list(enumerate(DAMAGES, start=4)))
 def test_a_damaged_object_is_refused_and_computed(
     engine: StockEngine, folder: Path, right: RightTokens, number: int, damage: Damage
 ) -> None:
@@ -360,13 +365,7 @@ def test_objects_in_a_bucket_are_checked_too(
 ) -> None:
     with s3_server() as server:
         assert request(server, "PUT", "/kv-tier")[0] == 200
-        tier = {
-            "type": "KVFerryObjectTier",
-            "module_path": "kvferry.vllm.stock_tiers",
-            "bucket": "kv-tier",
-            "endpoint": f"http://{server}",
-            "region": "us-east-1",
-        }
+        tier = documented_tier(1, bucket="kv-tier", endpoint=f"http://{server}")
         engine = engines.start(checkpoints.first, tier)
         assert tokens(engine, PROMPTS[:1]) == right.first[:1]
         forget_prompts(engine)
