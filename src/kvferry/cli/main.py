@@ -74,6 +74,9 @@ COMMANDS = {
         "kvferry.cli.plan",
         "computes the size of a model's KV cache, its transfer time, and what to set",
     ),
+    "store": CommandEntry(
+        "kvferry.cli.store", "lists, checks and clears the KV that storage tiers hold"
+    ),
     "bench": CommandEntry("kvferry.cli.bench", "runs a benchmark, beside other software"),
 }
 

@@ -1,0 +1,1 @@
+"""What storages hold, seen from outside the engines: for `kvferry store`."""

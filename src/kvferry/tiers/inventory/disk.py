@@ -1,0 +1,202 @@
+"""What the folder of a disk tier holds. `kvferry.tiers.disk_space` has the names of the files."""
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.disk_space import DRAFT_MAX_AGE_S, NAMESPACE_FILE
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
+from kvferry.tiers.inventory.base import (
+    MAX_TEXT_BYTES,
+    CheckResult,
+    Condition,
+    NamespaceSummary,
+    NoteProgress,
+    factors_of,
+)
+
+__all__ = ["DiskInventory", "checked"]
+
+MAX_OBJECT_BYTES = 4 << 30
+"""Larger files are refused unread. No engine has chunks of this size."""
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Opening a pipe, if one is in the folder, must not wait."""
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}\Z")
+_FOLDER = re.compile(r"[0-9a-f]{2}\Z")
+_OBJECT = re.compile(r"[0-9a-f]{64}\Z")
+_DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
+
+
+class DiskInventory:
+    """Implements `Inventory`. Links are not followed, and other files are left alone."""
+
+    tier = "disk"
+
+    def __init__(self, root: Path, secret: bytes = b"") -> None:
+        """`check` needs the cluster's secret. Raises `ConfigError` if `root` cannot be
+        read."""
+        try:
+            os.scandir(root).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {root} cannot be read: {error.strerror}; name the folder of a disk "
+                "tier"
+            ) from None
+        self._root = root
+        self._secret = secret
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    def namespaces(self) -> Iterator[str]:
+        for entry in _entries(self._root):
+            if _NAMESPACE.match(entry.name) and entry.is_dir(follow_symlinks=False):
+                yield entry.name
+
+    def summary(self, namespace: str, note: NoteProgress) -> NamespaceSummary:
+        num_objects, used_bytes, last_used = 0, 0, 0.0
+        for entry in self._objects(namespace):
+            with suppress(OSError):  # an engine has evicted it
+                found = entry.stat(follow_symlinks=False)
+                num_objects += 1
+                used_bytes += found.st_size
+                last_used = max(last_used, found.st_mtime)
+                note(num_objects)
+        factors = self._factors(namespace)
+        return NamespaceSummary(namespace, factors, num_objects, used_bytes, last_used)
+
+    def objects(self, namespace: str) -> Iterator[str]:
+        return (entry.name for entry in self._objects(namespace))
+
+    def check(self, namespace: str, name: str) -> CheckResult:
+        try:
+            opened = os.open(self._path(namespace, name), READ_FLAGS)
+        except FileNotFoundError:
+            return CheckResult(Condition.GONE)
+        except OSError as error:
+            return CheckResult(Condition.UNCHECKED, f"cannot be opened: {error.strerror}")
+        try:
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode):
+                return CheckResult(Condition.DAMAGED, "is not a file")
+            if found.st_size > MAX_OBJECT_BYTES:
+                return CheckResult(Condition.DAMAGED, "is larger than any chunk")
+            stored = _read(opened, found.st_size)
+        except OSError as error:
+            return CheckResult(Condition.UNCHECKED, f"cannot be read: {error.strerror}")
+        finally:
+            os.close(opened)
+        return checked(self._secret, namespace, name, stored)
+
+    def remove(self, namespace: str, names: Sequence[str]) -> int:
+        # An engine may have replaced a damaged object since the check. Removing the new one costs
+        # that engine no more than a miss.
+        return sum(_is_unlinked(self._path(namespace, name)) for name in names)
+
+    def clear(self, namespace: str, note: NoteProgress) -> int:
+        num_gone = 0
+        for folder in self._folders(namespace):
+            for entry in _entries(folder):
+                is_object = _OBJECT.match(entry.name) is not None
+                if is_object or _is_stale_draft(entry):
+                    num_gone += _is_unlinked(entry.path) and is_object
+                    note(num_gone)
+            with suppress(OSError):  # an engine is writing an object there
+                os.rmdir(folder)
+        self._remove_folder(namespace)
+        return num_gone
+
+    def close(self) -> None:
+        return None
+
+    def _remove_folder(self, namespace: str) -> None:
+        """Remove the namespace's folder unless an engine has stored something there meanwhile."""
+        folder = self._root / namespace
+        if any(entry.name != NAMESPACE_FILE for entry in _entries(folder)):
+            return
+        path = folder / NAMESPACE_FILE
+        text = path.read_bytes() if path.is_file() else None
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            try:
+                folder.rmdir()
+            except OSError:
+                # An engine made a folder in the moment between.
+                if text is not None:
+                    path.write_bytes(text)
+
+    def _factors(self, namespace: str) -> Mapping[str, Any] | None:
+        try:
+            with open(self._root / namespace / NAMESPACE_FILE, "rb") as file:
+                return factors_of(namespace, file.read(MAX_TEXT_BYTES))
+        except OSError:
+            return None
+
+    def _objects(self, namespace: str) -> "Iterator[os.DirEntry[str]]":
+        for folder in self._folders(namespace):
+            yield from (entry for entry in _entries(folder) if _OBJECT.match(entry.name))
+
+    def _folders(self, namespace: str) -> Iterator[str]:
+        for entry in _entries(self._root / namespace):
+            if _FOLDER.match(entry.name) and entry.is_dir(follow_symlinks=False):
+                yield entry.path
+
+    def _path(self, namespace: str, name: str) -> str:
+        return f"{self._root}/{namespace}/{name[:2]}/{name}"
+
+
+def checked(secret: bytes, namespace: str, name: str, stored: memoryview) -> CheckResult:
+    """Check the bytes of a stored object whose name is its key in hex."""
+    envelope = Envelope(secret, bytes.fromhex(namespace))
+    key = ObjectKey(bytes.fromhex(name))
+    refusal = envelope.check(key, stored[:HEADER_BYTES], stored[HEADER_BYTES:], len(stored))
+    if refusal is None:
+        return CheckResult(Condition.SOUND)
+    is_unproven = refusal is Refusal.BAD_MAC
+    return CheckResult(Condition.UNPROVEN if is_unproven else Condition.DAMAGED, refusal.value)
+
+
+def _read(opened: int, size_bytes: int) -> memoryview:
+    """Read a file as far as it goes; a truncated object is refused by its length."""
+    buffer = memoryview(bytearray(size_bytes))
+    num_read = 0
+    while num_read < size_bytes:
+        count = os.preadv(opened, [buffer[num_read:]], num_read)
+        if not count:
+            break
+        num_read += count
+    # A walk needs no byte twice, so it leaves the page cache to others.
+    with suppress(OSError):
+        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+    return buffer[:num_read]
+
+
+def _entries(path: str | Path) -> "Iterator[os.DirEntry[str]]":
+    """The entries of a folder; none if it cannot be read or was removed meanwhile."""
+    with suppress(OSError), os.scandir(path) as entries:
+        yield from entries
+
+
+def _is_unlinked(path: str) -> bool:
+    with suppress(OSError):
+        os.unlink(path)
+        return True
+    return False
+
+
+def _is_stale_draft(entry: "os.DirEntry[str]") -> bool:
+    """Whether a file being written belongs to a dead writer."""
+    if _DRAFT.match(entry.name) is None:
+        return False
+    with suppress(OSError):
+        return abs(time.time() - entry.stat(follow_symlinks=False).st_mtime) > DRAFT_MAX_AGE_S
+    return False
