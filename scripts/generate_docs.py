@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvferry.cli.main import make_parser
-from kvferry.config import KVTransferConfig, MultiExtraConfig, NixlExtraConfig
+from kvferry.config import (
+    CpuTierConfig,
+    DiskTierConfig,
+    KVTransferConfig,
+    MultiExtraConfig,
+    NixlExtraConfig,
+    ObjectTierConfig,
+    OffloadingExtraConfig,
+    TierConfig,
+)
 from kvferry.config.fields import described
+from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
 from kvferry.protocol.transfer import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.options import (
@@ -54,10 +64,16 @@ def generated_pages() -> dict[Path, str]:
             "transfer": settings_table(KVTransferConfig),
             "nixl": settings_table(NixlExtraConfig),
             "multi": settings_table(MultiExtraConfig),
+            "offloading": settings_table(OffloadingExtraConfig),
+            **{
+                f"{tier.name}-tier": settings_table(tier)
+                for tier in (CpuTierConfig, DiskTierConfig, ObjectTierConfig)
+            },
             **{name: flag_table(name) for name in ("serve", "proxy", "register", "up")},
         },
     }
     tables["router.md"] = {"router": router_table()}
+    tables["tiers.md"] = {"metrics": tier_metrics_table()}
     return {
         ROOT / "docs" / name: fill(ROOT / "docs" / name, parts) for name, parts in tables.items()
     }
@@ -141,7 +157,20 @@ def settings_table(settings: type) -> str:
                 f"{settings.__name__}.{field.name} has no sentence below it that says what it means"
             )
         value = one_line(described(hints[field.name])).replace(" that is not empty", "")
-        rows.append(f"| `{field.name}` | {value} | {default_of(field)} | {meanings[field.name]} |")
+        is_required = issubclass(settings, TierConfig) and field.name in settings.required()
+        default = "required" if is_required else default_of(field)
+        rows.append(f"| `{field.name}` | {value} | {default} | {meanings[field.name]} |")
+    return "\n".join(rows)
+
+
+def tier_metrics_table() -> str:
+    rows = ["| metric | kind | meaning |", "|---|---|---|"]
+    for prefix, kind, meanings in (
+        ("kvferry:offload", "counter", LOOKUP_COUNTERS),
+        ("kvferry:tier", "counter by tier", TIER_COUNTERS),
+        ("kvferry:tier", "gauge by tier", TIER_LEVELS),
+    ):
+        rows += (f"| `{prefix}_{name}` | {kind} | {text} |" for name, text in meanings.items())
     return "\n".join(rows)
 
 

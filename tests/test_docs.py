@@ -108,6 +108,11 @@ def test_every_package_is_on_the_tour() -> None:
     assert [name for name in packages if f"{name}/" not in tour] == []
 
 
+def test_a_newcomer_reads_the_tour_in_a_few_minutes() -> None:
+    words = re.findall(r"\S*\w\S*", _text(ROOT / "docs" / "tour.md"))
+    assert 1000 < len(words) < 1200
+
+
 def test_readme_and_the_page_on_vllm_show_the_same_commands() -> None:
     def commands(path: Path, section: str) -> list[str]:
         text = path.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
@@ -169,14 +174,15 @@ def test_the_commands_of_the_page_on_planning_run_and_write_the_table_it_shows(
         assert words[:2] == ["kvferry", "plan"]
         assert main(words[1:]) == 0
         outputs.append(capsys.readouterr().out)
-    assert len(outputs) == 4
-    cells = [cell.strip() for line in outputs[0].splitlines() for cell in line.split("|")]
-    shown = page.split("for the sizes of Llama-3.1-70B:\n\n")[1].split("\n\n")[0].splitlines()
-    assert len(shown) == 7
-    assert [
-        cell
-        for line in shown
-        if "---" not in line
-        for cell in map(str.strip, line.split("|"))
-        if cell not in cells
-    ] == []
+    assert len(outputs) == 6
+    for title, output, num_lines in (("Llama-3.1-70B", 0, 7), ("Llama-3.1-8B", 4, 7)):
+        cells = [cell.strip() for line in outputs[output].splitlines() for cell in line.split("|")]
+        shown = page.split(f"for the sizes of {title}:\n\n")[1].split("\n\n")[0].splitlines()
+        assert len(shown) == num_lines
+        assert [
+            cell
+            for line in shown
+            if "---" not in line
+            for cell in map(str.strip, line.split("|"))
+            if cell not in cells
+        ] == []

@@ -13,6 +13,7 @@ from kvferry.cli.doctor import (
     ProbeOutput,
     can_share_memory,
     examine,
+    host_pool_findings,
     is_port_free,
     probe_nixl,
     run_probe,
@@ -30,12 +31,16 @@ from kvferry.cli.findings import (
     extras_finding,
     gpu_finding,
     nixl_findings,
+    pool_findings,
     port_finding,
     python_finding,
     torch_finding,
     transport_finding,
 )
 from kvferry.cli.main import main
+from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.policies import LruPolicy
 
 TABLE = """
 [vm:1 :0]   | Type       | Component | Transport | Device (System device)  |
@@ -117,6 +122,32 @@ def test_a_plugin_that_was_asked_for_must_start() -> None:
     assert len(nixl_findings(report)) == 1
 
 
+def test_a_small_memory_file_system_is_reported_before_an_engine_fails() -> None:
+    small, large = (pool_findings("/dev/shm/x", size, size, {}) for size in (64 << 20, 16 << 30))
+    assert [finding.level for finding in (*small, *large)] == [Severity.ADVICE, Severity.OK]
+    assert "--shm-size" in small[0].text
+
+
+def test_segments_without_an_owner_are_reported_with_the_command_that_removes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pool"
+    living = HostPool.open(folder, Namespace({"model": "a"}), 4096, 4, LruPolicy)
+    dead = HostPool.open(folder, Namespace({"model": "b"}), 4096, 4, LruPolicy)
+    assert len(host_pool_findings(folder)) == 1
+    dead.close()
+    _, orphans = host_pool_findings(folder)
+    assert orphans.level is Severity.ADVICE
+    assert orphans.text.startswith("1 segments ")
+    (command,) = (part for part in orphans.text.split("`") if part.startswith("kvferry "))
+    assert main(command.split()[1:]) == 0
+    capsys.readouterr()
+    assert len(host_pool_findings(folder)) == 1
+    assert living.path is not None
+    assert living.path.exists()
+    living.close()
+
+
 def test_ports_of_the_readme_that_are_taken_are_named_with_what_to_set() -> None:
     ports = [8100, 8200, 8192, 5601]
     assert port_finding([], ports).level is Severity.OK
@@ -185,6 +216,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "NIXL",
         "UCX",
         "shared memory",
+        "host pool",
         "side channel",
         "secret",
         "API port",

@@ -312,3 +312,63 @@ def test_a_plan_loads_neither_torch_nor_a_transport(model: Path) -> None:
         timeout=60,
     )
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+# -- tiers --
+
+
+def test_every_tier_has_the_prefill_speed_below_which_loading_wins(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = as_json(capsys, str(model))
+    assert [row["name"] for row in found["tiers"]] == [
+        "cpu",
+        "disk",
+        "object, 10 Gbit",
+        "object, 25 Gbit",
+        "object, 100 Gbit",
+    ]
+    assert {row["is_given"] for row in found["tiers"]} == {False}
+    assert {row["from_tokens"] for row in found["tiers"]} == {None}
+    for row in found["tiers"]:
+        expected = 1e9 * row["gigabytes_per_s"] / found["bytes_per_token"]
+        assert row["even_prefill_tokens_per_s"] == pytest.approx(expected)
+    assert "(assumed)" in printed(capsys, str(model))
+
+
+def test_measured_speeds_give_the_number_of_tokens(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--prefill", "4000", "--tier", "disk=6.8:1", "--tier", "slow=0.5", "--tier-gib", "1"]
+    found = as_json(capsys, str(model), *flags)
+    disk, slow = found["tiers"]
+    # 250 µs to compute a token, 327,680 B / 6.8 GB/s = 48 µs to load it, after 1 ms.
+    assert (disk["name"], disk["from_tokens"], slow["from_tokens"]) == ("disk", 16, None)
+    chunk_bytes = 16 * found["bytes_per_token"] + 4096
+    assert disk["tokens_held"] == 2**30 // chunk_bytes * 16
+    text = printed(capsys, str(model), *flags)
+    assert "16 tokens on" in text
+    assert "never" in text
+    assert "(assumed)" not in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--tier", "disk"),
+        ("--tier", "disk=fast"),
+        ("--tier", "=5"),
+        ("--tier", "disk=0"),
+        ("--tier", "disk=5:-1"),
+        ("--tier", "disk=nan"),
+        ("--prefill", "0"),
+        ("--prefill", "inf"),
+        ("--tier-gib", "0"),
+    ],
+)
+def test_a_tier_that_cannot_be_planned_is_one_sentence(
+    model: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(model), flag, value]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert flag in line

@@ -51,6 +51,7 @@ from kvferry.cli.findings import (
     machine_finding,
     nixl_findings,
     peer_access_finding,
+    pool_findings,
     port_finding,
     python_finding,
     rdma_finding,
@@ -63,6 +64,8 @@ from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.private_files import runtime_directory
 from kvferry.config.secret import FILE_NAME
 from kvferry.errors import ConfigError
+from kvferry.tiers.pool_reader import list_segments
+from kvferry.tiers.pool_segment import check_folder, default_folder
 from kvferry.transports.copy.native import missing_native_functions
 from kvferry.transports.nixl.agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
 from kvferry.transports.nixl.bounce.settings import BounceSettings
@@ -76,6 +79,7 @@ __all__ = [
     "can_share_memory",
     "driver_gpus",
     "examine",
+    "host_pool_findings",
     "is_port_free",
     "measure_gpu",
     "parse_backend",
@@ -428,6 +432,7 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],
+        lambda: host_pool_findings(default_folder()),
         lambda: _side_channel(environ),
         lambda: [_secret(environ)],
         lambda: [_api_port(), _other_ports()],
@@ -497,6 +502,29 @@ def _shared_memory() -> Finding:
         Severity.OK,
         "shared memory",
         "processes of this user can map each other's cache",
+    )
+
+
+def host_pool_findings(folder: Path) -> list[Finding]:
+    """Examine the memory file system of the host pool, and the segments that are in it."""
+    if os.path.lexists(folder) and not check_folder(folder):
+        text = f"{folder} is not a folder of this user; remove it, or set pool_path to another"
+        return [Finding(Severity.ADVICE, "host pool", text)]
+    try:
+        found = os.statvfs(folder if folder.exists() else folder.parent)
+    except OSError as error:
+        text = (
+            f"{folder.parent} cannot be used ({error.strerror}); for a tier cpu set pool_path to a "
+            "folder in a tmpfs"
+        )
+        return [Finding(Severity.ADVICE, "host pool", text)]
+    orphans = {
+        str(segment.path): segment.total_bytes
+        for segment in list_segments(folder)
+        if not segment.is_live
+    }
+    return pool_findings(
+        str(folder), found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, orphans
     )
 
 

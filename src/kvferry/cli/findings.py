@@ -32,6 +32,7 @@ __all__ = [
     "machine_finding",
     "nixl_findings",
     "peer_access_finding",
+    "pool_findings",
     "port_finding",
     "python_finding",
     "rdma_finding",
@@ -52,6 +53,8 @@ MIN_PYTHON = (3, 11)
 MIN_CORES = 3
 TESTED_ARCHITECTURES = ("x86_64", "aarch64")
 MIN_OPEN_FILES = 4096
+MIN_SHM_BYTES = 1 << 30
+"""Containers have 64 MiB of /dev/shm by default, in which no host pool of use fits."""
 MIN_FREE_SHARE = 0.9
 """The share of a GPU's memory that vLLM takes by default."""
 
@@ -330,6 +333,33 @@ def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Fin
             f"{listed}{given}; no RDMA device, so KV moves between machines over TCP",
         )
     return Finding(Severity.OK, "UCX", f"{listed}{given}")
+
+
+def pool_findings(
+    folder: str, total_bytes: int, free_bytes: int, orphans: Mapping[str, int]
+) -> list[Finding]:
+    """Report the memory file system of the host pool, which is the tier `cpu`.
+
+    `orphans` maps each segment whose owner has ended to its size in bytes.
+    """
+    sizes = f"{free_bytes / 2**30:,.1f} of {total_bytes / 2**30:,.1f} GiB are free"
+    if total_bytes < MIN_SHM_BYTES:
+        first = Finding(
+            Severity.ADVICE,
+            "host pool",
+            f"{folder}: {sizes}, too few for a tier cpu; mount a larger /dev/shm (docker run "
+            "--shm-size 16g), or set pool_path to a folder in another tmpfs",
+        )
+    else:
+        first = Finding(Severity.OK, "host pool", f"{folder}: {sizes} for the tier cpu")
+    if not orphans:
+        return [first]
+    text = (
+        f"{len(orphans)} segments of engines that have ended hold "
+        f"{sum(orphans.values()) / 2**30:,.1f} GiB of {folder}; an engine of the same model and "
+        f"size takes them over; if none will come, run `kvferry store clear --pool {folder} --yes`"
+    )
+    return [first, Finding(Severity.ADVICE, "host pool", text)]
 
 
 # -- GPU findings --

@@ -1,7 +1,7 @@
 """`kvferry plan` computes the size of a model's KV cache, the time to move the cache, and settings.
 
-Reads only config.json and loads no weights. `make_plan` computes a `Plan`; the pure functions
-`plan_as_text` and `plan_as_json` show the plan.
+Reads only config.json and loads no weights. `make_plan` computes a `Plan`;
+`kvferry.cli.plan_report` shows it.
 """
 
 import argparse
@@ -10,17 +10,17 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvferry.cli.arguments import Parser
+from kvferry.cli.plan_report import Plan, plan_as_json, plan_as_text
 from kvferry.config import find_checkpoint
 from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import can_divide
 from kvferry.sizing.hf_config import MAX_HEADS, MAX_LAYERS, auto_dtype, shape_of_config
-from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, SegmentCount, Sides, count_segments
+from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, Sides, count_segments
 from kvferry.sizing.shape import (
     DTYPE_BYTES,
     LATENT_DTYPE,
@@ -29,215 +29,40 @@ from kvferry.sizing.shape import (
     ModelCacheShape,
     canonical_dtype,
 )
+from kvferry.sizing.tiers import DEFAULT_TIERS, TierSpeed, tier_row
 from kvferry.sizing.transfer import (
     DEFAULT_LINKS,
     DEFAULT_TOKENS,
-    Advice,
     NetworkLink,
-    PromptRow,
     Units,
     advise_block_size,
     advise_lease,
     advise_read_timeout,
     prompt_row,
-    show_ms,
-    show_size,
-    show_tokens,
 )
 
 __all__ = [
     "DESCRIPTION",
     "EXAMPLES",
-    "Plan",
     "add_arguments",
     "make_plan",
     "parse_link",
+    "parse_tier",
     "parse_tokens",
-    "plan_as_json",
-    "plan_as_text",
     "run",
 ]
 
 
-# -- output --
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All computed values of a plan."""
-
-    name: str
-    shape: ModelCacheShape
-    block_size: int
-    tp: int
-    links: tuple[NetworkLink, ...]
-    rows: tuple[PromptRow, ...]
-    segments: tuple[SegmentCount, ...]
-    advice: tuple[Advice, ...]
-    notes: tuple[str, ...]
-
-
-def plan_as_text(plan: Plan, units: Units) -> str:
-    """Return the plan as text with tables."""
-    shape = plan.shape
-    per_token = shape.bytes_per_token()
-    lines = [
-        f"{plan.name}: {'; '.join(map(_describe, shape.groups))}; {shape.dtype}",
-        f"Per token = {_formula(shape)} = {per_token:,} bytes ≈ {per_token / 1024:,.0f} KB",
-        f"Per block of {plan.block_size} tokens = {per_token * plan.block_size:,} bytes",
-    ]
-    if plan.tp > 1:
-        rank = shape.bytes_per_token(plan.tp)
-        lines.append(
-            f"On each of {plan.tp} ranks = {rank:,} bytes per token, {rank * plan.block_size:,} "
-            "bytes per block"
-        )
-    head = ["Prompt Length", "KV Cache Size", *(link.title for link in plan.links)]
-    body = [
-        [show_tokens(row.tokens), show_size(row.gigabytes), *map(show_ms, row.ms)]
-        for row in plan.rows
-    ]
-    rule = (
-        "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 "
-        "bytes in a GB"
-    )
-    lines += [
-        "",
-        *_table(head, body),
-        rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes",
-    ]
-    longest = max(row.tokens for row in plan.rows)
-    head = ["P to D", *dict.fromkeys(count.layout for count in plan.segments)]
-    lines += [
-        "",
-        f"Segments of one transfer of {show_tokens(longest)} into one rank, before adjacent "
-        "blocks are joined (bytes of a segment):",
-    ]
-    lines += _table(head, _segment_rows(plan.segments))
-    lines += [
-        "",
-        "Advice:",
-        *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice),
-    ]
-    return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
-
-
-def _describe(group: LayerGroup) -> str:
-    window = "" if group.window is None else f" of {group.window:,} tokens"
-    if group.kind is LayerCacheKind.LATENT:
-        return f"{group.layers} latent layers of {group.width} numbers"
-    return (
-        f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of "
-        f"{group.width // 2}"
-    )
-
-
-def _formula(shape: ModelCacheShape) -> str:
-    """Return the product that gives the bytes per token, for the user to check."""
-    parts = []
-    for group in shape.groups:
-        if group.fixed_bytes or shape.dtype == LATENT_DTYPE:
-            parts.append(f"{group.layers} × {group.head_bytes(shape.dtype)}")
-        elif group.kind is LayerCacheKind.LATENT:
-            parts.append(f"{group.layers} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
-        elif group.width % 2 == 0:
-            parts.append(
-                f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × "
-                f"{DTYPE_BYTES[shape.dtype]}"
-            )
-        else:
-            parts.append(
-                f"{group.layers} × {group.kv_heads} × {group.width} × {DTYPE_BYTES[shape.dtype]}"
-            )
-    return " + ".join(parts)
-
-
-def _segment_rows(segments: tuple[SegmentCount, ...]) -> list[list[str]]:
-    rows: dict[Sides, list[str]] = {}
-    for count in segments:
-        rows.setdefault(count.sides, [count.sides.title]).append(
-            f"{count.segments:,} ({count.segment_bytes:,})"
-        )
-    return list(rows.values())
-
-
-def _table(head: list[str], body: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
-    lines = [
-        " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in [head, *body]
-    ]
-    return [
-        f"| {line} |"
-        for line in [lines[0], "-|-".join("-" * width for width in widths), *lines[1:]]
-    ]
-
-
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as a JSON object; `bytes_*` values are exact."""
-    shape = plan.shape
-    return {
-        "model": plan.name,
-        "dtype": shape.dtype,
-        "layers": shape.layers,
-        "groups": [
-            {**asdict(group), "bytes_per_token": group.layers * shape.layer_bytes(group)}
-            for group in shape.groups
-        ],
-        "bytes_per_token": shape.bytes_per_token(),
-        "bytes_per_token_beyond_windows": shape.bytes_per_late_token(),
-        "block_size": plan.block_size,
-        "bytes_per_block": shape.bytes_per_token() * plan.block_size,
-        "tp": plan.tp,
-        "bytes_per_token_per_rank": shape.bytes_per_token(plan.tp),
-        "bytes_per_block_per_rank": shape.bytes_per_token(plan.tp) * plan.block_size,
-        "links": [asdict(link) for link in plan.links],
-        "prompts": [_row_as_json(row, plan.links) for row in plan.rows],
-        "segments": [
-            {
-                "layout": count.layout,
-                **asdict(count.sides),
-                "segments": count.segments,
-                "segment_bytes": count.segment_bytes,
-            }
-            for count in plan.segments
-        ],
-        "advice": {
-            advice.setting: {"value": advice.value, "reason": advice.reason}
-            for advice in plan.advice
-        },
-        "notes": list(plan.notes),
-    }
-
-
-def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, Any]:
-    """Return one prompt length; `bytes` and `exact_ms` are exact, `gb` and `ms` are the table's
-    values before rounding.
-    """
-    times = [
-        {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)}
-        for link, ms in zip(links, row.ms, strict=True)
-    ]
-    return {
-        "tokens": row.tokens,
-        "bytes": row.size_bytes,
-        "bytes_per_rank": row.rank_bytes,
-        "gb": row.gigabytes,
-        "times": times,
-    }
-
-
-# -- command --
-
-
 DESCRIPTION = (
     "Compute how large a model's KV cache is, how long a prompt's KV takes over a link, how many "
-    "segments that makes, and what to set."
+    "segments that makes, from how many\ntokens on loading KV from a storage tier beats computing "
+    "it, and what to set."
 )
 EXAMPLES = """\
   kvferry plan /models/tiny
   kvferry plan --layers 80 --kv-heads 8 --head-dim 128 --dtype bfloat16
   kvferry plan /models/tiny/config.json --tp 2 --link 'Ethernet=100' --link 'IB NDR=400' --tokens 2K --tokens 100000
+  kvferry plan /models/tiny --prefill 12000 --tier disk=6.8:1 --tier 'object=2.9:35' --tier-gib 512
   kvferry plan /models/tiny --json | jq .bytes_per_token"""  # noqa: E501
 
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -248,7 +73,9 @@ MAX_TP = 1_024
 MAX_BLOCK_SIZE = 8_192
 MAX_BLOCK_RATIO = 256
 MAX_HEAD_DIM = 65_536
+MAX_TIER_GIB = 1 << 30
 MIN_GBIT = 1e-6
+MIN_RATE, MAX_RATE = 1e-3, 1e12
 FLAG_WIDTHS = ("--layers", "--kv-heads", "--head-dim")
 
 
@@ -325,6 +152,27 @@ def add_arguments(parser: Parser) -> None:
         help="a prompt length; 1K is 1,000 (default: 1K 4K 8K 32K 128K)",
     )
     parser.add_argument(
+        "--tier",
+        type=parse_tier,
+        action="append",
+        metavar="NAME=GBPS[:MS]",
+        help="a storage tier, its GB/s for all ranks together, and the ms to its first byte; may "
+        "be repeated (default: what is usual for cpu, disk and object)",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=parse_rate,
+        metavar="TOKENS/S",
+        help="how fast the engine computes prompts, to compare with loading",
+    )
+    parser.add_argument(
+        "--tier-gib",
+        type=count_to(MAX_TIER_GIB),
+        default=100,
+        metavar="N",
+        help="size of a tier in GiB, for the tokens that fit (default: %(default)s)",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="count 1 GB as 1,000,000,000 bytes everywhere, also for the times",
@@ -356,6 +204,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         for sides in _sides(arguments, shape)
         for layout in _layouts(shape)
     ]
+    tiers = tuple(
+        tier_row(shape, tier, block, tp, arguments.tier_gib << 30, arguments.prefill)
+        for tier in arguments.tier or DEFAULT_TIERS
+    )
     advice = (
         advise_lease(longest_s, slowest, longest.size_bytes),
         advise_read_timeout(longest_s, slowest),
@@ -369,6 +221,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         links,
         rows,
         tuple(segments),
+        tiers,
+        arguments.tier_gib,
+        arguments.prefill,
         advice,
         tuple([*notes, *_notes(shape, tp)]),
     )
@@ -417,6 +272,40 @@ def parse_link(text: str) -> NetworkLink:
             f"{text[:80]!a} is not a link; write it like 'Ethernet=100', a name and its Gbit/s"
         )
     return NetworkLink(name.strip(), gbit)
+
+
+def parse_tier(text: str) -> TierSpeed:
+    """For argparse: parse a tier given as NAME=GBPS or NAME=GBPS:MS."""
+    name, _, speed = text.rpartition("=")
+    rate, _, latency = speed.partition(":")
+    try:
+        gbps, ms = float(rate), float(latency or 0)
+    except ValueError:
+        gbps = ms = math.nan
+    if (
+        not name.strip()
+        or not name.isprintable()
+        or not MIN_RATE <= gbps < MAX_RATE
+        or not 0 <= ms < MAX_RATE
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} is not a tier; write it like 'disk=6.5' or 'object=2.9:35', a name, "
+            "its GB/s and the ms to its first byte"
+        )
+    return TierSpeed(name.strip(), gbps, ms / 1000)
+
+
+def parse_rate(text: str) -> float:
+    """For argparse: parse tokens per second."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not MIN_RATE <= rate < MAX_RATE:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!a} is not a speed in tokens per second; write it like 12000"
+        )
+    return rate
 
 
 def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[str]]:

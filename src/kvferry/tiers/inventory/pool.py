@@ -101,8 +101,8 @@ class PoolInventory:
             return _check_row(table, int(row), checkers)
 
     def remove(self, namespace: str, names: Sequence[str]) -> int:
-        """Remove segments without an owner as a whole. Engines overwrite rows of their own
-        segments in the course of time, and nobody uses a damaged row.
+        """Remove segments without an owner as a whole. A damaged row of a running engine stays
+        until the engine overwrites it; no engine uses it.
         """
         by_file: dict[str, int] = defaultdict(int)
         for name in names:
