@@ -5,7 +5,7 @@ those of an engine without tiers. Controls must differ.
 import asyncio
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.e2e.harness import (
     Cluster,
     Engine,
     Prompt,
+    Starting,
     ask_all,
     assert_quiescent,
     metrics,
@@ -246,6 +247,44 @@ def damage_and_seal(path: Path, secret: bytes) -> None:
     namespace, key = bytes.fromhex(path.parents[1].name), ObjectKey(bytes.fromhex(path.name))
     sealed = Envelope(secret, namespace).seal(key, memoryview(bytes(data[HEADER_BYTES:])))
     path.write_bytes(sealed + data[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize("setup", ["cpu"], indirect=True)
+def test_a_d_that_has_a_prefix_in_its_tier_fetches_only_the_rest_from_p(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    """P and D have a pool of their own; neither has a prefix cache."""
+    head = LONG.token_ids[: 50 * 16]
+    first, second = Prompt(head, max_tokens=4), replace(LONG, max_tokens=8)
+    right = asyncio.run(ask_all(plain, [first, second]))
+
+    def serve(name: str) -> Starting:
+        pool = str(setup.folder / f"pool of {name}")
+        children = [
+            {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {**setup.extra, "pool_path": pool},
+            },
+        ]
+        return cluster.serve(
+            name, *NO_PREFIX_CACHE, connector="MultiConnector", extra={"connectors": children}
+        )
+
+    p, d = (starting.ready() for starting in (serve("p"), serve("d")))
+    router = cluster.proxy([p], [d]).ready()
+    assert asyncio.run(ask_all(router, [first])) == right[:1]
+    asyncio.run(until_stored(d, "cpu", 50))
+    before = asyncio.run(settled(d))
+    assert asyncio.run(ask_all(router, [second])) == right[1:]
+    after = asyncio.run(settled(d))
+    num_blocks = -(-len(second.token_ids) // 16)
+    bytes_per_block = before["kvferry:transfer_bytes_total"] / 50
+    moved = after["kvferry:transfer_bytes_total"] - before["kvferry:transfer_bytes_total"]
+    assert after["kvferry:tier_loads_total/cpu"] == 50
+    assert moved <= (num_blocks - 50) * bytes_per_block
+    assert asyncio.run(settled(p))["kvferry:num_used_blocks"] == 0
 
 
 @pytest.mark.parametrize("setup", ["cpu+disk"], indirect=True)

@@ -599,6 +599,8 @@ class KVFerryOffloadingConnector(KVFerryConnector):
     request's prompt to kvferry's scheduler half.
     """
 
+    loads_are_optional = True
+    opens_side_channel = False
     inner_name = "OffloadingConnector"
     _stats_class = OffloadVllmStats
 

@@ -401,7 +401,17 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether a step must not wait: a child has work, or a child that cannot end a wait still
         reads the blocks of a finished request.
         """
-        return self.has_pending_push_work() or self._scheduler.has_sends_beside(self._ours)
+        ours = self._ours
+        return self._scheduler.has_sends_beside(ours) or any(
+            [
+                self._children.call(
+                    child,
+                    "has_urgent_work" if child in ours else "has_pending_push_work",
+                    default=False,
+                )
+                for child in self._children.enabled
+            ]
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta

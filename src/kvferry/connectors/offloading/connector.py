@@ -31,6 +31,9 @@ __all__ = ["OffloadingConnector"]
 class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores the KV of prompts in tiers, and loads it for prompts with the same prefix."""
 
+    honours_token_range = True
+    loads_are_optional = True
+
     def __init__(
         self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
