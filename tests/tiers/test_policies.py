@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.tiers.base import ObjectKey
@@ -153,7 +153,11 @@ operations = st.lists(
 
 
 @pytest.mark.parametrize(("name", "model_type"), [("lru", LruModel), ("arc", ArcModel)])
-@settings(max_examples=400)
+@settings(max_examples=1000)
+@example(  # t1 has the whole capacity, and a ghost of b2 returns
+    capacity=1,
+    steps=[("insert", 0), ("insert", 0), ("insert", 1), ("insert", 0), ("insert", 1)],
+)
 @given(capacity=st.integers(1, 5), steps=operations)
 def test_a_policy_does_what_its_definition_says(
     name: str, model_type: type[LruModel | ArcModel], capacity: int, steps: Sequence[Operation]

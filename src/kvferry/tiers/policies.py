@@ -140,8 +140,12 @@ class ArcPolicy:
             self._b2.pop(key, None)
             self._t2[key] = None
         else:
-            self._forget_a_ghost()
-            self._evict(victim)
+            if victim is not None and len(self._t1) == self._capacity:
+                # No ghost of the victim stays: t1 and b1 together are as long as they may be.
+                del self._t1[victim]
+            else:
+                self._forget_a_ghost()
+                self._evict(victim)
             self._t1[key] = None
         return Insertion(True, victim)
 
@@ -183,22 +187,17 @@ class ArcPolicy:
     def _forget_a_ghost(self) -> None:
         """Make room for one more key in the lists, before a key that is no ghost is inserted."""
         if len(self._t1) + len(self._b1) >= self._capacity:
-            if self._b1:
-                self._b1.popitem(last=False)
+            self._b1.popitem(last=False)
         elif len(self) + len(self._b1) + len(self._b2) >= 2 * self._capacity:
             self._b2.popitem(last=False)
 
     def _evict(self, victim: ObjectKey | None) -> None:
+        """Make the victim a ghost, if there is one."""
         if victim is None:
             return
-        if victim in self._t2:
-            del self._t2[victim]
-            self._b2[victim] = None
-        else:
-            # A key leaves a t1 that has the whole capacity without becoming a ghost.
-            if len(self._t1) < self._capacity:
-                self._b1[victim] = None
-            del self._t1[victim]
+        keys, ghosts = (self._t1, self._b1) if victim in self._t1 else (self._t2, self._b2)
+        del keys[victim]
+        ghosts[victim] = None
 
 
 POLICIES: dict[str, type[LruPolicy] | type[ArcPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy}
