@@ -155,6 +155,24 @@ def test_order_length_and_cut_matter(copy_and_sum: CopyAndSum) -> None:
     assert len({*checksums}) == len(rows) - 1
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [[(100, 5000), (100, 5000)], [(100, 5000), (5000, 100)], [(64, 64), (64,), (64, 64, 64)],
+     [(64,), (), (64,)], [(), (64,)], [(), ()], [], [(9000, 1, 0, 8192), (3,)]],
+)  # fmt: skip
+def test_the_rows_of_one_copy_may_have_different_segments(rows: list[tuple[int, ...]]) -> None:
+    contents = [[random_bytes(size, n) for n, size in enumerate(row)] for row in rows]
+    segments = [segment for row in contents for segment in row]
+    checksums = row_checksums(
+        np.array([segment_checksum(segment) for segment in segments], np.uint64),
+        np.array([len(segment) for segment in segments], np.int64),
+        np.cumsum(np.array([len(row) for row in rows], np.int64)),
+    )
+    assert checksums.tolist() == [
+        by_definition([segment.tobytes() for segment in row]) for row in contents
+    ]
+
+
 # -- rows --
 
 

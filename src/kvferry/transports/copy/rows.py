@@ -52,9 +52,13 @@ def row_segments(rows: Sequence[RowBlocks], regions: Sequence[Region]) -> RowSeg
         for (group, _), alike in groupby(rows, lambda row: (row.group, len(row.block_ids)))
     ]
     cache, host, sizes, counts = (
-        np.concatenate([np.empty(0, np.int64), *(part[n] for part in parts)]) for n in range(4)
+        parts[0]
+        if len(parts) == 1
+        else (
+            np.concatenate([np.empty(0, np.int64), *(part[n] for part in parts)]) for n in range(4)
+        )
     )
-    return RowSegments(cache, host, sizes, np.cumsum(counts))
+    return RowSegments(cache, host, sizes, counts.cumsum())
 
 
 def regions_of(group: int, regions: Sequence[Region]) -> list[Region]:
