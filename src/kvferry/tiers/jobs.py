@@ -46,10 +46,10 @@ __all__ = [
 
 POOL = "cpu"
 """The name of the host pool in metrics and in `Chunk.tiers`."""
-MAX_SAVE_BYTES = 32 * 1024 * 1024
+MAX_SAVE_BYTES = 256 * 1024 * 1024
 """The most bytes of one `SaveRows`: a store that shall be void does not occupy the thread for long.
 """
-MAX_LOAD_BYTES = 64 * 1024 * 1024
+MAX_LOAD_BYTES = 1024 * 1024 * 1024
 MAX_DISTRUSTED = 4096
 MAX_KNOWN_WRITES = 65_536
 """How many objects are remembered as written, so that they are not offered to a tier again."""

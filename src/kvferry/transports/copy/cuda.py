@@ -238,6 +238,10 @@ class CudaAddressCopier:
         self._used.extend((table, job) for table in tables)
         return job
 
+    def wait_before_next(self, event: torch.cuda.Event) -> None:
+        """Let the next job wait for an event."""
+        self._next_stream.wait_event(event)
+
     @property
     def is_full(self) -> bool:
         """Whether so many launches are active that another launch would only wait."""

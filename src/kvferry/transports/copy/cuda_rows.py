@@ -1,8 +1,12 @@
 """Copies between a cache on a GPU and the rows of storage tiers in pinned host memory.
 
-One kernel copies all segments of a call: kernels can access pinned host memory like device memory,
-and one copy for each segment would cost the calling thread tens of microseconds. Each direction has
-streams and a thread of its own. The GPU computes the checksums of the blocks in the cache: before a
+A load is one kernel per batch: kernels can access pinned host memory like device memory, and one
+copy for each segment would cost the calling thread tens of microseconds. A request waits for it. No
+request waits for a store, so it must not take processors of the GPU from the engine: a kernel
+gathers the blocks of a batch in a stage on the device, which takes no time, and the copy engines
+move whole rows to the host. Each direction has streams and a thread of its own.
+
+The GPU computes the checksums of the blocks in the cache: before a
 block is stored, and after it was loaded. So a checksum covers the way over the bus and back, and
 costs no time of a CPU.
 
@@ -33,13 +37,18 @@ from kvferry.transports.copy.checksum import (
 from kvferry.transports.copy.cuda import CudaAddressCopier, CudaCopyJob
 from kvferry.transports.copy.gather import AddressCopies
 from kvferry.transports.copy.rows import regions_of, row_segments
+from kvferry.transports.cuda_ipc import driver as cuda_driver
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["BlockSums", "CudaRowCopier", "sum_pieces_by_torch"]
 
-BATCH_BYTES = 64 * 1024 * 1024
-"""The most bytes of one launch. While the GPU sums one batch, it copies the next."""
-BOUNCE_BYTES = 32 * 1024 * 1024
+STAGE_BYTES = 32 * 1024 * 1024
+"""The device memory of a batch, and of a pinned buffer. Each direction has `NUM_STAGES`, allocated
+by its first copy.
+"""
+NUM_STAGES = 2
+LOAD_BYTES = 64 * 1024 * 1024
+"""The most bytes of one launch of a load. While the GPU sums one batch, it copies the next."""
 POLL_S = 0.0001
 PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister."""
@@ -66,12 +75,12 @@ class CudaRowCopier:
     def save(self, rows: Sequence[RowBlocks]) -> list[int]:
         self._check(rows)
         with self._saving as direction:
-            for batch in self._batches(rows):
+            for batch in self._batches(rows, STAGE_BYTES):
                 size = self.row_bytes(batch[0].group, len(batch[0].block_ids))
                 if self._is_pinned(batch, size):
-                    direction.copy_from_cache(batch)
+                    direction.copy_from_cache(batch, size)
                     continue
-                direction.copy_from_cache(direction.bounce_rows(batch, size))
+                direction.copy_from_cache(direction.bounce_rows(batch, size), size)
                 direction.wait()
                 for row, stage in zip(batch, direction.bounce_rows(batch, size), strict=True):
                     ctypes.memmove(row.address, stage.address, size)
@@ -80,7 +89,7 @@ class CudaRowCopier:
     def load(self, rows: Sequence[RowBlocks]) -> list[int]:
         self._check(rows)
         with self._loading as direction:
-            for batch in self._batches(rows):
+            for batch in self._batches(rows, LOAD_BYTES):
                 size = self.row_bytes(batch[0].group, len(batch[0].block_ids))
                 source = batch
                 if not self._is_pinned(batch, size):
@@ -127,15 +136,14 @@ class CudaRowCopier:
                     f"{num_blocks} blocks"
                 )
 
-    def _batches(self, rows: Sequence[RowBlocks]) -> Iterator[list[RowBlocks]]:
+    def _batches(self, rows: Sequence[RowBlocks], batch_bytes: int) -> Iterator[list[RowBlocks]]:
         """Cut rows into batches of one group and one length."""
         for (group, num_blocks), alike in groupby(
             rows, lambda row: (row.group, len(row.block_ids))
         ):
             same = list(alike)
             size = self.row_bytes(group, num_blocks)
-            is_pinned = self._is_pinned(same, size)
-            at_once = max(1, (BATCH_BYTES if is_pinned else BOUNCE_BYTES) // max(1, size))
+            at_once = max(1, batch_bytes // max(1, size))
             for first in range(0, len(same), at_once):
                 yield same[first : first + at_once]
 
@@ -150,8 +158,22 @@ class CudaRowCopier:
 # -- one direction --
 
 
+class _Stage:
+    """Device memory for one batch on its way between blocks and rows."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.is_free = torch.cuda.Event()
+        """Recorded behind the last work that uses the memory."""
+
+    def rows(self, rows: Sequence[RowBlocks], size_bytes: int) -> list[RowBlocks]:
+        """The same rows in this memory, one behind the other."""
+        address = self.memory.data_ptr()
+        return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
+
+
 class _Direction:
-    """The streams, the buffer and the unfinished sums of one direction. Used by one thread at a
+    """The streams, the buffers and the unfinished sums of one direction. Used by one thread at a
     time: the lock is for two callers of the same direction.
     """
 
@@ -160,31 +182,43 @@ class _Direction:
         self._regions = tuple(regions)
         self._copier = CudaAddressCopier(device)
         self._sums = BlockSums(regions, self._device)
+        self._stream = torch.cuda.Stream(self._device)
+        """Where the copy engines work."""
+        self._stages: list[_Stage] = []
         self._bounce: torch.Tensor | None = None
         self._job: CudaCopyJob | None = None
+        self._threads: set[int] = set()
         self._lock = threading.Lock()
 
     def __enter__(self) -> "_Direction":
         self._lock.acquire()
+        if threading.get_ident() not in self._threads:
+            self._threads.add(threading.get_ident())
+            torch.cuda.set_device(self._device)
+            cuda_driver.ignore_captures()
         return self
 
     def __exit__(self, *failure: object) -> None:
         # The caller reuses the memory as soon as the call returns.
         try:
-            self._copier.wait()
-            self._sums.take()
+            self._finish()
         finally:
-            self._job = None
             self._lock.release()
 
-    def copy_from_cache(self, rows: Sequence[RowBlocks]) -> None:
+    def copy_from_cache(self, rows: Sequence[RowBlocks], size_bytes: int) -> None:
         """Start a copy to rows, and the sums of its blocks."""
-        self._job = self._copier.start(
+        stage = self._next_stage(len(rows) * size_bytes)
+        staged = stage.rows(rows, size_bytes)
+        self._copier.wait_before_next(stage.is_free)
+        job = self._copier.start(
             [
                 AddressCopies(size, blocks, hosts, caches, offsets)
-                for size, caches, offsets, blocks, hosts in self._places(rows)
+                for size, caches, offsets, blocks, hosts in self._places(staged)
             ]
         )
+        job.make_wait(self._stream)
+        self._copy_rows(rows, staged, size_bytes)
+        stage.is_free.record(self._stream)
         self._sums.start(rows)
 
     def copy_to_cache(self, rows: Sequence[RowBlocks]) -> None:
@@ -197,6 +231,33 @@ class _Direction:
         )
         self._job.make_wait(self._sums.stream)
         self._sums.start(rows)
+
+    def _copy_rows(
+        self, targets: Sequence[RowBlocks], sources: Sequence[RowBlocks], size_bytes: int
+    ) -> None:
+        """Copy whole rows by the copy engines, which leaves the processors of the GPU to the
+        engine.
+        """
+        to, origin = (
+            np.array([row.address for row in rows], np.uint64) for rows in (targets, sources)
+        )
+        if cuda_driver.can_copy_in_batches():
+            sizes = np.full(len(to), size_bytes, np.uint64)
+            cuda_driver.copy_batch(to, origin, sizes, self._stream.cuda_stream)
+            return
+        for target, source in zip(to.tolist(), origin.tolist(), strict=True):
+            cuda_driver.copy_async(target, source, size_bytes, self._stream.cuda_stream)
+
+    def _next_stage(self, size_bytes: int) -> _Stage:
+        """Take turns between two stages, so that a batch is copied while another is gathered."""
+        if len(self._stages) < NUM_STAGES or len(self._stages[0].memory) < size_bytes:
+            if self._stages:
+                self._stages.pop(0).is_free.synchronize()
+            stage = _Stage(max(STAGE_BYTES, size_bytes), self._device)
+        else:
+            stage = self._stages.pop(0)
+        self._stages.append(stage)
+        return stage
 
     def _places(self, rows: Sequence[RowBlocks]) -> Iterator[tuple[Any, ...]]:
         """For regions of one size and stride: the size of a block, the regions' addresses, their
@@ -229,26 +290,35 @@ class _Direction:
     def take_sums(self) -> list[int]:
         """Wait for all copies and sums, and return the checksums in order."""
         self.wait()
-        self._copier.wait()  # earlier jobs ran on another stream
+        self._copier.wait()
         return self._sums.take()
 
     def bounce_rows(self, rows: Sequence[RowBlocks], size_bytes: int) -> list[RowBlocks]:
         """The same rows in the pinned buffer."""
         if self._bounce is None or len(self._bounce) < len(rows) * size_bytes:
             self._bounce = torch.empty(
-                max(BOUNCE_BYTES, len(rows) * size_bytes), dtype=torch.uint8, pin_memory=True
+                max(STAGE_BYTES, len(rows) * size_bytes), dtype=torch.uint8, pin_memory=True
             )
         address = self._bounce.data_ptr()
         return [replace(row, address=address + n * size_bytes) for n, row in enumerate(rows)]
 
     def wait(self) -> None:
-        """Wait until the last copy has ended, without occupying a processor."""
-        while self._job is not None and not self._job.is_done():
+        """Wait until no copy is active, without occupying a processor."""
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        while not done.query() or not (self._job is None or self._job.is_done()):
             time.sleep(POLL_S)
+        self._job = None
 
     def close(self) -> None:
+        self._finish()
+        self._stages, self._bounce = [], None
         self._copier.close()
-        self._sums.stream.synchronize()
+
+    def _finish(self) -> None:
+        self._copier.wait()
+        self._stream.synchronize()
+        self._sums.take()
 
 
 # -- checksums --

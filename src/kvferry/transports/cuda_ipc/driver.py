@@ -17,8 +17,11 @@ __all__ = [
     "HANDLE_BYTES",
     "Allocation",
     "allocation_of",
+    "can_copy_in_batches",
     "can_reach",
     "close_handle",
+    "copy_async",
+    "copy_batch",
     "device_with",
     "export_handle",
     "ignore_captures",
@@ -100,6 +103,52 @@ def upload(target: int, source: int, size_bytes: int, stream: int) -> None:
         ctypes.c_uint64(target),
         ctypes.c_void_p(source),
         ctypes.c_size_t(size_bytes),
+        ctypes.c_void_p(stream),
+    )
+
+
+def copy_async(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Copy between the device and pinned memory, in the order of a stream. Returns at once."""
+    _call(
+        "cuMemcpyAsync",
+        ctypes.c_uint64(target),
+        ctypes.c_uint64(source),
+        ctypes.c_size_t(size_bytes),
+        ctypes.c_void_p(stream),
+    )
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: the copies read their sources in the order of the stream."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def can_copy_in_batches() -> bool:
+    """Whether the driver is that of CUDA 12.8 or newer."""
+    return hasattr(_driver(), "cuMemcpyBatchAsync")
+
+
+def copy_batch(targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+    """Copy between the device and pinned memory by the device's copy engines, in the order of a
+    stream. The three are contiguous numpy arrays of unsigned 64-bit numbers. Returns at once.
+    """
+    attributes, first, failed = _CopyAttributes(1), ctypes.c_size_t(0), ctypes.c_size_t(0)
+    _call(
+        "cuMemcpyBatchAsync",
+        ctypes.c_void_p(targets.ctypes.data),
+        ctypes.c_void_p(sources.ctypes.data),
+        ctypes.c_void_p(sizes.ctypes.data),
+        ctypes.c_size_t(len(targets)),
+        ctypes.byref(attributes),
+        ctypes.byref(first),
+        ctypes.c_size_t(1),
+        ctypes.byref(failed),
         ctypes.c_void_p(stream),
     )
 
