@@ -3,6 +3,7 @@ used only if it is what the engine itself would compute. The controls show that 
 give wrong text with vLLM's own `fs` tier.
 """
 
+import json
 import random
 import re
 import shutil
@@ -18,7 +19,7 @@ from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, ROOT
 from tests.vllm.stock_engines import SECRET, StockEngine, StockEngines
 
-from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.make_model.writer import MARKER, make_model
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.types import Address
@@ -44,6 +45,17 @@ FILLERS = random_prompts(5, seed=55)
 """Together they take nearly twice as many chunks as vLLM's CPU tier has rows: some chunks of a
 filler may be there already, and evict nothing.
 """
+
+
+def put_checkpoint(path: Path, seed: int) -> None:
+    """Write a checkpoint of the same configuration with other weights for each seed, in the place
+    of the one that is there.
+    """
+    make_model(path, seed=seed)
+    config = json.loads((path / "config.json").read_text())
+    # The configuration alone would show that this is another checkpoint.
+    config[MARKER]["seed"] = 0
+    (path / "config.json").write_text(json.dumps(config))
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockEngines]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     directory = tmp_path_factory.mktemp("models")
     checkpoints = Checkpoints(directory / "first", directory / "second")
-    make_model(checkpoints.first, seed=0)
-    make_model(checkpoints.second, seed=1)
+    put_checkpoint(checkpoints.first, 0)
+    put_checkpoint(checkpoints.second, 1)
     return checkpoints
 
 
@@ -154,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A path at which the checkpoint is replaced by another one."""
     path = tmp_path_factory.mktemp("served") / "model"
-    make_model(path, seed=0)
+    put_checkpoint(path, 0)
     return path
 
 
@@ -252,9 +264,9 @@ def test_objects_of_other_weights_at_the_same_path_are_not_found(
     first = PROMPTS[:4]
     engine.ask(*first)
     assert len(objects(folder)) >= NUM_CHUNKS * len(first)
-    make_model(served, seed=1)
+    put_checkpoint(served, 1)
     second = engines.start(served, disk_tier(folder))
-    make_model(served, seed=0)
+    put_checkpoint(served, 0)
     answers = second.ask(*first)
     assert [answer["tokens"] for answer in answers] == right.second[:4]
     assert [answer["cached"] for answer in answers] == [0] * len(first)
@@ -336,7 +348,7 @@ def test_vllms_own_tier_gives_wrong_text(
     engines: StockEngines, tmp_path: Path, checkpoints: Checkpoints, right: RightTokens
 ) -> None:
     folder, served = tmp_path / "fs", tmp_path / "model"
-    make_model(served, seed=0)
+    put_checkpoint(served, 0)
     engine = engines.start(served, fs_tier(folder))
     for path in store(engine, folder, PROMPTS[0]):
         # The exponent of one number in 16.
@@ -351,7 +363,7 @@ def test_vllms_own_tier_gives_wrong_text(
     assert stale["cached"] == STORED_TOKENS
     assert stale["tokens"] != right.second[1]
     engine.close()
-    make_model(served, seed=1)
+    put_checkpoint(served, 1)
     restarted = engines.start(served, fs_tier(folder))
     (stale,) = restarted.ask(PROMPTS[1])
     assert stale["cached"] == STORED_TOKENS
