@@ -79,7 +79,7 @@ class DeviceCache:
         self.memory.close()
 
 
-@pytest.fixture(params=[64, 4096, 16384, 20480])
+@pytest.fixture(params=[64, 4096, 16384, 20480, 1 << 20])
 def block_bytes(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
