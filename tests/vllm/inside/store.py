@@ -28,6 +28,8 @@ class Store:
     raising: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
     num_loaded_blocks: int = 0
+    generation: int = 0
+    """Part of every key; `reset_cache` begins a new generation."""
 
 
 STORES: dict[str, Store] = {}
@@ -77,7 +79,9 @@ class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _keys(self, request: Any, num_blocks: int) -> list[bytes]:
         tokens = list(request.all_token_ids)
         return [
-            hashlib.sha256(repr(tokens[: (index + 1) * self._size]).encode()).digest()
+            hashlib.sha256(
+                repr((self._store.generation, tokens[: (index + 1) * self._size])).encode()
+            ).digest()
             for index in range(min(num_blocks, len(tokens) // self._size))
         ]
 
@@ -127,6 +131,11 @@ class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         return True, None
 
+    def reset_cache(self) -> bool | None:
+        self._store.generation += 1
+        self._store.blocks.clear()
+        return None
+
     def has_pending_push_work(self) -> bool:
         return bool(self._next.loads or self._next.saves)
 
@@ -157,7 +166,7 @@ class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads, self._loads = self._loads, []
             for load in loads:
                 results.finished_recving.add(load.request_id)
-                if self._store.fails_loads:
+                if self._store.fails_loads or not set(load.keys) <= self._store.blocks.keys():
                     results.failed_recving.add(load.request_id)
                     continue
                 for key, block in zip(load.keys, load.blocks, strict=True):

@@ -57,11 +57,7 @@ class World:
         # Each incarnation has its own epoch, as in a separate process: a ticket of an earlier
         # incarnation is never valid in a later one.
         self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
-        kv = {
-            "kv_connector": self.connector,
-            "kv_load_failure_policy": self.policy,
-            "kv_connector_extra_config": extra,
-        }
+        kv = self.transfer(name, extra)
         return self.start_engine(
             name,
             num_gpu_blocks_override=num_blocks,
@@ -70,6 +66,14 @@ class World:
             is_async=self.is_async,
             **more,
         )
+
+    def transfer(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return the transfer configuration of an engine."""
+        return {
+            "kv_connector": self.connector,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": extra,
+        }
 
     def actions(self) -> dict[Callable[[], None], float]:
         """Return the possible actions and their weights."""
