@@ -224,9 +224,9 @@ def test_only_the_failure_of_a_required_part_follows_the_policy(
         assert d.seen.failed_recving == {"r"}
         assert d.scheduler.is_load_optional("r") == is_optional
         assert ("StoreConnector" in d.seen.failure_reasons["r"]) == store.fails_loads
-        # The child that failed is not asked again; a recomputed request must not fail for ever.
+        # A request whose load failed is computed: it must not fail for ever.
         store.fails_loads = False
-        d.scheduler.get_num_new_matched_tokens(request, 0)
+        assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4, 10],)), 0)
         sides.finish(request, [], RequestStatus.FINISHED_ABORTED, 0)
         p.scheduler.request_abandoned("a")

@@ -106,6 +106,11 @@ class RemoteLoads:
     _unannounced: list[str] = field(default_factory=list)
     """Optional loads that the next step's message will announce to the workers."""
 
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests whose KV `reset` voids."""
+        return self._loading.keys() | self._loaded.keys()
+
     def begin(self, request: Any) -> None:
         self._loading[request.request_id] = request
         # A request that was preempted since its last load may load again.

@@ -376,6 +376,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
         if self._scheduler.is_loading(str(request.request_id)):
             self._loads.begin(request)
+        else:
+            # vLLM has gone on with the request.
+            self._loads.end_request(str(request.request_id))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -475,6 +478,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         is_reset = self._scheduler.reset_cache()
         # KV that a child loaded before, or is loading now, may be of other weights.
+        self._scheduler.bar_loads(self._loads.request_ids)
         self._loads.reset(self._kv_cache_manager)
         return is_reset
 

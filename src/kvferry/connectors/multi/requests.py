@@ -33,7 +33,12 @@ class RequestState:
     computed whose KV is not there.
     """
     failed: set[int] = field(default_factory=set)
-    """Children that failed to load for this request; they are not asked again."""
+    """Children that failed to load for this request."""
+    is_barred: bool = False
+    """No child is asked any more, because the KV of an earlier load could not be used: the request
+    could fail for ever, and vLLM, which keeps the blocks of the first load reserved, may never have
+    enough blocks for a second one.
+    """
     given_up: set[int] = field(default_factory=set)
     """Children whose load will fail but may still write into the blocks."""
     excluded: set[int] = field(default_factory=set)
@@ -60,7 +65,7 @@ class RequestState:
         return next((part for part in self.admitted.ranges if part.child == child), None)
 
     def may_load_from(self, child: int) -> bool:
-        return child not in self.failed and child not in self.excluded
+        return not self.is_barred and child not in self.excluded
 
 
 @dataclass(slots=True)
@@ -132,6 +137,11 @@ class RequestTable:
         self._has_loaded_dummy = self._has_loaded_dummy or bool(chosen)
         return accepted
 
+    def bar(self, request: str) -> None:
+        """Let the engine compute a request from now on."""
+        if request in self._states:
+            self._states[request].is_barred = True
+
     def note_failed(self, request: str, children: Iterable[int]) -> None:
         state = self._states.get(request)
         if state is not None:
@@ -177,6 +187,7 @@ class RequestTable:
                 news.by_child_failed.setdefault(child, set()).add(request)
         if state.failed & state.loading:
             news.unusable.add(request)
+            state.is_barred = True
         else:
             state.is_complete = True
         state.loading = set()

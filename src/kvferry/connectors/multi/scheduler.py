@@ -327,6 +327,11 @@ class MultiScheduler:
 
     # -- the rest --
 
+    def bar_loads(self, request_ids: Collection[str]) -> None:
+        """Let the engine compute these requests, whose loaded KV it must not use."""
+        for request_id in request_ids:
+            self._requests.bar(request_id)
+
     def reset_cache(self) -> bool:
         """Drop all cached KV; False if a child could not. A child that raises an exception is
         disabled, because it may still offer KV of other weights.
