@@ -67,6 +67,10 @@ BENCHMARKS = {
         "many transfers between two embedded engines: do memory, files and threads stay flat?",
         extra="engine",
     ),
+    "tiers": BenchmarkEntry(
+        "kvferry.bench.tiers.command",
+        "speed of the storage tiers beside memcpy, plain I/O and computing; cost per engine step",
+    ),
     "transfer": BenchmarkEntry(
         "kvferry.bench.transfer.command",
         "speed of KV between two processes on every transport, beside memcpy and raw NIXL",
