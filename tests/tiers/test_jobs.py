@@ -14,17 +14,21 @@ from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome,
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
+    ChunkTable,
     DropAll,
     EndStores,
     LoadChunks,
     LoadEnded,
     OffloadCommand,
+    OffloadEvent,
     StoreChunks,
+    StoresCopied,
     StoresEnded,
     VoidStores,
 )
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs import (
+    KNOWN_FOR_S,
     CopyResult,
     LoadRows,
     OffloadJobs,
@@ -57,7 +61,7 @@ class Rank:
     now: float = 100.0
     stored: dict[tuple[str, ObjectKey], bytes] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
-    events: list[LoadEnded | StoresEnded] = field(default_factory=list)
+    events: list[OffloadEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cache = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
@@ -293,8 +297,29 @@ def test_two_requests_that_need_one_object_read_it_once() -> None:
     rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)), LoadChunks("c", (chunk(1, 6, "disk"),)))
     assert len(rank.tasks) == 1
     rank.finish_all()
-    assert {event.request for event in rank.events} == {"b", "c"}
+    assert {event.request for event in rank.events if isinstance(event, LoadEnded)} == {"b", "c"}
     assert rank.block(5) == rank.block(6) == rank.contents(key_of(1))
+
+
+def test_without_a_cpu_tier_two_requests_that_need_one_object_read_it_once_too() -> None:
+    rank = Rank(keeps_rows=False)
+    store(rank, 1, "disk")
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)), LoadChunks("c", (chunk(1, 6, "disk"),)))
+    rank.finish(rank.task(ReadObject))
+    rank.finish(rank.task(LoadRows))
+    rank.finish(rank.task(LoadRows))
+    assert not rank.tasks
+    assert rank.block(5) == rank.block(6) == rank.contents(key_of(1))
+    assert rank.pool.find(key_of(1)) is None
+
+
+def test_without_a_cpu_tier_a_chunk_that_came_from_a_tier_is_not_copied_again() -> None:
+    rank = Rank(keeps_rows=False)
+    store(rank, 1, "disk")
+    rank.send(LoadChunks("b", (chunk(1, 5, "disk"),)))
+    rank.finish_all()
+    rank.send(StoreChunks("b", (chunk(1, 5, "disk"),)))
+    assert not rank.tasks
 
 
 def test_loads_wait_for_a_row_while_slow_writes_hold_rows() -> None:
@@ -318,6 +343,54 @@ def test_a_chunk_that_a_tier_has_is_not_written_there_again() -> None:
     (task,) = rank.tasks
     assert isinstance(task, WriteObject)
     assert task.tier == "object"
+
+
+def test_a_chunk_that_a_tier_may_have_evicted_meanwhile_is_written_again() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.stored.clear()
+    rank.wait(KNOWN_FOR_S)
+    store(rank, 1, "disk")
+    assert ("disk", key_of(1)) in rank.stored
+
+
+def test_of_a_prompt_that_does_not_fit_the_head_is_stored() -> None:
+    """Chunks behind a missing chunk are of no use."""
+    rank = Rank(num_rows=4, tiers=())
+    for block in range(10):
+        rank.fill(block, key_of(block))
+    rank.send(StoreChunks("a", tuple(chunk(n, n) for n in range(10))))
+    rank.finish_all()
+    assert [n for n in range(10) if rank.pool.find(key_of(n))] == [0, 1, 2, 3]
+    assert rank.counts()["cpu"]["dropped_stores"] == 6
+
+
+def test_stores_are_reported_as_copied_in_order() -> None:
+    """The blocks of a store are read until all its copies have ended, void or not."""
+    rank = Rank()
+    for number in (1, 2, 3):
+        rank.fill(number, key_of(number))
+        rank.send(StoreChunks("a", (chunk(number, number),), number))
+    first, second, third = rank.tasks
+    rank.finish(second)
+    assert not rank.events
+    rank.send(VoidStores("a"))
+    rank.finish(first)
+    assert rank.events == [StoresCopied(2)]
+    rank.finish(third)
+    assert rank.events == [StoresCopied(2), StoresCopied(3)]
+    # Nothing to copy: the pool has the chunk.
+    rank.fill(4, key_of(4))
+    rank.send(StoreChunks("a", (chunk(4, 4),), 4))
+    rank.finish_all()
+    rank.send(StoreChunks("b", (chunk(4, 4),), 5))
+    assert rank.events[-1] == StoresCopied(5)
+
+
+def test_a_table_of_chunks_is_stored_like_the_chunks() -> None:
+    chunks = ChunkTable(2, (key_of(1), key_of(2)), (0, 1), (3, 4, 5, 6), (("disk",), ()))
+    assert list(chunks) == [Chunk(key_of(1), 0, (3, 4), ("disk",)), Chunk(key_of(2), 1, (5, 6))]
+    assert len(chunks) == 2
 
 
 def test_after_a_reset_nothing_from_before_is_found() -> None:
@@ -435,6 +508,7 @@ class Story:
         for event in self.rank.events:
             if isinstance(event, StoresEnded):
                 self.blocks += self.ending.pop(event.request)
+            if not isinstance(event, LoadEnded):
                 continue
             for part in self.loading.pop(event.request):
                 if not event.reason:

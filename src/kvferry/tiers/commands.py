@@ -3,13 +3,17 @@
 Commands travel in the connector's message of each step, so they are picklable.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.tiers.base import ObjectKey
 
 __all__ = [
     "CancelLoad",
     "Chunk",
+    "ChunkTable",
+    "Chunks",
     "DropAll",
     "EndStores",
     "LoadChunks",
@@ -17,6 +21,7 @@ __all__ = [
     "OffloadCommand",
     "OffloadEvent",
     "StoreChunks",
+    "StoresCopied",
     "StoresEnded",
     "TierCounts",
     "VoidStores",
@@ -31,9 +36,41 @@ class Chunk:
     group: int
     block_ids: tuple[int, ...]
     tiers: tuple[str, ...] = ()
-    """Of a store: the tiers behind the host pool that shall get the chunk. Of a load: the tiers in
-    which the lookup found the chunk, the best first.
+    """Of a store: the tiers that shall get the chunk. Of a load: the tiers in which the lookup
+    found the chunk, the best first. The host pool always takes part, named or not: every chunk
+    passes through it.
     """
+
+
+class Chunks(Protocol):
+    """A sequence of `Chunk`: a tuple, or a `ChunkTable`."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Chunks as columns. A step may carry hundreds of chunks, and the engine's thread would spend
+    several times as long on building and pickling one object for each.
+    """
+
+    blocks_per_chunk: int
+    keys: tuple[ObjectKey, ...]
+    groups: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """`blocks_per_chunk` ids for each chunk."""
+    tiers: tuple[tuple[str, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        size = self.blocks_per_chunk
+        columns = zip(self.keys, self.groups, self.tiers, strict=True)
+        for number, (key, group, tiers) in enumerate(columns):
+            block_ids = self.block_ids[number * size : (number + 1) * size]
+            yield Chunk(key, group, block_ids, tiers)
 
 
 # -- commands --
@@ -41,12 +78,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoreChunks:
-    """Store chunks whose blocks are full. The blocks stay as they are until `StoresEnded` is
-    reported or `VoidStores` is sent.
+    """Store chunks whose blocks are full. The blocks stay as they are until `StoresCopied` or
+    `StoresEnded` is reported, or `VoidStores` is sent.
     """
 
     request: str
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
+    """In the order of the prompt: under pressure, the end is left out."""
+    number: int = 0
+    """Ascending over all stores of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +111,7 @@ class LoadChunks:
     """Fill the blocks of these chunks, and report `LoadEnded`."""
 
     request: str
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +155,14 @@ class StoresEnded:
     request: str
 
 
-OffloadEvent = LoadEnded | StoresEnded
+@dataclass(frozen=True, slots=True)
+class StoresCopied:
+    """No copy reads the blocks of any store up to this number any more."""
+
+    number: int
+
+
+OffloadEvent = LoadEnded | StoresEnded | StoresCopied
 
 TierCounts = dict[str, dict[str, float]]
 """Counters by tier and name, since the last report."""

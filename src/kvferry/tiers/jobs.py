@@ -17,6 +17,7 @@ from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome,
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
+    Chunks,
     DropAll,
     EndStores,
     LoadChunks,
@@ -24,6 +25,7 @@ from kvferry.tiers.commands import (
     OffloadCommand,
     OffloadEvent,
     StoreChunks,
+    StoresCopied,
     StoresEnded,
     TierCounts,
     VoidStores,
@@ -49,10 +51,17 @@ POOL = "cpu"
 MAX_SAVE_BYTES = 256 * 1024 * 1024
 """The most bytes of one `SaveRows`: a store that shall be void does not occupy the thread for long.
 """
+MAX_PENDING_SAVE_BYTES = 4 * 1024 * 1024 * 1024
+"""The most bytes of all `SaveRows` that have not ended: the blocks of finished requests wait for
+them, so more stores would take blocks from the requests that run.
+"""
 MAX_LOAD_BYTES = 1024 * 1024 * 1024
 MAX_DISTRUSTED = 4096
-MAX_KNOWN_WRITES = 65_536
-"""How many objects are remembered as written, so that they are not offered to a tier again."""
+MAX_KNOWN_OBJECTS = 65_536
+KNOWN_FOR_S = 60.0
+"""So long a tier is not offered an object that it was seen to have. It may have evicted the object
+since.
+"""
 
 
 # -- tasks --
@@ -118,8 +127,11 @@ class _Save:
     """A `SaveRows` that has not ended."""
 
     request: str
+    number: int
+    """That of its `StoreChunks`."""
     chunks: tuple[Chunk, ...]
     rows: tuple[int, ...]
+    size_bytes: int
     void: set[ObjectKey] = field(default_factory=set)
     is_void: bool = False
 
@@ -205,13 +217,16 @@ class OffloadJobs:
         self._reads: dict[int, _Read] = {}
         self._reads_by_key: dict[ObjectKey, _Read] = {}
         self._writes: dict[int, WriteObject] = {}
-        self._known: OrderedDict[tuple[str, ObjectKey], None] = OrderedDict()
-        """The objects that slower tiers are known to have, or are getting."""
+        self._known: OrderedDict[tuple[str, ObjectKey], float] = OrderedDict()
+        """The objects that slower tiers had, or began to get, at these times."""
         self._loads: dict[str, _Load] = {}
         self._distrusted: OrderedDict[ObjectKey, int] = OrderedDict()
         """Rows of other engines that were found damaged, with their checksums."""
         self._ending: set[str] = set()
         """Finished requests whose blocks are still being copied."""
+        self._last_store = 0
+        self._num_copied = 0
+        """No copy reads the blocks of any store up to this number."""
         self._without_row: deque[_Read] = deque()
         """Reads that wait for a free row of the pool."""
         self._tasks: list[Task] = []
@@ -223,9 +238,11 @@ class OffloadJobs:
 
     def handle(self, command: OffloadCommand, now: float) -> None:
         match command:
-            case StoreChunks(request, chunks):
+            case StoreChunks(request, chunks, number):
                 self._pool.refresh(now)
-                self._store(request, chunks)
+                self._last_store = max(self._last_store, number)
+                self._store(request, chunks, number, now)
+                self._note_copied()
             case EndStores(request):
                 self._ending.add(request)
                 self._check_ending(request)
@@ -250,7 +267,8 @@ class OffloadJobs:
         self._count_time(task_id, seconds)
         if task_id in self._saves:
             assert isinstance(result, CopyResult)
-            self._end_save(self._saves.pop(task_id), result)
+            self._end_save(self._saves.pop(task_id), result, now)
+            self._note_copied()
         elif task_id in self._copies:
             assert isinstance(result, CopyResult)
             self._end_copy(self._copies.pop(task_id), result, now)
@@ -306,35 +324,54 @@ class OffloadJobs:
 
     # -- stores --
 
-    def _store(self, request: str, chunks: Sequence[Chunk]) -> None:
+    def _store(self, request: str, chunks: Chunks, number: int, now: float) -> None:
         batch: list[tuple[Chunk, int]] = []
         batch_bytes = 0
         # The tail first, so that the head of a prompt, which other prompts share, is evicted last.
-        for chunk in reversed(chunks):
-            found = self._find(chunk.key)
-            if found is not None:
-                self._pool.touch(chunk.key)
-                if found.row is not None:
-                    self._write_back(chunk, found.row)
+        for chunk in reversed(self._storable(chunks)):
+            if self._is_stored(chunk, now):
                 continue
-            if self._pool.holds(chunk.key):
-                continue  # another request is storing it
             row = self._pool.reserve(chunk.key)
             if row is None:
                 self._count(POOL, "dropped_stores")
                 continue
             if batch and batch_bytes + self._row_bytes[chunk.group] > MAX_SAVE_BYTES:
-                self._start_save(request, batch)
+                self._start_save(request, number, batch)
                 batch, batch_bytes = [], 0
             batch.append((chunk, row))
             batch_bytes += self._row_bytes[chunk.group]
         if batch:
-            self._start_save(request, batch)
+            self._start_save(request, number, batch)
 
-    def _start_save(self, request: str, batch: Sequence[tuple[Chunk, int]]) -> None:
+    def _storable(self, chunks: Chunks) -> list[Chunk]:
+        """As many leading chunks as may be copied now; without them the others are useless."""
+        pending = sum(save.size_bytes for save in self._saves.values())
+        room = (MAX_PENDING_SAVE_BYTES - pending) // max(self._row_bytes)
+        first = list(chunks)[: max(0, min(room, self._pool.num_rows))]
+        if len(first) < len(chunks):
+            self._count(POOL, "dropped_stores", len(chunks) - len(first))
+        return first
+
+    def _is_stored(self, chunk: Chunk, now: float) -> bool:
+        """Whether the chunk need not be copied. Writes it to slower tiers that lack it."""
+        found = self._find(chunk.key)
+        if found is not None:
+            self._pool.touch(chunk.key)
+            if found.row is not None:
+                self._write_back(chunk, found.row, now)
+            return True
+        if self._pool.holds(chunk.key):
+            return True  # it is being copied for another request
+        return not self._keeps_rows and not self._lacking(chunk, now)
+
+    def _start_save(self, request: str, number: int, batch: Sequence[tuple[Chunk, int]]) -> None:
         task_id = self._next_task()
         self._saves[task_id] = _Save(
-            request, tuple(chunk for chunk, _ in batch), tuple(row for _, row in batch)
+            request,
+            number,
+            tuple(chunk for chunk, _ in batch),
+            tuple(row for _, row in batch),
+            sum(self._row_bytes[chunk.group] for chunk, _ in batch),
         )
         rows = tuple(
             RowBlocks(self._pool.row_address(row), chunk.group, chunk.block_ids)
@@ -342,7 +379,7 @@ class OffloadJobs:
         )
         self._tasks.append(SaveRows(task_id, rows))
 
-    def _end_save(self, save: _Save, result: CopyResult) -> None:
+    def _end_save(self, save: _Save, result: CopyResult, now: float) -> None:
         for index, (chunk, row) in enumerate(zip(save.chunks, save.rows, strict=True)):
             if result.reason or save.is_void or chunk.key in save.void:
                 self._pool.discard(row)
@@ -352,9 +389,16 @@ class OffloadJobs:
                 continue  # the pool was cleared meanwhile
             self._count(POOL, "stores")
             self._count(POOL, "stored_bytes", self._row_bytes[chunk.group])
-            self._write_back(chunk, row)
+            self._write_back(chunk, row, now)
             self._drop_unkept(chunk.key)
         self._check_ending(save.request)
+
+    def _note_copied(self) -> None:
+        numbers = (save.number for save in self._saves.values())
+        num_copied = min(numbers, default=self._last_store + 1) - 1
+        if num_copied > self._num_copied:
+            self._num_copied = num_copied
+            self._events.append(StoresCopied(num_copied))
 
     def _check_ending(self, request: str) -> None:
         if request in self._ending and not any(
@@ -363,29 +407,35 @@ class OffloadJobs:
             self._ending.discard(request)
             self._events.append(StoresEnded(request))
 
-    def _write_back(self, chunk: Chunk, row: int) -> None:
+    def _write_back(self, chunk: Chunk, row: int, now: float) -> None:
         """Write a row to the slower tiers that shall have it and are not known to have it."""
-        for tier in self._tiers:
-            if tier not in chunk.tiers:
-                continue
-            if (tier, chunk.key) in self._known:
-                self._known.move_to_end((tier, chunk.key))
-                continue
+        for tier in self._lacking(chunk, now):
             # Half of the rows stay free of slow writers, so that loads always find a row.
             if 2 * len(self._writes) >= self._pool.num_rows:
                 self._count(tier, "dropped_stores")
                 continue
             self._pool.pin(row)
-            self._note_known(tier, chunk.key)
+            self._note_known(tier, chunk.key, now)
             task = WriteObject(
                 self._next_task(), tier, chunk.key, row, self._row_bytes[chunk.group]
             )
             self._writes[task.task_id] = task
             self._tasks.append(task)
 
-    def _note_known(self, tier: str, key: ObjectKey) -> None:
-        self._known[tier, key] = None
-        if len(self._known) > MAX_KNOWN_WRITES:
+    def _lacking(self, chunk: Chunk, now: float) -> list[str]:
+        """The slower tiers that shall have the chunk and were not seen to have it lately."""
+        never = float("-inf")
+        return [
+            tier
+            for tier in self._tiers
+            if tier in chunk.tiers
+            and now - self._known.get((tier, chunk.key), never) >= KNOWN_FOR_S
+        ]
+
+    def _note_known(self, tier: str, key: ObjectKey, now: float) -> None:
+        self._known[tier, key] = now
+        self._known.move_to_end((tier, key))
+        if len(self._known) > MAX_KNOWN_OBJECTS:
             self._known.popitem(last=False)
 
     def _end_write(self, task: WriteObject, result: StoreResult) -> None:
@@ -405,7 +455,7 @@ class OffloadJobs:
 
     # -- loads --
 
-    def _load(self, request: str, chunks: Sequence[Chunk], now: float) -> None:
+    def _load(self, request: str, chunks: Chunks, now: float) -> None:
         load = _Load(
             request,
             now + self._load_timeout_s,
@@ -414,7 +464,7 @@ class OffloadJobs:
         )
         self._loads[request] = load
         sources, others = [], []
-        for chunk in chunks:
+        for chunk in load.open.values():
             found = self._find(chunk.key)
             if found is None:
                 others.append(chunk)
@@ -473,16 +523,7 @@ class OffloadJobs:
         """Process the copy of one row; `checksum` is None if the copy failed."""
         key, size = source.chunk.key, self._row_bytes[source.chunk.group]
         if source.stored is None:
-            # A slower tier has just checked this row: keep it in the pool.
-            assert source.read_row is not None
-            if checksum is None:
-                self._pool.discard(source.read_row)
-            else:
-                self._pool.publish(source.read_row, checksum)
-                self._drop_unkept(key)
-            for follower, chunk in source.followers:
-                if not follower.failure:
-                    self._read(follower, chunk, (source.tier,), now)
+            self._end_read_row(source, checksum, now)
         elif checksum is not None and checksum != source.stored.checksum:
             # Damaged, or evicted and overwritten while it was copied.
             self._count(POOL, "refused")
@@ -495,6 +536,19 @@ class OffloadJobs:
             load.bytes_by_tier[source.tier] = load.bytes_by_tier.get(source.tier, 0) + size
             self._count(source.tier, "loads")
             self._count(source.tier, "loaded_bytes", size)
+
+    def _end_read_row(self, source: _Source, checksum: int | None, now: float) -> None:
+        """Keep a row in the pool that a slower tier has just checked, and copy it for all loads."""
+        assert source.read_row is not None
+        is_found = checksum is not None and self._pool.publish(source.read_row, checksum)
+        if checksum is None:
+            self._pool.discard(source.read_row)
+        for load, chunk in source.followers:
+            if not load.failure:
+                self._read(load, chunk, (source.tier,), now)
+        if is_found:
+            # Only now: the copies for the followers have pinned the row.
+            self._drop_unkept(source.chunk.key)
 
     def _fail(self, load: _Load, reason: str, now: float) -> None:
         load.failure = load.failure or reason
@@ -577,7 +631,7 @@ class OffloadJobs:
         if not waiting:
             self._pool.discard(read.row)
             return
-        self._note_known(read.tier, read.chunk.key)
+        self._note_known(read.tier, read.chunk.key, now)
         (load, chunk), *others = waiting
         self._start_copies(load, [_Source(chunk, read.tier, None, read.row, tuple(others))])
 

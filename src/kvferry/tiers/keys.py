@@ -78,7 +78,9 @@ class KeyChain:
         calls must not have changed.
         """
         size = self.chunk_tokens
-        first, end = len(self) * size, num_tokens // size * size
+        # After a stop token in the middle of accepted draft tokens, vLLM has computed more tokens
+        # than it has kept.
+        first, end = len(self) * size, min(num_tokens, len(token_ids)) // size * size
         if end > first:
             tokens = memoryview(array("q", token_ids[first:end])).cast("B")
             for start in range(0, len(tokens), 8 * size):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import KVFerryError
 from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
@@ -24,6 +24,8 @@ from kvferry.tiers.commands import (
     LoadEnded,
     OffloadCommand,
     OffloadEvent,
+    StoreChunks,
+    StoresCopied,
     StoresEnded,
     TierCounts,
 )
@@ -68,6 +70,40 @@ class _Result:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    """What the engine waits for. If the jobs fail, at any line, this is what must be answered."""
+
+    loads: set[str] = field(default_factory=set)
+    ends: set[str] = field(default_factory=set)
+    last_store: int = 0
+
+    def add(self, commands: Sequence[OffloadCommand]) -> None:
+        for command in commands:
+            match command:
+                case LoadChunks(request):
+                    self.loads.add(request)
+                case EndStores(request):
+                    self.ends.add(request)
+                case StoreChunks(number=number):
+                    self.last_store = max(self.last_store, number)
+
+    def remove(self, events: Sequence[OffloadEvent]) -> None:
+        for event in events:
+            match event:
+                case LoadEnded(request):
+                    self.loads.discard(request)
+                case StoresEnded(request):
+                    self.ends.discard(request)
+
+    def answers(self, failure: str) -> list[OffloadEvent]:
+        return [
+            StoresCopied(self.last_store),
+            *(LoadEnded(request, failure) for request in sorted(self.loads)),
+            *(StoresEnded(request) for request in sorted(self.ends)),
+        ]
+
+
 class OffloadWorker:
     """Owns the pool, the tiers and the copier from `start` to `close`."""
 
@@ -88,7 +124,8 @@ class OffloadWorker:
         self._clock = clock
         self._inbox: queue.SimpleQueue[_Batch | _Result | None] = queue.SimpleQueue()
         self._held: deque[_Batch] = deque()
-        """Loads that wait for the mark of their batch, and what follows them, in order."""
+        """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
+        self._unanswered = _Unanswered()
         self._outbox: deque[OffloadEvent] = deque()
         self._wake_engine: Callable[[], None] = _no_wakeup
         self._is_closing = False
@@ -184,10 +221,13 @@ class OffloadWorker:
         self._report(self._jobs.take_events())
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
-        """Loads wait for the mark, because earlier work of the engine may still write into their
+        """Handle the commands of a step.
+
+        Loads wait for the mark, because earlier work of the engine may still write into their
         blocks. Stores do not: the engine has seen the output of the steps that filled the blocks.
         A `VoidStores` must be handled before the copy that it concerns can end, so it never waits.
         """
+        self._unanswered.add(batch.commands)
         loads = tuple(c for c in batch.commands if isinstance(c, LoadChunks | CancelLoad))
         for command in batch.commands:
             if not isinstance(command, LoadChunks | CancelLoad):
@@ -223,8 +263,12 @@ class OffloadWorker:
             usage[POOL] = self._pool.usage()
         self._usage = usage
         if events:
-            self._outbox.extend(events)
-            self._wake_engine()
+            self._send(events)
+
+    def _send(self, events: Sequence[OffloadEvent]) -> None:
+        self._unanswered.remove(events)
+        self._outbox.extend(events)
+        self._wake_engine()
 
     def _note_trouble(self, result: TaskResult, now: float) -> None:
         """Log a reason once a minute: thousands of objects may fail for the same reason."""
@@ -279,21 +323,12 @@ class OffloadWorker:
         # No copy may read or write blocks whose end is reported.
         while not (self._loader.close(CLOSE_TIMEOUT_S) and self._saver.close(CLOSE_TIMEOUT_S)):
             _log.warning("the offload worker waits for a copy to end")
-        held = [command for batch in self._held for command in batch.commands]
-        self._outbox.extend(LoadEnded(request, self._failure) for request in self._jobs.loading)
-        self._outbox.extend(StoresEnded(request) for request in self._jobs.ending)
-        self._answer(held)
+        self._send(self._unanswered.answers(self._failure))
         while not self._is_closing:
             item = self._inbox.get()
-            self._answer(item.commands if isinstance(item, _Batch) else ())
-
-    def _answer(self, commands: Sequence[OffloadCommand]) -> None:
-        for command in commands:
-            if isinstance(command, LoadChunks):
-                self._outbox.append(LoadEnded(command.request, self._failure))
-            elif isinstance(command, EndStores):
-                self._outbox.append(StoresEnded(command.request))
-        self._wake_engine()
+            if isinstance(item, _Batch):
+                self._unanswered.add(item.commands)
+                self._send(self._unanswered.answers(self._failure))
 
     def _close_parts(self) -> None:
         # A copy reads and writes the engine's cache, which the engine frees next: wait for copies.

@@ -1,0 +1,163 @@
+"""Tests an offload worker with its threads, a real pool and a real disk tier: every command is
+answered, also if the worker's jobs fail.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.faulty import GatedCopier
+
+from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.commands import (
+    CancelLoad,
+    Chunk,
+    EndStores,
+    LoadChunks,
+    LoadEnded,
+    OffloadCommand,
+    OffloadEvent,
+    StoreChunks,
+    StoresCopied,
+    StoresEnded,
+)
+from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.jobs import OffloadJobs
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.policies import LruPolicy
+from kvferry.tiers.worker import OffloadWorker
+from kvferry.transports.copy.rows import CpuRowCopier
+from kvferry.types import Region
+
+BLOCK_BYTES, NUM_BLOCKS = 512, 8
+DEADLINE_S = 10.0
+
+
+class BrokenPool(HostPool):
+    """A pool with a bug: one of its next calls raises."""
+
+    calls_until_bug: int | None = None
+
+    def refresh(self, now: float) -> None:
+        super().refresh(now)
+        if self.calls_until_bug is not None:
+            self.calls_until_bug -= 1
+            if self.calls_until_bug < 0:
+                raise RuntimeError("a bug")
+
+
+@dataclass
+class Mark:
+    """A mark on the engine's stream."""
+
+    is_passed: bool = False
+
+    def is_complete(self) -> bool:
+        return self.is_passed
+
+
+class Rank:
+    def __init__(self, folder: Path) -> None:
+        self.cache = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        address = int(self.cache.ctypes.data)
+        region = Region("layer", address, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)
+        self.copier = GatedCopier(CpuRowCopier([region]))
+        pool = BrokenPool.private(4096, 4, LruPolicy)
+        assert isinstance(pool, BrokenPool)
+        self.pool = pool
+        disk = DiskTier(folder, Namespace({"model": "tiny"}), b"secret", 1 << 20)
+        jobs = OffloadJobs(self.pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S)
+        self.worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
+        self.worker.start()
+        self.events: list[OffloadEvent] = []
+
+    def submit(self, *commands: OffloadCommand) -> None:
+        self.worker.submit(commands)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.events
+            self.events += self.worker.take_events()
+            time.sleep(0.001)
+
+    def ended(self) -> set[str]:
+        return {
+            event.request for event in self.events if isinstance(event, LoadEnded | StoresEnded)
+        }
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.copier.saves.set()
+    made.copier.loads.set()
+    made.worker.close()
+
+
+def chunk(number: int, block: int, *tiers: str) -> Chunk:
+    return Chunk(ObjectKey(number.to_bytes(32, "big")), 0, (block,), tiers)
+
+
+def test_a_chunk_is_stored_and_loaded(rank: Rank) -> None:
+    rank.cache[1] = 7
+    rank.submit(StoreChunks("a", (chunk(1, 1, "disk"),), 1), EndStores("a"))
+    rank.wait_for(lambda: "a" in rank.ended())
+    assert StoresCopied(1) in rank.events
+    rank.submit(LoadChunks("b", (chunk(1, 2),)))
+    rank.wait_for(lambda: "b" in rank.ended())
+    assert (rank.cache[2] == 7).all()
+
+
+def test_a_load_waits_for_the_mark_and_its_cancel_for_the_load(rank: Rank) -> None:
+    rank.cache[1] = 7
+    rank.submit(StoreChunks("a", (chunk(1, 1),)), EndStores("a"))
+    rank.wait_for(lambda: "a" in rank.ended())
+    mark = Mark()
+    rank.worker.submit((LoadChunks("b", (chunk(1, 2),)),), mark)
+    rank.submit(CancelLoad("b"), EndStores("later"))
+    rank.wait_for(lambda: "later" in rank.ended())
+    assert "b" not in rank.ended()
+    assert not rank.cache[2].any()
+    mark.is_passed = True
+    rank.wait_for(lambda: "b" in rank.ended())
+
+
+@pytest.mark.parametrize("calls_until_bug", [0, 1, 2])
+def test_if_the_jobs_fail_in_the_middle_of_a_step_every_command_is_answered(
+    rank: Rank, calls_until_bug: int
+) -> None:
+    """The first store, the second store and the load call the pool in turn."""
+    rank.pool.calls_until_bug = calls_until_bug
+    rank.submit(
+        StoreChunks("a", (chunk(1, 1),), 1),
+        EndStores("a"),
+        StoreChunks("b", (chunk(2, 2),), 2),
+        EndStores("b"),
+        LoadChunks("c", (chunk(9, 3),)),
+        LoadChunks("d", (chunk(9, 4),)),
+    )
+    rank.wait_for(lambda: rank.ended() == {"a", "b", "c", "d"})
+    assert rank.events.count(StoresEnded("a")) == 1
+    assert StoresCopied(2) in rank.events
+    rank.submit(StoreChunks("e", (chunk(3, 5),), 3), EndStores("e"), LoadChunks("f", ()))
+    rank.wait_for(lambda: {"e", "f"} <= rank.ended())
+    assert StoresCopied(3) in rank.events
+    (failed,) = [e for e in rank.events if isinstance(e, LoadEnded) and e.request == "f"]
+    assert "the offload worker has stopped: RuntimeError: a bug" in failed.reason
+
+
+def test_if_the_jobs_fail_no_end_is_reported_while_a_copy_reads_the_blocks(rank: Rank) -> None:
+    rank.copier.saves.clear()
+    rank.pool.calls_until_bug = 1
+    rank.submit(StoreChunks("a", (chunk(1, 1),), 1), EndStores("a"))
+    rank.submit(StoreChunks("b", (chunk(2, 2),), 2), EndStores("b"))
+    time.sleep(0.05)
+    assert not rank.worker.take_events()
+    rank.copier.saves.set()
+    rank.wait_for(lambda: rank.ended() == {"a", "b"})
