@@ -30,9 +30,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.connectors.offloading.connector import (
-    OffloadingConnector as InnerOffloadingConnector,
-)
+from kvferry.connectors.offloading import connector as offloading
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
@@ -612,8 +610,11 @@ class KVFerryOffloadingConnector(KVFerryConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._prefills = PrefillProgressTable()
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._is_prompt_only = extra.get("offload_prompt_only", True) not in (False, "False")
+
+    @property
+    def _offloading(self) -> offloading.OffloadingConnector:
+        assert isinstance(self._inner, offloading.OffloadingConnector)
+        return self._inner
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -635,7 +636,7 @@ class KVFerryOffloadingConnector(KVFerryConnector):
         return False
 
     def has_urgent_work(self) -> bool:
-        assert isinstance(self._inner, InnerOffloadingConnector)
+        assert isinstance(self._inner, offloading.OffloadingConnector)
         return self._has_unreported_stats or self._inner.has_pending_commands
 
     def _view(self, request: Any) -> VllmRequestView:
@@ -646,15 +647,23 @@ class KVFerryOffloadingConnector(KVFerryConnector):
         super()._accept(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        for request_id, request in self._prefills.running():
+            self._check_adapter(request_id, request)
         plan = self._prefills.plan(scheduler_output, self._tables)
         metadata = self._wrapped(scheduler_output, plan)
-        if self._is_prompt_only:
-            for part in plan.slices:
-                progress = self._prefills.get(part.request_id)
-                # Every chunk of the prompt has been offered: look no further.
-                if progress is not None and part.start >= progress.request.num_prompt_tokens:
-                    self._prefills.end(part.request_id)
+        for part in plan.slices:
+            if not self._offloading.is_watched(part.request_id):
+                self._prefills.park(part.request_id)
         return metadata
+
+    def _check_adapter(self, request_id: str, request: Any) -> None:
+        """Store nothing of a request whose LoRA adapter vLLM may have replaced meanwhile."""
+        if request.lora_request and self._salts.has_lost_adapter(request):
+            self._offloading.withdraw(request_id)
+
+    def _end_request(self, request: Any) -> None:
+        super()._end_request(request)
+        self._check_adapter(str(request.request_id), request)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

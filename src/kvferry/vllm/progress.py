@@ -75,12 +75,18 @@ class PrefillProgressTable:
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
     _running: dict[str, PrefillProgress] = field(default_factory=dict)
+    _parked: dict[str, PrefillProgress] = field(default_factory=dict)
+    """Running requests that steps do not list until they are preempted and start again."""
 
     def get(self, request_id: str) -> PrefillProgress | None:
-        return self._running.get(request_id) or self._waiting.get(request_id)
+        return (
+            self._running.get(request_id)
+            or self._parked.get(request_id)
+            or self._waiting.get(request_id)
+        )
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._running) + len(self._parked)
 
     def add(self, request: Any) -> PrefillProgress:
         progress = self._waiting[str(request.request_id)] = PrefillProgress(request)
@@ -89,11 +95,21 @@ class PrefillProgressTable:
     def end(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
+        self._parked.pop(request_id, None)
+
+    def park(self, request_id: str) -> None:
+        """Do not list a running request in later steps, unless it is preempted and starts again."""
+        self._parked[request_id] = self._running.pop(request_id)
+
+    def running(self) -> Iterator[tuple[str, Any]]:
+        """The ids and vLLM's objects of the running requests that are not parked."""
+        return ((name, progress.request) for name, progress in self._running.items())
 
     def plan(self, scheduler_output: Any, tables: BlockTables) -> PrefillSlices:
         for request_id in scheduler_output.preempted_req_ids or ():
-            if request_id in self._running:
-                self._waiting[request_id] = self._running.pop(request_id)
+            for started in (self._running, self._parked):
+                if request_id in started:
+                    self._waiting[request_id] = started.pop(request_id)
         for request_id, first in _starts(scheduler_output):
             if request_id in self._waiting:
                 progress = self._running[request_id] = self._waiting.pop(request_id)

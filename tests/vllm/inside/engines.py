@@ -53,6 +53,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.push_mode import PushMode
 from kvferry.vllm.connector import KVFerryConnector
 from kvferry.vllm.multi import MultiConnector
@@ -467,12 +468,7 @@ class Engine:
         """Return by name everything that must be gone after all requests have ended; empty if all
         of it is.
         """
-        scheduler, half = (
-            self.scheduler,
-            _own(self.scheduler.connector)._inner._scheduler_half,  # noqa: SLF001
-        )
-        mode = half._mode  # noqa: SLF001
-        pushes = isinstance(mode, PushMode)
+        scheduler = self.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         held = {
             "requests": list(scheduler.requests),
@@ -490,6 +486,23 @@ class Engine:
                 for m in scheduler.kv_cache_manager.coordinator.single_type_managers
                 if m.req_to_blocks
             ],
+            "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
+            | self._aggregator._send_remaining_count,  # noqa: SLF001
+            "shared requests": _in_multi(scheduler.connector),
+            "shared transfers": _in_multi(self.worker),
+        }
+        half = _own(scheduler.connector)._inner._scheduler_half  # noqa: SLF001
+        held |= (
+            self._held_for_tiers(half)
+            if isinstance(half, OffloadingScheduler)
+            else self._held_for_peers(half)
+        )
+        return {name: value for name, value in held.items() if value}
+
+    def _held_for_peers(self, half: Any) -> dict[str, Any]:
+        mode = half._mode  # noqa: SLF001
+        pushes = isinstance(mode, PushMode)
+        return {
             "offers": dict(half._loads._offers),  # noqa: SLF001
             "loads": set(half._loads._loading),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
@@ -499,13 +512,22 @@ class Engine:
             "registrations": self.transfer_worker.registrations,
             "published": mode._published if pushes else {},  # noqa: SLF001
             "streams": (len(mode._streams) if pushes else 0)  # noqa: SLF001
-            + len(getattr(_own(scheduler.connector), "_prefills", ())),
-            "shared requests": _in_multi(scheduler.connector),
-            "shared transfers": _in_multi(self.worker),
-            "partly reported": self._aggregator._recv_remaining_count  # noqa: SLF001
-            | self._aggregator._send_remaining_count,  # noqa: SLF001
+            + len(getattr(_own(self.scheduler.connector), "_prefills", ())),
         }
-        return {name: value for name, value in held.items() if value}
+
+    def _held_for_tiers(self, half: OffloadingScheduler) -> dict[str, Any]:
+        assert half._lookup is not None  # noqa: SLF001
+        jobs = _own(self.worker)._inner._worker_half._worker._jobs  # noqa: SLF001
+        return {
+            "tracked": dict(half._tracked),  # noqa: SLF001
+            "failed": dict(half._failed),  # noqa: SLF001
+            "commands": list(half._commands),  # noqa: SLF001
+            "queries": dict(half._lookup._queries),  # noqa: SLF001
+            "loads": jobs.loading,
+            "stores": jobs.ending,
+            "jobs": not jobs.is_idle,
+            "streams": len(_own(self.scheduler.connector)._prefills),  # noqa: SLF001
+        }
 
     def close(self) -> None:
         self.scheduler.shutdown()

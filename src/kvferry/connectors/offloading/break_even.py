@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["BreakEven"]
+__all__ = ["MIN_STEP_TOKENS", "BreakEven"]
 
 MIN_STEP_TOKENS = 64
 """Steps with fewer tokens say more about a step's fixed cost than about computing prompts."""

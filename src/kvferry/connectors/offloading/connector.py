@@ -103,12 +103,23 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
             getattr(scheduler_output, "total_num_scheduled_tokens", 0),
         )
 
+    def is_watched(self, request_id: str) -> bool:
+        """Whether `build_connector_meta` has a use for a slice of the request."""
+        return self._scheduler.is_watched(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """Load and store nothing of a request any more: its salt may not fit its KV."""
+        self._scheduler.withdraw(request_id)
+
     def reset_cache(self) -> bool | None:
         self._scheduler.reset_cache()
         return None
 
     def is_load_optional(self, request_id: str) -> bool:
         return True
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
         # Steps without tokens carry the counters of slow writes to the engine's metrics.

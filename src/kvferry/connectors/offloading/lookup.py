@@ -9,8 +9,9 @@ A lookup is a hint. Only a load proves what a tier holds, and a load that fails 
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
@@ -26,20 +27,33 @@ CLOSE_TIMEOUT_S = 1.0
 
 Keys = Sequence[Sequence[ObjectKey]]
 """The keys of a prompt's chunks, by group."""
-_NOTHING: Sequence[Mapping[int, str]] = ()
+FoundChunks = Sequence[Mapping[int, str]]
+"""By group, the tier that has each chunk."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest prefix that the tiers hold, and the tier of each chunk in each group."""
+    """The longest prefix that can be loaded."""
 
     num_chunks: int
-    tiers: tuple[tuple[str, ...], ...] = ()
-    """By group, the tier of each chunk; empty where no tier has it or no token needs it."""
+    num_tokens: int
+    """All tokens of these chunks, or all but the last: see `TierLookup.result`."""
+    found: FoundChunks
     is_complete: bool = True
     """False if a tier did not answer in time."""
+
+    def tier(self, group: int, index: int) -> str:
+        """Where a chunk was found: in the host pool, unless a slower tier has answered for it."""
+        return self.found[group].get(index, POOL)
+
+    def count_by_tier(self, group: int, span: range) -> Mapping[str, int]:
+        """How many chunks of a span are in each tier."""
+        counts = Counter(tier for index, tier in self.found[group].items() if index in span)
+        if counts.total() < len(span):
+            counts[POOL] += len(span) - counts.total()
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +70,10 @@ class _Query:
     in_pool: tuple[frozenset[int], ...]
     """By group, the chunks that the pool had when the query began."""
     deadline: float
-    answer: list[dict[int, str]] | None = None
-    """By group, the tier of each chunk that was found. Set by a lookup thread, once."""
+    answer: FoundChunks | None = None
+    """Set by a lookup thread, once."""
+    is_ended: bool = False
+    """The request has ended: no thread need ask any more."""
 
 
 class TierLookup:
@@ -75,43 +91,88 @@ class TierLookup:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = groups
+        self._has_local_attention = any(group.has_local_attention for group in groups)
         self._chunk_tokens = chunk_tokens
         self._pools = pools
+        self._is_fresh = False
+        """Whether the readers have looked at the pool in this step."""
         self._tiers = tiers
         self._timeout_s = timeout_s
         self._clock = clock
         self._queries: dict[str, _Query] = {}
+        self._nothing: FoundChunks = tuple({} for _ in groups)
         self._threads = TaskThreads("kvferry-lookup", NUM_THREADS if tiers else 0)
+
+    def note_step(self) -> None:
+        """Look at the pool again at the next lookup. Once in a step is enough for all requests."""
+        self._is_fresh = False
 
     def begin(self, request: str, keys: Keys) -> None:
         """Ask the slower tiers for what the pool does not have. Never waits."""
+        self.end(request)
         if not self._tiers or not keys[0]:
             return
-        hit = self._find_known(keys, len(keys[0]), _NOTHING)
-        if hit.num_chunks == len(keys[0]):
-            return
+        self._refresh()
         in_pool = tuple(
             frozenset(index for index, key in enumerate(group) if self._is_in_pool(key))
             for group in keys
         )
+        if all(len(group) == len(keys[0]) for group in in_pool):
+            return
         query = _Query(tuple(map(tuple, keys)), in_pool, self._clock() + self._timeout_s)
         self._queries[request] = query
         self._threads.run(lambda: self._ask_tiers(query))
 
-    def result(self, request: str, keys: Keys, max_chunks: int | None = None) -> Hit | Pending:
-        """The longest prefix, of at most `max_chunks` chunks, that can be loaded now."""
+    def result(
+        self,
+        request: str,
+        keys: Keys,
+        num_tokens: int,
+        *,
+        num_local_chunks: int = 0,
+        max_chunks: int | None = None,
+    ) -> Hit | Pending:
+        """The longest prefix of a sequence of `num_tokens` tokens that can be loaded now, at most
+        `max_chunks` chunks. The engine itself has the first `num_local_chunks` chunks.
+
+        An engine always computes the last token itself. If some group has local attention, a hit
+        leaves the last token out: the engine decides from the number of loaded tokens which blocks
+        it needs, and the last token attends further back than the token after it.
+        """
         query = self._queries.get(request)
-        slow: Sequence[Mapping[int, str]] = _NOTHING
+        found, is_complete = self._nothing, True
         if query is not None:
             if query.answer is None and self._clock() < query.deadline:
                 return Pending()
-            slow = query.answer or slow
+            is_complete = query.answer is not None
+            found = query.answer or found
+        self._refresh()
         num_chunks = len(keys[0]) if max_chunks is None else min(max_chunks, len(keys[0]))
-        hit = self._find_known(keys, num_chunks, slow)
-        return hit if query is None or query.answer is not None else replace(hit, is_complete=False)
+        if not self._has_local_attention:
+            for group, group_keys in enumerate(keys):
+                num_chunks = self._num_leading(
+                    group_keys, found[group], num_local_chunks, num_chunks
+                )
+            return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete)
+
+        def has_chunk(group: int, index: int) -> bool:
+            return (
+                index < num_local_chunks
+                or index in found[group]
+                or self._is_in_pool(keys[group][index])
+            )
+
+        num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks, has_chunk)
+        if num_chunks and num_chunks * self._chunk_tokens == num_tokens:
+            if self._has_window_of(num_tokens - 1, num_chunks, has_chunk):
+                return Hit(num_chunks, num_tokens - 1, found, is_complete)
+            num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks - 1, has_chunk)
+        return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete)
 
     def end(self, request: str) -> None:
-        self._queries.pop(request, None)
+        query = self._queries.pop(request, None)
+        if query is not None:
+            query.is_ended = True
 
     def close(self) -> None:
         self._threads.close(CLOSE_TIMEOUT_S)
@@ -121,28 +182,41 @@ class TierLookup:
         for pool in self._pools:
             pool.close()
 
-    def _find_known(self, keys: Keys, num_chunks: int, slow: Sequence[Mapping[int, str]]) -> Hit:
-        """The longest prefix that is in the pool or was found in slower tiers."""
-        now = self._clock()
-        for pool in self._pools:
-            pool.refresh(now)
+    # -- the host pool --
 
-        def tier_of(group: int, index: int) -> str:
-            if self._is_in_pool(keys[group][index]):
-                return POOL
-            return slow[group].get(index, "") if slow else ""
+    def _refresh(self) -> None:
+        if not self._is_fresh:
+            self._is_fresh = True
+            now = self._clock()
+            for pool in self._pools:
+                pool.refresh(now)
 
-        count = usable_prefix(
-            self._groups,
-            self._chunk_tokens,
-            num_chunks,
-            lambda group, index: bool(tier_of(group, index)),
+    def _num_leading(
+        self, keys: Sequence[ObjectKey], found: Mapping[int, str], first: int, end: int
+    ) -> int:
+        """The end of the chunks from `first` on that the pool or a slower tier has."""
+        index = min(first, end)
+        while index < end:
+            start = index
+            if self._pools:
+                index += min(pool.num_leading(keys[index:end]) for pool in self._pools)
+            while index < end and index in found:
+                index += 1
+            if index == start:
+                break
+        return index
+
+    def _has_window_of(
+        self, position: int, num_chunks: int, has_chunk: Callable[[int, int], bool]
+    ) -> bool:
+        """Whether all chunks are at hand that the token at this position attends to."""
+        return all(
+            has_chunk(number, index)
+            for number, group in enumerate(self._groups)
+            for index in range(
+                group.first_visible_token(position) // self._chunk_tokens, num_chunks
+            )
         )
-        tiers = tuple(
-            tuple(tier_of(group, index) for index in range(count))
-            for group in range(len(self._groups))
-        )
-        return Hit(count, tiers)
 
     def _is_in_pool(self, key: ObjectKey) -> bool:
         """Whether every rank has the chunk in the pool."""
@@ -151,12 +225,16 @@ class TierLookup:
     # -- lookup threads --
 
     def _ask_tiers(self, query: _Query) -> None:
+        if query.is_ended or self._clock() >= query.deadline:
+            # The request does not wait any more. A storage that hangs must not leave a queue of
+            # old questions behind.
+            return
         try:
             query.answer = self._find(query)
         # Top of a task: the request computes its prompt.
         except Exception:
             _log.exception("lookup failed because of a bug")
-            query.answer = [{} for _ in self._groups]
+            query.answer = self._nothing
 
     def _find(self, query: _Query) -> list[dict[int, str]]:
         found: list[dict[int, str]] = [{} for _ in self._groups]
@@ -166,7 +244,8 @@ class TierLookup:
                 length = min(length, self._find_prefix(query, number, found[number], length))
         for number, group in enumerate(self._groups):
             if group.has_local_attention:
-                first = group.first_visible_token(length * self._chunk_tokens)
+                # One token more than the next token needs: see `result`.
+                first = group.first_visible_token(max(0, length * self._chunk_tokens - 1))
                 self._find_each(query, number, found[number], first // self._chunk_tokens, length)
         return found
 

@@ -36,6 +36,8 @@ class OffloadingMetadata(KVConnectorMetadata):
     """The commands of one step for the offload worker of every rank, in order."""
 
     commands: tuple[OffloadCommand, ...] = ()
+    timed_step: int | None = None
+    """The number of the step if the scheduler measures how long the step takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,20 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
 
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     times: list[LoadTime] = field(default_factory=list)
+    copied: dict[int, int] = field(default_factory=dict)
+    """By rank: no copy reads the blocks of any store up to this number (`StoresCopied`)."""
+    timed_step: int | None = None
+    """The step that has ended, if the scheduler measures it."""
     is_busy: bool | None = None
     """Whether a rank still stores or loads; None if that has not changed."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.failed or self.times) and self.is_busy is None
+        return (
+            not (self.failed or self.times or self.copied)
+            and self.timed_step is None
+            and self.is_busy is None
+        )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadingWorkerMetadata":
         assert isinstance(other, OffloadingWorkerMetadata)
@@ -85,7 +95,11 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
             failed[request] = FailedLoad(known.reason, (*known.missing, *load.missing))
         busy = [each for each in (self.is_busy, other.is_busy) if each is not None]
         return OffloadingWorkerMetadata(
-            failed, [*self.times, *other.times], any(busy) if busy else None
+            failed,
+            [*self.times, *other.times],
+            self.copied | other.copied,
+            other.timed_step if self.timed_step is None else self.timed_step,
+            any(busy) if busy else None,
         )
 
 

@@ -26,7 +26,7 @@ from kvferry.connectors.offloading.metadata import (
 )
 from kvferry.connectors.offloading.settings import chunk_namespace, open_pool, open_tiers
 from kvferry.tiers.base import TierUsage
-from kvferry.tiers.commands import LoadEnded, StoresEnded
+from kvferry.tiers.commands import LoadEnded, StoresCopied, StoresEnded
 from kvferry.tiers.jobs import POOL, OffloadJobs
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.base import EngineStream, HostStream
@@ -102,6 +102,7 @@ class OffloadingWorker:
             self._worker.set_wakeup(wake)
 
     def start_load_kv(self, metadata: OffloadingMetadata) -> None:
+        self._worker_metadata.timed_step = metadata.timed_step
         if metadata.commands:
             self._running_worker().submit(metadata.commands, self._order.mark())
 
@@ -111,6 +112,8 @@ class OffloadingWorker:
             match event:
                 case StoresEnded(request):
                     results.finished_sending.add(request)
+                case StoresCopied(number):
+                    self._worker_metadata.copied[self._config.parallel.tp_rank] = number
                 case LoadEnded(request, reason, missing, seconds, bytes_by_tier):
                     results.finished_recving.add(request)
                     if reason:
