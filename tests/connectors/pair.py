@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.tiers.faulty import GatedCopier
 
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
@@ -79,12 +80,13 @@ class EngineRequest:
     kv_transfer_params: Any = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    cache_salt: str = ""
+    cache_salt: str | None = ""
     family: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
 
     @property
     def all_token_ids(self) -> list[int]:
-        return self.prompt_token_ids
+        return self.prompt_token_ids + self.output_token_ids
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,7 +94,7 @@ class EngineRequest:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Blocks:
 class MemoryKit:
     network: MemoryNetwork
     supports_write_grants: bool = False
+    copiers: list[GatedCopier] = field(default_factory=list)
+    """The row copiers that this kit has made."""
 
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return LocalMemory(size_bytes)
@@ -123,7 +127,8 @@ class MemoryKit:
         return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
 
     def row_copier(self, regions: Sequence[Region]) -> RowCopier:
-        return CpuRowCopier(regions)
+        self.copiers.append(GatedCopier(CpuRowCopier(regions)))
+        return self.copiers[-1]
 
     def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         return HostStream()
