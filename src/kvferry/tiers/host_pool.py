@@ -180,7 +180,7 @@ class HostPool:
             self._table.set_state_unnoticed(row, RowState.WRITING)
         else:
             row = self._index.pop(insertion.evicted)
-            pass
+            self._table.set_states(row, RowState.WRITING)
             self._evicted.append(insertion.evicted)
             self._num_evicted += 1
         self._writing[row] = key
