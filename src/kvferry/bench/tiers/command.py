@@ -19,12 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.bench.figures import rounded
-from kvferry.bench.tiers.first_token import (
-    FirstTokenScope,
-    measure_first_token,
-    prompt_tokens,
-    tier_setups,
-)
 from kvferry.bench.tiers.memory import MemoryScope, measure_memory
 from kvferry.bench.tiers.rounds import Comparison
 from kvferry.bench.tiers.steps import StepScope, measure_steps
@@ -60,7 +54,7 @@ PARTS = ("memory", "disk", "object", "steps", "model")
 QUICK_MEMORY = MemoryScope(moved_mib=8, rounds=2)
 QUICK_STORAGE = StorageScope(((256, 4), (2048, 2)), rounds=2)
 QUICK_STEPS = StepScope((500, 1_000), 3)
-QUICK_FIRST_TOKEN = FirstTokenScope(tokens=200, rounds=1, pool_bytes=64 << 20)
+PROMPT_TOKENS, QUICK_TOKENS, QUICK_ROUNDS = 4_000, 200, 1
 OBJECT_SHAPES = ((256, 32), (2048, 16))
 """Fewer objects than on a disk: a server takes milliseconds for each."""
 
@@ -93,7 +87,7 @@ def add_arguments(parser: Parser) -> None:
         "--tokens",
         type=parse_count,
         metavar="N",
-        help=f"tokens of the prompts of the part model (default: {FirstTokenScope().tokens}, or "
+        help=f"tokens of the prompts of the part model (default: {PROMPT_TOKENS}, or "
         "the model's maximum)",
     )
     parser.add_argument(
@@ -197,9 +191,18 @@ def _bucket(arguments: argparse.Namespace, parts: Sequence[str]) -> "Iterator[Bu
 def _first_token(
     arguments: argparse.Namespace, bucket: "Bucket | None", stop: StopRequest
 ) -> list[dict[str, Any]]:
-    scope = QUICK_FIRST_TOKEN if arguments.quick else FirstTokenScope()
-    rounds = arguments.rounds or scope.rounds
-    tokens = prompt_tokens(arguments.model, arguments.tokens or scope.tokens)
+    # Imported here because it needs packages of the extra [engine], and the other parts do not.
+    from kvferry.bench.tiers.first_token import (
+        FirstTokenScope,
+        measure_first_token,
+        prompt_tokens,
+        tier_setups,
+    )
+
+    scope = FirstTokenScope()
+    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else scope.rounds)
+    wanted = arguments.tokens or (QUICK_TOKENS if arguments.quick else PROMPT_TOKENS)
+    tokens = prompt_tokens(arguments.model, wanted)
     object_tier = None
     if bucket is not None:
         object_tier = {

@@ -55,7 +55,6 @@ ROOM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenScope:
-    tokens: int = 4_000
     rounds: int = 7
     pool_bytes: int = 1 << 30
     disk_bytes: int = 4 << 30
