@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from tests.sampling import seeds
 from tests.tiers.faulty import FaultyTier, GatedCopier, SlowCopier
+from tests.vllm.adapters import write_adapter
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
 from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.connectors.offloading import scheduler as scheduler_half
@@ -227,6 +229,25 @@ def test_kv_of_new_weights_is_not_stored_under_the_keys_of_the_old(
     settle(a)
     assert run(b, "r3", prompt(6 * BLOCK)) == greedy(prompt(6 * BLOCK), 4)
     settle(b)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_kv_of_an_adapter_that_was_replaced_meanwhile_is_not_stored(
+    start: StartTiers, tmp_path: Path, is_replaced: bool
+) -> None:
+    """The adapter's files change after the request has arrived and before vLLM loads them."""
+    a, b = start("a"), start("b")
+    served, copy = write_adapter(tmp_path / "served"), write_adapter(tmp_path / "copy")
+    adapter = LoRARequest("adapter", 1, str(served))
+    a.add("r1", prompt(100), lora_request=adapter, seed=2 if is_replaced else 1)
+    if is_replaced:
+        write_adapter(tmp_path / "served", seed=1)
+    finish(a, "r1")
+    settle(a)
+    again = LoRARequest("adapter", 1, str(copy))
+    assert run(b, "r2", prompt(100), lora_request=again, seed=1) == greedy(prompt(100), 4, seed=1)
+    settle(b)
+    assert b.loaded_tokens == (0 if is_replaced else 96)
 
 
 # -- whatever happens --
