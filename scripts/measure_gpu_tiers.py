@@ -13,7 +13,7 @@ import http.client
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,13 @@ from typing import Any
 from kvferry.bench.figures import quantile
 from kvferry.bench.vllm.client import PromptMaker, time_to_first_token_s
 from kvferry.bench.vllm.gpu_handover import FLAGS, MARGIN_TOKENS, VARIABLES, gpu_model_directory
-from kvferry.bench.vllm.servers import VllmServer, free_ports, launch_servers, wait_healthy
+from kvferry.bench.vllm.servers import (
+    RunningServers,
+    VllmServer,
+    free_ports,
+    launch_servers,
+    wait_healthy,
+)
 from kvferry.types import Address
 
 TIER_BYTES = 24 << 30
@@ -56,18 +62,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4000, 32000])
     parser.add_argument("--samples", type=int, default=5, help="prompts of each length")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    parser.add_argument("--log-lines", type=int, default=0, help="of each server, at the end")
     options = parser.parse_args()
-    times = {(length, name): Times() for length in options.lengths for name in CONTENDERS}
+    times = {(length, name): Times() for length in options.lengths for name in options.only}
     with ExitStack() as stack:
         model = stack.enter_context(gpu_model_directory())
-        servers = start(stack, model, max(options.lengths))
+        running = start(stack, model, max(options.lengths), options.only)
+        servers = dict(zip(options.only, running.addresses, strict=True))
         prompts = PromptMaker(SEED)
         for length in (WARM_UP_TOKENS, *options.lengths):
             for address in servers.values():
                 measure(address, prompts.make(length), Times())
         for length in options.lengths:
-            for name in [*CONTENDERS] * options.samples:
+            for name in options.only * options.samples:
                 measure(servers[name], prompts.make(length), times[length, name])
+        for process in running.processes:
+            print(*process.tail(options.log_lines), sep="\n")
     print("| tokens | server | first time ms | from the tier ms | worst |")
     print("|---|---|---|---|---|")
     for (length, name), taken in times.items():
@@ -75,24 +86,25 @@ def main() -> None:
         print(f"| {length} | {name} | {first:.1f} | {second:.1f} | {1e3 * max(taken.second):.1f} |")
 
 
-def start(stack: ExitStack, model: Path, longest: int) -> dict[str, Address]:
+def start(stack: ExitStack, model: Path, longest: int, contenders: Sequence[str]) -> RunningServers:
     flags = (*FLAGS, "--max-model-len", str(longest + MARGIN_TOKENS))
     secret = {"KVFERRY_SECRET": secrets.token_hex(32), "VLLM_SERVER_DEV_MODE": "1"}
-    ports = iter(free_ports(2 * len(CONTENDERS)))
+    ports = iter(free_ports(2 * len(contenders)))
     servers = [
         VllmServer(
             name=name,
             model=model,
             port=next(ports),
             side_channel_port=next(ports),
-            transfer=transfer,
+            transfer=CONTENDERS[name],
             flags=flags,
             environment={**VARIABLES, **secret},
         )
-        for name, transfer in CONTENDERS.items()
+        for name in contenders
     ]
-    wait_healthy(stack.enter_context(launch_servers(servers, Path(sys.executable))))
-    return {server.name: server.address for server in servers}
+    running = stack.enter_context(launch_servers(servers, Path(sys.executable)))
+    wait_healthy(running)
+    return running
 
 
 def measure(address: Address, prompt: list[int], times: Times) -> None:
