@@ -124,6 +124,20 @@ def test_one_changed_bit_in_a_row_changes_the_checksum_of_its_load(cache: Device
     assert [n for n in range(NUM_ROWS) if loaded[n] != checksums[n]] == [5]
 
 
+def test_rows_are_right_while_other_work_keeps_the_device_busy() -> None:
+    """The first copies use memory that torch has just taken back from that work."""
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    cache = DeviceCache(1 << 20, is_pinned=True)
+    before, rows = cache.blocks.cpu(), cache.rows(seed=5)
+    for _ in range(40):
+        matrix = (matrix @ matrix).relu()
+    checksums = cache.copier.save(rows)
+    for n, row in enumerate(rows):
+        assert cache.row(n) == before[list(row.block_ids)].numpy().tobytes()
+    assert cache.copier.load(rows) == checksums
+    cache.close()
+
+
 def test_blocks_that_do_not_exist_are_refused_before_any_copy(cache: DeviceCache) -> None:
     before = cache.blocks.clone()
     rows = [replace(cache.rows(seed=4)[0], block_ids=(0, NUM_BLOCKS))]

@@ -164,7 +164,10 @@ class _Stage:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.is_free = torch.cuda.Event()
-        """Recorded behind the last work that uses the memory."""
+        """Recorded behind the last work that uses the memory. At first that is other work: torch
+        may hand out memory that kernels on the calling thread's stream still write.
+        """
+        self.is_free.record(torch.cuda.current_stream(device))
 
     def rows(self, rows: Sequence[RowBlocks], size_bytes: int) -> list[RowBlocks]:
         """The same rows in this memory, one behind the other."""
