@@ -194,6 +194,8 @@ class KVCacheConfig:
     """kvferry only: when a prompt finishes, the engine keeps every block that the prompt's last
     token attends to, not only the blocks that the next token would attend to.
     """
+    admits_second_load: bool = True
+    """kvferry only: a request whose load has failed may load again before it has run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,9 @@ def cache_config(
         cache_dtype=_cache_dtype(vllm_config),
         has_token_rows=has_token_rows(attention_backends),
         keeps_last_token_window=False,
+        # vLLM counts the blocks of a failed load as reserved until the request runs. If the request
+        # asked for a second load, vLLM could wait for ever until these blocks are free as well.
+        admits_second_load=False,
     )
 
 

@@ -6,6 +6,7 @@ hold nothing at the end.
 Every seed is a separate test; the name of a failed test contains its seed.
 """
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +114,31 @@ def test_the_engines_of_one_pool_load_what_the_other_has_stored(start: StartTier
     assert run(b, "r2", prompt(100)) == greedy(prompt(100), 4)
     assert b.loaded_tokens == 96
     settle(b)
+
+
+def test_a_request_whose_load_fails_is_computed_in_a_block_pool_that_it_fills(
+    start: StartTiers, copiers: list[GatedCopier], tmp_path: Path
+) -> None:
+    """vLLM counts the blocks of the failed load as reserved, so it would never admit another load
+    of the chunks that are left.
+    """
+    engine = start(num_gpu_blocks_override=12, max_model_len=320)
+    tokens = prompt(9 * BLOCK)
+    run(engine, "first", tokens)
+    settle(engine)
+    copiers[0].loads.clear()
+    engine.add("again", tokens)
+    wait_for_load(engine, "again")
+    (path,) = segment_paths(tmp_path / "pool")
+    header = read_header(path)
+    assert header is not None
+    with path.open("r+b") as file:
+        # The chunks are stored from the last to the first, in ascending rows.
+        file.seek(header[0].layout.rows_at)
+        file.write(b"damage")
+    copiers[0].loads.set()
+    assert finish(engine, "again") == greedy(tokens, 4)
+    settle(engine)
 
 
 # -- blocks that an engine reuses during a copy --
@@ -361,6 +387,7 @@ class World:
             self.preempt: 0.7,
             self.pause: 3,
             self.reset: 0.15,
+            self.reset_running: 0.15,
             self.replace_weights: 0.15,
             self.damage_row: 0.5,
             self.damage_file: 0.5,
@@ -420,6 +447,18 @@ class World:
     def reset(self) -> None:
         """Reset the caches although the weights stay, at any time."""
         self.rng.choice(self.engines).reset()
+
+    def reset_running(self) -> None:
+        """Preempt all running requests and reset the caches, at any time. vLLM raises an error if
+        other requests hold blocks.
+        """
+        engine = self.rng.choice(self.engines)
+        with contextlib.suppress(RuntimeError):
+            engine.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=self.rng.random() < 0.5
+            )
+        if self.rng.random() < 0.5:
+            self.abort()
 
     def replace_weights(self) -> None:
         """Replace the weights of one engine as a trainer does: pause, reset, load, resume."""

@@ -8,7 +8,8 @@ ended (`EndStores`). A preempted request, and a request whose sliding window has
 blocks at once: copies that have not ended are then void (`VoidStores`).
 
 Loading. A load only saves computation: when it fails, the engine computes the prompt, whatever
-`kv_load_failure_policy` says, and asks once more for what is left of the prefix.
+`kv_load_failure_policy` says. An engine that admits a second load first asks once more for what is
+left of the prefix.
 
 Runs on the engine's main thread and never blocks.
 """
@@ -55,8 +56,6 @@ from kvferry.tiers.keys import KeyChain, Namespace
 
 __all__ = ["OffloadingScheduler", "SeenChunks"]
 
-MAX_LOADS = 2
-"""How often a request may try to load: the second time without the chunks that were missing."""
 MAX_TIMED_STEPS = 8
 """More steps than this are never in flight at once."""
 
@@ -88,7 +87,7 @@ class _TrackedRequest:
     """How many tokens the engine had when it last asked."""
     hit: Hit | None = None
     is_loading: bool = False
-    num_loads: int = 0
+    num_loads_left: int = 1
     max_chunks: int | None = None
     """No more chunks than this can be loaded: the next one was missing."""
     is_counted: bool = False
@@ -139,6 +138,10 @@ class OffloadingScheduler:
     ) -> None:
         self._config = config
         self._groups = cache.groups
+        self._max_loads = 2 if cache.admits_second_load else 1
+        """How often a request may try to load: the second time without the chunks that were
+        missing.
+        """
         self._local_groups = tuple(
             number for number, group in enumerate(cache.groups) if group.has_local_attention
         )
@@ -215,7 +218,7 @@ class OffloadingScheduler:
             return
         chain = KeyChain(self._chunk_tokens, salt, len(self._groups))
         chain.extend(request.prompt_token_ids, request.num_prompt_tokens)
-        tracked = _TrackedRequest(chain, request.num_prompt_tokens)
+        tracked = _TrackedRequest(chain, request.num_prompt_tokens, num_loads_left=self._max_loads)
         self._tracked[request.request_id] = tracked
         self._watch(request.request_id, tracked)
         if self._lookup is not None:
@@ -229,7 +232,7 @@ class OffloadingScheduler:
             tracked is None
             or self._lookup is None
             or tracked.is_outdated
-            or tracked.num_loads >= MAX_LOADS
+            or not tracked.num_loads_left
         ):
             return 0, False
         num_tokens = request.num_tokens
@@ -256,7 +259,7 @@ class OffloadingScheduler:
             missing, self._bytes_to_load(tracked, found)
         ):
             self._stats.count("skipped_tokens", missing)
-            tracked.num_loads = MAX_LOADS
+            tracked.num_loads_left = 0
             return 0, False
         return missing, True
 
@@ -296,7 +299,7 @@ class OffloadingScheduler:
             lambda group, index: (hit.tier(group, index),),
         )
         tracked.is_loading = True
-        tracked.num_loads += 1
+        tracked.num_loads_left -= 1
         self._commands.append(LoadChunks(request.request_id, chunks))
         self._stats.count("hit_tokens", num_external_tokens)
 
@@ -342,12 +345,10 @@ class OffloadingScheduler:
             return
         tracked.is_loading = False
         if not has_failed:
-            # A request that is preempted later may load again.
-            tracked.num_loads = 0
             return
         self._stats.count("failed_loads")
         tracked.max_chunks = self._first_missing(tracked, missing)
-        if self._lookup is not None:
+        if self._lookup is not None and tracked.num_loads_left:
             # The first answer was wrong, so ask again. Without chunks this only ends the query.
             keys = tracked.chain.keys
             self._lookup.begin(request_id, [group[: tracked.max_chunks] for group in keys])
@@ -399,6 +400,7 @@ class OffloadingScheduler:
         if self._is_copying(tracked):
             self._commands.append(VoidStores(request_id))
         tracked.num_offered = tracked.last_store = 0
+        tracked.num_loads_left, tracked.max_chunks = self._max_loads, None
         self._watch(request_id, tracked)
 
     def _watch(self, request_id: str, tracked: _TrackedRequest) -> None:
