@@ -91,8 +91,8 @@ def test_every_promise_about_faults_names_a_test() -> None:
     rows = [
         line
         for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
-    ][2:]
+        if line.startswith("|") and not line.startswith(("| what happens |", "|---"))
+    ]
     assert len(rows) >= 9
     assert [row for row in rows if "::test_" not in row] == []
 
