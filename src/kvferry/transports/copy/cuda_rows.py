@@ -253,12 +253,12 @@ class _Direction:
 
     def _next_stage(self, size_bytes: int) -> _Stage:
         """Take turns between two stages, so that a batch is copied while another is gathered."""
-        if len(self._stages) < NUM_STAGES or len(self._stages[0].memory) < size_bytes:
-            if self._stages:
-                self._stages.pop(0).is_free.synchronize()
+        stage = self._stages.pop(0) if len(self._stages) == NUM_STAGES else None
+        if stage is not None and len(stage.memory) < size_bytes:
+            stage.is_free.synchronize()
+            stage = None
+        if stage is None:
             stage = _Stage(max(STAGE_BYTES, size_bytes), self._device)
-        else:
-            stage = self._stages.pop(0)
         self._stages.append(stage)
         return stage
 
