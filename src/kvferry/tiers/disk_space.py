@@ -24,7 +24,17 @@ from typing import NamedTuple
 
 from kvferry.tiers.base import TierUsage
 
-__all__ = ["NAMESPACE_FILE", "DiskSpace", "DiskSweeper", "draft_name"]
+__all__ = [
+    "DRAFT_MAX_AGE_S",
+    "DRAFT_NAME",
+    "FOLDER_NAME",
+    "NAMESPACE_FILE",
+    "NAMESPACE_NAME",
+    "OBJECT_NAME",
+    "DiskSpace",
+    "DiskSweeper",
+    "draft_name",
+]
 
 NAMESPACE_FILE = "namespace.json"
 WAKE_FRACTION = 0.975
@@ -42,10 +52,10 @@ CLOSE_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}\Z")
-_FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
-_OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
-_DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}\Z")
+FOLDER_NAME = re.compile(r"[0-9a-f]{2}\Z")
+OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
+DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
 
 
 def draft_name(object_name: str) -> str:
@@ -159,14 +169,14 @@ class _Scan:
 
     def files(self) -> Iterator[_StoredFile]:
         """Yield the objects, and delete the drafts of dead writers."""
-        for namespace in _folders(self._root, _NAMESPACE_NAME):
-            for folder in _folders(namespace.path, _FOLDER_NAME):
+        for namespace in _folders(self._root, NAMESPACE_NAME):
+            for folder in _folders(namespace.path, FOLDER_NAME):
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
         for entry in _entries(folder.path):
-            is_draft = _DRAFT_NAME.match(entry.name) is not None
-            if not is_draft and _OBJECT_NAME.match(entry.name) is None:
+            is_draft = DRAFT_NAME.match(entry.name) is not None
+            if not is_draft and OBJECT_NAME.match(entry.name) is None:
                 continue
             try:
                 found = entry.stat(follow_symlinks=False)

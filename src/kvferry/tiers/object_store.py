@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         S3Store,
     )
 
-__all__ = ["Bucket", "ObjectStoreDeadlines", "ObjectTier"]
+__all__ = ["Bucket", "ObjectStoreDeadlines", "ObjectTier", "describe_failure", "open_store"]
 
 NAMESPACE_FILE = "namespace.json"
 MAX_RETRIES = 2
@@ -109,7 +109,7 @@ class ObjectTier:
     ) -> None:
         """Raises `ConfigError` if the settings cannot be right. Makes no request."""
         self._deadlines = deadlines or ObjectStoreDeadlines()
-        self._requests = _Requests(_open_store(bucket, self._deadlines))
+        self._requests = _Requests(open_store(bucket, self._deadlines))
         self._namespace = namespace
         self._envelope = Envelope(secret, namespace.digest)
         self._clock = clock
@@ -280,7 +280,7 @@ class _Requests:
         except TimeoutError:
             raise _StoreFailed(f"the object store did not answer within {deadline_s:g} s") from None
         except (BaseError, OSError) as error:
-            raise _StoreFailed(_reason(str(error))) from None
+            raise _StoreFailed(describe_failure(str(error))) from None
 
     # -- requests, on the event loop --
 
@@ -344,7 +344,7 @@ async def _cancel_all_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _reason(error_text: str) -> str:
+def describe_failure(error_text: str) -> str:
     """A sentence for an error of obstore, without the text, which may repeat an access key."""
     if (status := _STATUS.search(error_text)) is not None:
         refused = ": it does not accept the credentials" if status[1] in ("401", "403") else ""
@@ -353,7 +353,7 @@ def _reason(error_text: str) -> str:
     return _KINDS.get(kind[1] if kind else "", "the connection to the object store broke")
 
 
-def _open_store(bucket: Bucket, deadlines: ObjectStoreDeadlines) -> "S3Store":
+def open_store(bucket: Bucket, deadlines: ObjectStoreDeadlines) -> "S3Store":
     try:
         from obstore.exceptions import BaseError
         from obstore.store import S3Store

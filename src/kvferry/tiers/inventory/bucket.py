@@ -19,8 +19,8 @@ from kvferry.tiers.object_store import (
     NAMESPACE_FILE,
     Bucket,
     ObjectStoreDeadlines,
-    _open_store,
-    _reason,
+    describe_failure,
+    open_store,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class BucketInventory:
         """`check` needs the cluster's secret. Raises `ConfigError` if the settings cannot be right.
         Makes no request.
         """
-        self._store = _open_store(bucket, ObjectStoreDeadlines())
+        self._store = open_store(bucket, ObjectStoreDeadlines())
         self._bucket = bucket
         self._secret = secret
 
@@ -130,4 +130,4 @@ def _sentences() -> Iterator[None]:
         raise
     except (BaseError, OSError) as error:
         # The text of the error is not passed on: it may repeat an access key.
-        raise TransportError(_reason(str(error))) from None
+        raise TransportError(describe_failure(str(error))) from None

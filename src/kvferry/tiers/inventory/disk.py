@@ -1,7 +1,6 @@
 """What the folder of a disk tier holds. `kvferry.tiers.disk_space` has the names of the files."""
 
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,14 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.base import ObjectKey
-from kvferry.tiers.disk_space import DRAFT_MAX_AGE_S, NAMESPACE_FILE
+from kvferry.tiers.disk_space import (
+    DRAFT_MAX_AGE_S,
+    DRAFT_NAME,
+    FOLDER_NAME,
+    NAMESPACE_FILE,
+    NAMESPACE_NAME,
+    OBJECT_NAME,
+)
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
 from kvferry.tiers.inventory.base import (
     MAX_TEXT_BYTES,
@@ -28,11 +34,6 @@ MAX_OBJECT_BYTES = 4 << 30
 """Larger files are refused unread. No engine has chunks of this size."""
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Opening a pipe, if one is in the folder, must not wait."""
-
-_NAMESPACE = re.compile(r"[0-9a-f]{32}\Z")
-_FOLDER = re.compile(r"[0-9a-f]{2}\Z")
-_OBJECT = re.compile(r"[0-9a-f]{64}\Z")
-_DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp\Z")
 
 
 class DiskInventory:
@@ -59,7 +60,7 @@ class DiskInventory:
 
     def namespaces(self) -> Iterator[str]:
         for entry in _entries(self._root):
-            if _NAMESPACE.match(entry.name) and entry.is_dir(follow_symlinks=False):
+            if NAMESPACE_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield entry.name
 
     def summary(self, namespace: str, note: NoteProgress) -> NamespaceSummary:
@@ -106,7 +107,7 @@ class DiskInventory:
         num_gone = 0
         for folder in self._folders(namespace):
             for entry in _entries(folder):
-                is_object = _OBJECT.match(entry.name) is not None
+                is_object = OBJECT_NAME.match(entry.name) is not None
                 if is_object or _is_stale_draft(entry):
                     num_gone += _is_unlinked(entry.path) and is_object
                     note(num_gone)
@@ -143,11 +144,11 @@ class DiskInventory:
 
     def _objects(self, namespace: str) -> "Iterator[os.DirEntry[str]]":
         for folder in self._folders(namespace):
-            yield from (entry for entry in _entries(folder) if _OBJECT.match(entry.name))
+            yield from (entry for entry in _entries(folder) if OBJECT_NAME.match(entry.name))
 
     def _folders(self, namespace: str) -> Iterator[str]:
         for entry in _entries(self._root / namespace):
-            if _FOLDER.match(entry.name) and entry.is_dir(follow_symlinks=False):
+            if FOLDER_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield entry.path
 
     def _path(self, namespace: str, name: str) -> str:
@@ -195,7 +196,7 @@ def _is_unlinked(path: str) -> bool:
 
 def _is_stale_draft(entry: "os.DirEntry[str]") -> bool:
     """Whether a file being written belongs to a dead writer."""
-    if _DRAFT.match(entry.name) is None:
+    if DRAFT_NAME.match(entry.name) is None:
         return False
     with suppress(OSError):
         return abs(time.time() - entry.stat(follow_symlinks=False).st_mtime) > DRAFT_MAX_AGE_S
