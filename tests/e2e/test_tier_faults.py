@@ -104,7 +104,7 @@ def test_an_engine_that_is_killed_while_it_loads_from_disk_finds_everything_agai
     cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
     """The load also promotes chunks into the host pool: half a promotion must not be visible."""
-    tiers = [
+    tiers: list[dict[str, Any]] = [
         {"cpu": "64MiB"},
         {"disk": {"path": str(folder / "disk"), "size": "64MiB"}},
     ]

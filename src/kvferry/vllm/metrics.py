@@ -6,7 +6,7 @@ does not count are named `kvferry:*`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -26,6 +26,7 @@ from kvferry.connectors.stats import (
     TransferStats,
     merge_stats,
 )
+from kvferry.connectors.stats import KVConnectorStats as OwnStats
 
 __all__ = ["KVFerryPromMetrics", "KVFerryStats"]
 
@@ -46,9 +47,11 @@ uses a read that ended after expiry.
 
 
 class KVFerryStats(KVConnectorStats):
-    """`TransferStats` under vLLM's base class."""
+    """Stats of kvferry under vLLM's base class."""
 
     data: dict[str, Any]
+    inner_class: ClassVar[type[OwnStats]] = TransferStats
+    """kvferry's class, which knows what a log line shows."""
 
     def reset(self) -> None:
         self.data = {}
@@ -58,7 +61,7 @@ class KVFerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return TransferStats(self.data).reduce()
+        return self.inner_class(self.data).reduce()
 
     def is_empty(self) -> bool:
         return not self.data

@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.connectors.offloading.metadata import (
     LOOKUP_COUNTERS,
@@ -19,8 +16,8 @@ from kvferry.connectors.offloading.metadata import (
     TIER_LEVELS,
     OffloadStats,
 )
-from kvferry.connectors.stats import merge_stats
 from kvferry.tiers.jobs import POOL
+from kvferry.vllm.metrics import KVFerryStats
 
 __all__ = ["OffloadPromMetrics", "OffloadVllmStats"]
 
@@ -45,23 +42,10 @@ TIERING_NAMES = {
 _SAME = "Same metric as in vLLM."
 
 
-class OffloadVllmStats(KVConnectorStats):
+class OffloadVllmStats(KVFerryStats):
     """`OffloadStats` under vLLM's base class."""
 
-    data: dict[str, Any]
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "OffloadVllmStats":
-        merge_stats(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return OffloadStats(self.data).reduce()
-
-    def is_empty(self) -> bool:
-        return not self.data
+    inner_class = OffloadStats
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):

@@ -557,6 +557,9 @@ class OffloadingScheduler:
             # With async scheduling, the step before was still running when this one was built.
             self._break_even.note_step(num_tokens, now - max(built, self._last_output))
 
+    def is_load_optional(self, request_id: str) -> bool:
+        return True
+
     def has_pending_commands(self) -> bool:
         return bool(self._commands)
 
