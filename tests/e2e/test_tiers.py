@@ -129,7 +129,15 @@ def expected(plain: Engine, pytestconfig: pytest.Config) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    "setup", ["cpu", "disk", "object", "cpu+disk", "cpu+disk+object"], indirect=True
+    "setup",
+    [
+        "cpu",
+        "disk",
+        "object",
+        pytest.param("cpu+disk", marks=pytest.mark.exhaustive),
+        pytest.param("cpu+disk+object", marks=pytest.mark.exhaustive),
+    ],
+    indirect=True,
 )
 def test_tokens_from_tiers_equal_an_engines_without_tiers(
     setup: TierSetup, cluster: Cluster, expected: list[Answer]

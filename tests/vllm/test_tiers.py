@@ -79,7 +79,15 @@ def num_chunks(prompt: Prompt) -> int:
     return len(prompt.token_ids) // 32
 
 
-@pytest.mark.parametrize("tiers", [("cpu",), ("disk",), ("cpu", "disk")], ids="+".join)
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ("cpu", "disk"),
+        pytest.param(("cpu",), marks=pytest.mark.exhaustive),
+        pytest.param(("disk",), marks=pytest.mark.exhaustive),
+    ],
+    ids="+".join,
+)
 def test_tokens_from_tiers_equal_a_vllms_without_a_connector(
     tmp_path: Path, model: Path, storage: Storage, right: Right, tiers: tuple[str, ...]
 ) -> None:
