@@ -26,6 +26,7 @@ from kvferry.vllm import (
     MultiConnector,
     NixlConnector,
     NixlPushConnector,
+    OffloadingConnector,
 )
 from kvferry.vllm.release import TESTED, release
 
@@ -87,7 +88,7 @@ KVFERRY_ONLY = {
     "opens_side_channel",
     "provides_dummy_kv",
 }
-CALLED_BY_OUR_MULTI_CONNECTOR = {"join_multi_connector", "note_skipped"}
+CALLED_BY_OUR_MULTI_CONNECTOR = {"has_urgent_work", "join_multi_connector", "note_skipped"}
 
 
 def public_names(of: type) -> set[str]:
@@ -160,7 +161,14 @@ def drift(ours: type, base: type) -> list[str]:
 
 @pytest.mark.parametrize(
     "ours",
-    [NixlConnector, KVFerryConnector, NixlPushConnector, KVFerryPushConnector, MultiConnector],
+    [
+        NixlConnector,
+        KVFerryConnector,
+        NixlPushConnector,
+        KVFerryPushConnector,
+        OffloadingConnector,
+        MultiConnector,
+    ],
 )
 def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
     assert drift(ours, KVConnectorBase_V1) == []
