@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BUCKET = "faults"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 PROMPTS = random_prompts(12, seed=33, longest=600)
+OTHERS = random_prompts(4, seed=34, longest=600)
 NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 
 
@@ -71,12 +72,13 @@ async def assert_free_of_requests(engine: Engine) -> None:
 def test_a_folder_that_is_removed_while_the_engine_runs_costs_only_time(
     cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
-    right = asyncio.run(ask_all(plain, PROMPTS))
+    right, right_others = (asyncio.run(ask_all(plain, each)) for each in (PROMPTS, OTHERS))
     engine = serve(cluster, "engine", [{"disk": {"path": str(folder / "disk"), "size": "64MiB"}}])
     assert asyncio.run(ask_all(engine, PROMPTS)) == right
     asyncio.run(until_counted(engine, "kvferry:tier_stores_total/disk", 1))
     shutil.rmtree(folder / "disk")
     assert asyncio.run(ask_all(engine, PROMPTS)) == right
+    assert asyncio.run(ask_all(engine, OTHERS)) == right_others
     asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/disk", 1))
     asyncio.run(assert_free_of_requests(engine))
 
