@@ -112,11 +112,11 @@ def test_a_killed_server_finds_its_kv_again(tmp_path: Path, model: Path, storage
     with Fleet(tmp_path / "fleet", model) as fleet:
         engine = serve(fleet, storage, "first", "cpu", "disk")
         right = asyncio.run(fill(engine))
-        engine.kill()
+        engine.kill(is_stopped=True)
         fleet.dismiss(engine.process)
         again = serve(fleet, storage, "second", "cpu", "disk")
         assert asyncio.run(ask_and_count(again)) == (right, num_chunks(LONG) * 32)
-        again.kill()
+        again.kill(is_stopped=True)
         fleet.dismiss(again.process)
         # Without the pool, the disk alone serves the prompt.
         last = serve(fleet, storage, "third", "disk")

@@ -93,7 +93,7 @@ def test_tokens_from_tiers_equal_a_vllms_without_a_connector(servers: TierServer
 def test_a_killed_server_finds_its_kv_again(servers: TierServers) -> None:
     prompt = max(PROMPTS, key=lambda each: len(each.token_ids))
     right = asyncio.run(ask_all(servers.plain, [prompt]))
-    servers.both.kill()
+    servers.both.kill(is_stopped=True)
     servers.fleet.dismiss(servers.both.process)
     again = servers.serve("again", "cpu", "disk")
     ready(again)
