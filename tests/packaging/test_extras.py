@@ -50,7 +50,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_the_base_install_asks_for_four_packages() -> None:
     names = [Requirement(line).name for line in PROJECT["dependencies"]]
-    assert names == ["msgspec", "nixl", "numpy", "pyzmq"]
+    assert names == ["blake3", "msgspec", "nixl", "numpy", "pyzmq"]
 
 
 def test_the_check_knows_the_packages_of_every_extra() -> None:

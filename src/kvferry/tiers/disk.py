@@ -51,6 +51,15 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """ESTALE: another host has removed the object while it was open here."""
 
 
+class _ThreadPages(threading.local):
+    """Two pages for each thread: for the header, and for the end of a payload that does not fill
+    its last page. Direct I/O moves whole pages.
+    """
+
+    def __init__(self) -> None:
+        self.pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+
+
 class DiskTier:
     """Implements `Tier`. Starts a thread if `max_bytes` is given."""
 
@@ -74,6 +83,7 @@ class DiskTier:
         self._backoff_lock = threading.Lock()
         self._space = DiskSpace(root, max_bytes)
         self._sweeper = DiskSweeper(self._space) if max_bytes is not None else None
+        self._thread_pages = _ThreadPages()
         _prepare_root(root)
         with suppress(OSError):  # a folder that can only be read serves loads
             self._make_folder(self._folder)
@@ -160,7 +170,7 @@ class DiskTier:
             found = os.fstat(opened)
             if not stat.S_ISREG(found.st_mode):
                 return "is not a file"
-            header = _read_object(opened, into, found.st_size)
+            header = _read_object(opened, self._thread_pages.pages, into, found.st_size)
             refusal = self._envelope.check(key, header, into, found.st_size)
             if refusal is not None:
                 return refusal.value
@@ -197,7 +207,7 @@ class DiskTier:
             opened = _open(draft, flags)
         try:
             try:
-                _write_object(opened, header, payload)
+                _write_object(opened, self._thread_pages.pages, header, payload)
             finally:
                 os.close(opened)  # network file systems report some errors only here
             os.replace(draft, path)
@@ -271,13 +281,10 @@ def _whole_pages(size_bytes: int) -> int:
     return size_bytes // PAGE_BYTES * PAGE_BYTES
 
 
-def _read_object(opened: int, payload: memoryview, stored_bytes: int) -> memoryview:
-    """Fill `payload`, and return the header, or as much of it as the file has.
-
-    The last bytes of a payload that does not fill its last page go through a page of ours, because
-    direct I/O reads whole pages.
-    """
-    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+def _read_object(
+    opened: int, pages: memoryview, payload: memoryview, stored_bytes: int
+) -> memoryview:
+    """Fill `payload`, and return the header, or as much of it as the file has."""
     header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
     split = _whole_pages(len(payload))
     parts = [header, payload[:split], *([last_page] if split < len(payload) else [])]
@@ -288,8 +295,7 @@ def _read_object(opened: int, payload: memoryview, stored_bytes: int) -> memoryv
     return header[:num_read]
 
 
-def _write_object(opened: int, header: bytes, payload: memoryview) -> None:
-    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+def _write_object(opened: int, pages: memoryview, header: bytes, payload: memoryview) -> None:
     pages[:HEADER_BYTES] = header
     split = _whole_pages(len(payload))
     rest = len(payload) - split

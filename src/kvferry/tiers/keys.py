@@ -19,7 +19,7 @@ from kvferry.tiers.base import KEY_BYTES, ObjectKey
 
 __all__ = ["FORMAT_VERSION", "KeyChain", "Namespace"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """The version of the object format and of the order of bytes in a payload. Part of every namespace.
 """
 NAMESPACE_BYTES = 16
