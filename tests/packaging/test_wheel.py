@@ -219,7 +219,8 @@ print(*sorted(distribution.name.lower() for distribution in distributions()))
 def test_the_connector_and_nixl_load_with_the_base_install(connector: Installation) -> None:
     done = connector.run("python", "-c", IMPORTS)
     assert done.stderr == ""
-    assert done.stdout.split() == sorted(["blake3", "kvferry", "msgspec", "numpy", "pyzmq", *NIXL])
+    installed = set(done.stdout.split()) - {"typing_extensions"}  # of blake3, on Python 3.11
+    assert installed == {"blake3", "kvferry", "msgspec", "numpy", "pyzmq", *NIXL}
 
 
 def test_the_version_is_that_of_the_package(connector: Installation) -> None:
