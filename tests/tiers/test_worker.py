@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tests.tiers.faulty import GatedCopier
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
+    DropAll,
     EndStores,
     LoadChunks,
     LoadEnded,
@@ -126,6 +127,23 @@ def test_a_load_waits_for_the_mark_and_its_cancel_for_the_load(rank: Rank) -> No
     assert not rank.cache[2].any()
     mark.is_passed = True
     rank.wait_for(lambda: "b" in rank.ended())
+
+
+def test_objects_that_are_refused_together_are_one_line_in_the_log(
+    rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = (1, 2)
+    chunks = tuple(chunk(number, number, "disk") for number in numbers)
+    rank.submit(StoreChunks("a", chunks, 1))
+    rank.wait_for(lambda: rank.worker.usage().get("disk", TierUsage()).num_objects == 2)
+    for path in tmp_path.glob("*/*/*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    rank.submit(DropAll(), *(LoadChunks(str(each), (chunks[each - 1],)) for each in numbers))
+    rank.wait_for(lambda: rank.ended() == {"1", "2"})
+    assert rank.worker.take_counts()["disk"]["refused"] == 2
+    (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("tiers.worker")]
+    assert "tier=disk" in line
+    assert "is damaged" in line
 
 
 @pytest.mark.parametrize("calls_until_bug", [0, 1, 2])

@@ -9,69 +9,101 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
+from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
+from tests.e2e.test_tiers import damage, damage_and_seal, objects
+from tests.tiers.s3_server import request as ask_s3
+from tests.tiers.s3_server import s3_server
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
-from tests.vllm.right import PROMPTS, Right
+from tests.vllm.right import PROMPTS
 from tests.vllm.test_weights_update import load, reset
 from tests.vllm.vllm_asking import assert_free
 
 from kvferry.engine.make_model.writer import make_model
+from kvferry.tiers.envelope import HEADER_BYTES
+from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 OFFLOADING = {**BY_MODULE_PATH, "kv_connector": "OffloadingConnector"}
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
-"""vLLM then serves the pages that replace weights and reset caches."""
-LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(1400)), max_tokens=8)
+ENVIRONMENT = {
+    # vLLM then serves the pages that replace weights and reset caches.
+    "VLLM_SERVER_DEV_MODE": "1",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+}
+ALL_TIERS = ("cpu", "disk", "object")
+BUCKET = "tiers"
+LONG = Prompt(tuple(10 + (7 * n) % 480 for n in range(4040)), max_tokens=8)
+"""vLLM computes it in two steps of 2,048 tokens."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Folders for the tiers of one test."""
+    """Places for the tiers of one test."""
 
     folder: Path
+    server: Address
 
     def extra(self, *tiers: str) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "cpu": "256MiB",
             "disk": {"path": str(self.folder / "disk"), "size": "512MiB"},
+            "object": {
+                "bucket": BUCKET,
+                "endpoint": f"http://{self.server}",
+                "prefix": self.folder.name,
+                "store_after": 1,
+            },
         }
         return {
             "tiers": [{tier: settings[tier]} for tier in tiers],
             "pool_path": str(self.folder / "pool"),
             # Tests must load what was stored, also where this model computes faster.
             "break_even": False,
+            # The server of the tests is slow.
+            "lookup_timeout": 20.0,
         }
 
 
+@pytest.fixture(scope="module")
+def object_server() -> Iterator[Address]:
+    with s3_server() as address:
+        assert ask_s3(address, "PUT", f"/{BUCKET}")[0] == 200
+        yield address
+
+
 @pytest.fixture
-def storage(tmp_path: Path) -> Iterator[Storage]:
+def storage(tmp_path: Path, object_server: Address) -> Iterator[Storage]:
     folder = Path(f"/dev/shm/kvferry-test-vllm-{tmp_path.name}")
     folder.mkdir(mode=0o700)
-    yield Storage(folder)
+    yield Storage(folder, object_server)
     shutil.rmtree(folder)
 
 
-def serve(
-    fleet: Fleet, storage: Storage, name: str, *tiers: str, flags: tuple[str, ...] = ()
-) -> Engine:
+def serve(fleet: Fleet, storage: Storage, name: str, *tiers: str, **more: Any) -> Engine:
+    flags = ("--max-model-len", "4096", *more.pop("flags", ()))
     engine = fleet.vllm(
-        name, *flags, transfer=OFFLOADING, extra=storage.extra(*tiers), environment=DEV_MODE
+        name,
+        *flags,
+        transfer=OFFLOADING,
+        extra=storage.extra(*tiers),
+        environment=ENVIRONMENT,
+        **more,
     )
     ready(engine)
     return engine
 
 
-async def until_stored(
-    session: aiohttp.ClientSession, engine: Engine, tier: str, count: int
-) -> None:
-    async def is_stored() -> bool:
-        found = await metrics(session, engine)
-        return found.get(f"kvferry:tier_stores_total/{tier}", 0) >= count
+async def until_stored(engine: Engine, tier: str, count: int) -> None:
+    async with new_session(60) as session:
 
-    await until(f"{count} chunks stored in {tier}", is_stored)
+        async def is_stored() -> bool:
+            found = await metrics(session, engine)
+            return found.get(f"kvferry:tier_stores_total/{tier}", 0) >= count
+
+        await until(f"{count} chunks stored in {tier}", is_stored)
 
 
 def num_chunks(prompt: Prompt) -> int:
@@ -79,55 +111,11 @@ def num_chunks(prompt: Prompt) -> int:
     return len(prompt.token_ids) // 32
 
 
-@pytest.mark.parametrize(
-    "tiers",
-    [
-        ("cpu", "disk"),
-        pytest.param(("cpu",), marks=pytest.mark.exhaustive),
-        pytest.param(("disk",), marks=pytest.mark.exhaustive),
-    ],
-    ids="+".join,
-)
-def test_tokens_from_tiers_equal_a_vllms_without_a_connector(
-    tmp_path: Path, model: Path, storage: Storage, right: Right, tiers: tuple[str, ...]
-) -> None:
-    """Every prompt is asked twice, without a prefix cache."""
-    with Fleet(tmp_path / "fleet", model) as fleet:
-        engine = serve(fleet, storage, "engine", *tiers, flags=("--no-enable-prefix-caching",))
-
-        async def check() -> None:
-            for _ in range(2):
-                assert await ask_all(engine, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
-            async with new_session(60) as session:
-                await assert_free(session, engine)
-                found = await metrics(session, engine)
-            assert found[f"kvferry:tier_loads_total/{tiers[0]}"] > 0
-            assert found["kvferry:offload_hit_tokens_total"] > 1000
-            assert found.get("kvferry:tier_refused_total", 0) == 0
-
-        asyncio.run(check())
-
-
-def test_a_killed_server_finds_its_kv_again(tmp_path: Path, model: Path, storage: Storage) -> None:
-    with Fleet(tmp_path / "fleet", model) as fleet:
-        engine = serve(fleet, storage, "first", "cpu", "disk")
-        right = asyncio.run(fill(engine))
-        engine.kill(is_stopped=True)
-        fleet.dismiss(engine.process)
-        again = serve(fleet, storage, "second", "cpu", "disk")
-        assert asyncio.run(ask_and_count(again)) == (right, num_chunks(LONG) * 32)
-        again.kill(is_stopped=True)
-        fleet.dismiss(again.process)
-        # Without the pool, the disk alone serves the prompt.
-        last = serve(fleet, storage, "third", "disk")
-        assert asyncio.run(ask_and_count(last)) == (right, num_chunks(LONG) * 32)
-
-
-async def fill(engine: Engine) -> list[Answer]:
-    """Ask one long prompt, wait until all tiers have it, and return the answer."""
+async def fill(engine: Engine, *tiers: str, num_ranks: int = 1) -> list[Answer]:
+    """Ask one long prompt, wait until these tiers have it, and return the answer."""
     answer = await ask_all(engine, [LONG])
-    async with new_session(60) as session:
-        await until_stored(session, engine, "disk", num_chunks(LONG))
+    for tier in tiers:
+        await until_stored(engine, tier, num_ranks * num_chunks(LONG))
     return answer
 
 
@@ -139,6 +127,129 @@ async def ask_and_count(engine: Engine) -> tuple[list[Answer], float]:
     return answer, found["kvferry:offload_hit_tokens_total"]
 
 
+def end(fleet: Fleet, engine: Engine) -> None:
+    """Kill all processes of a server with SIGKILL."""
+    engine.kill(is_stopped=True)
+    fleet.dismiss(engine.process)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompts: list[Prompt]
+    right: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def asked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Asked:
+    """Prompts, and the answers of a vLLM without a connector: 200 with shared prefixes in
+    exhaustive runs.
+    """
+    if not request.config.getoption("--exhaustive"):
+        return Asked(PROMPTS, request.getfixturevalue("right").vllm)
+    prompts = random_prompts(200, seed=21)
+    with Fleet(tmp_path_factory.mktemp("plain"), model) as fleet:
+        plain = fleet.vllm("plain", transfer=None)
+        ready(plain)
+        return Asked(prompts, asyncio.run(ask_all(plain, prompts, concurrency=8, timeout_s=240)))
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ALL_TIERS,
+        *(
+            pytest.param(tiers, marks=pytest.mark.exhaustive)
+            for tiers in [("cpu",), ("disk",), ("object",), ("cpu", "disk"), ("disk", "object")]
+        ),
+    ],
+    ids="+".join,
+)
+def test_tokens_from_tiers_equal_a_vllms_without_a_connector(
+    tmp_path: Path, model: Path, storage: Storage, asked: Asked, tiers: tuple[str, ...]
+) -> None:
+    """Every prompt is asked twice, without a prefix cache."""
+    with Fleet(tmp_path / "fleet", model) as fleet:
+        engine = serve(fleet, storage, "engine", *tiers, flags=("--no-enable-prefix-caching",))
+
+        async def check() -> None:
+            for _ in range(2):
+                answers = await ask_all(engine, asked.prompts, concurrency=8, timeout_s=240)
+                assert answers == asked.right
+            async with new_session(60) as session:
+                await assert_free(session, engine)
+                found = await metrics(session, engine)
+            assert found[f"kvferry:tier_loads_total/{tiers[0]}"] > 0
+            assert found["kvferry:offload_hit_tokens_total"] > 1000
+            assert found.get("kvferry:tier_refused_total", 0) == 0
+
+        asyncio.run(check())
+
+
+def test_a_killed_server_finds_its_kv_again(tmp_path: Path, model: Path, storage: Storage) -> None:
+    """First in the host pool, then with each persistent tier alone."""
+    with Fleet(tmp_path / "fleet", model) as fleet:
+        engine = serve(fleet, storage, "first", *ALL_TIERS)
+        right = asyncio.run(fill(engine, "disk", "object"))
+        end(fleet, engine)
+        for tiers in (ALL_TIERS, ("disk",), ("object",)):
+            engine = serve(fleet, storage, " and ".join(tiers), *tiers)
+            assert asyncio.run(ask_and_count(engine)) == (right, num_chunks(LONG) * 32)
+            end(fleet, engine)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_find_what_two_ranks_have_stored_and_one_rank_finds_nothing(
+    tmp_path: Path, model: Path, storage: Storage
+) -> None:
+    two_ranks: dict[str, Any] = {"flags": ("--tensor-parallel-size", "2"), "cores": "0|1"}
+    with Fleet(tmp_path / "fleet", model) as fleet:
+        engine = serve(fleet, storage, "first", "cpu", "disk", **two_ranks)
+        right = asyncio.run(fill(engine, "disk", num_ranks=2))
+        end(fleet, engine)
+        for tier in ("cpu", "disk"):
+            engine = serve(fleet, storage, tier, tier, **two_ranks)
+            assert asyncio.run(ask_and_count(engine)) == (right, num_chunks(LONG) * 32)
+            end(fleet, engine)
+        engine = serve(fleet, storage, "one rank", "cpu", "disk")
+        assert asyncio.run(ask_and_count(engine)) == (right, 0)
+
+
+def test_one_flipped_bit_in_each_object_is_refused(
+    tmp_path: Path, model: Path, storage: Storage
+) -> None:
+    """The controls: objects that were damaged and sealed again give other tokens; vLLM's own tier,
+    in tests/vllm/test_stock_tiers.py.
+    """
+    disk, kept = storage.folder / "disk", storage.folder / "kept"
+    with Fleet(tmp_path / "fleet", model) as fleet:
+        engine = serve(fleet, storage, "first", "disk")
+        right = asyncio.run(fill(engine, "disk"))
+        end(fleet, engine)
+        shutil.copytree(disk, kept)
+        for number, path in enumerate(objects(disk)):
+            damage(path, HEADER_BYTES + 64 * number % (path.stat().st_size - HEADER_BYTES))
+        engine = serve(fleet, storage, "second", "disk")
+        assert asyncio.run(ask_all(engine, [LONG])) == right
+        found = asyncio.run(read_metrics(engine))
+        assert found["kvferry:tier_refused_total/disk"] == num_chunks(LONG)
+        assert found.get("kvferry:tier_loads_total/disk", 0) == 0
+        end(fleet, engine)
+
+        shutil.rmtree(disk)
+        shutil.copytree(kept, disk)
+        for path in objects(disk):
+            damage_and_seal(path, fleet.secret)
+        engine = serve(fleet, storage, "third", "disk")
+        assert asyncio.run(ask_all(engine, [LONG])) != right
+
+
+async def read_metrics(engine: Engine) -> dict[str, float]:
+    async with new_session(60) as session:
+        return await metrics(session, engine)
+
+
 def test_another_checkpoint_at_the_same_path_finds_nothing(
     tmp_path: Path, storage: Storage
 ) -> None:
@@ -146,12 +257,12 @@ def test_another_checkpoint_at_the_same_path_finds_nothing(
     path = tmp_path / "model"
     make_model(path, seed=1)
     with Fleet(tmp_path / "old", path) as fleet:
-        old = asyncio.run(fill(serve(fleet, storage, "first", "cpu", "disk")))
+        old = asyncio.run(fill(serve(fleet, storage, "first", *ALL_TIERS), "disk", "object"))
     shutil.rmtree(path)
     make_model(path, seed=2)
     with Fleet(tmp_path / "new", path) as fleet:
-        plain = fleet.vllm("plain", transfer=None)
-        engine = serve(fleet, storage, "second", "cpu", "disk")
+        plain = fleet.vllm("plain", "--max-model-len", "4096", transfer=None)
+        engine = serve(fleet, storage, "second", *ALL_TIERS)
         ready(plain)
         right = asyncio.run(ask_all(plain, [LONG]))
         assert right != old
@@ -163,10 +274,10 @@ def test_weights_that_are_replaced_in_a_running_server_find_only_their_own_kv(
 ) -> None:
     make_model(tmp_path / "other", seed=1)
     with Fleet(tmp_path / "fleet", model) as fleet:
-        engine = serve(fleet, storage, "engine", "cpu", "disk")
+        engine = serve(fleet, storage, "engine", *ALL_TIERS)
 
         async def check() -> None:
-            old = await fill(engine)
+            old = await fill(engine, "disk", "object")
             async with new_session(60) as session:
                 before = (await metrics(session, engine))["kvferry:offload_hit_tokens_total"]
                 await load(session, engine, tmp_path / "other")

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvferry.errors import KVFerryError
 from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
@@ -49,6 +50,7 @@ __all__ = ["OffloadWorker"]
 CLOSE_TIMEOUT_S = 5.0
 MARK_INTERVAL_S = 0.001
 """How often the engine's stream is queried while commands wait for a mark."""
+LOG_INTERVAL_S = 60.0
 REPORT_INTERVAL_S = 1.0
 """How often the fill of the tiers is reported while the worker is idle."""
 
@@ -66,8 +68,17 @@ class _Batch:
 @dataclass(frozen=True, slots=True)
 class _Result:
     task_id: int
+    tier: str
     result: TaskResult
     seconds: float
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """When the failures of one tier were last logged, and how many were suppressed since."""
+
+    logged_at: float = -inf
+    num_suppressed: int = 0
 
 
 @dataclass(slots=True)
@@ -134,7 +145,7 @@ class OffloadWorker:
         self._counts_lock = threading.Lock()
         self._usage: dict[str, TierUsage] = {}
         self._is_busy = False
-        self._warned: dict[str, float] = {}
+        self._troubles: dict[tuple[str, type[TaskResult]], _Trouble] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Loads and stores have a thread each, so that no load waits for the copy of a store.
         self._saver = TaskThreads(f"{name}-save", 1)
@@ -209,8 +220,8 @@ class OffloadWorker:
         match item:
             case _Batch():
                 self._take_batch(item, now)
-            case _Result(task_id, result, seconds):
-                self._note_trouble(result, now)
+            case _Result(task_id, tier, result, seconds):
+                self._note_trouble(tier, result, now)
                 self._jobs.complete(task_id, result, seconds, now)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
@@ -270,15 +281,23 @@ class OffloadWorker:
         self._outbox.extend(events)
         self._wake_engine()
 
-    def _note_trouble(self, result: TaskResult, now: float) -> None:
-        """Log a reason once a minute: thousands of objects may fail for the same reason."""
-        if isinstance(result, LoadResult) and result.outcome is LoadOutcome.MISSING:
+    def _note_trouble(self, tier: str, result: TaskResult, now: float) -> None:
+        """Log one reason a minute for each tier and direction: thousands of objects may fail at
+        once, and every reason names another object.
+        """
+        if not result.reason:
             return
-        if result.reason and now - self._warned.get(result.reason, -60.0) >= 60.0:
-            if len(self._warned) > 100:
-                self._warned.clear()
-            self._warned[result.reason] = now
-            _log.warning("KV cannot be stored or loaded reason=%s", result.reason)
+        trouble = self._troubles.setdefault((tier, type(result)), _Trouble())
+        if now - trouble.logged_at < LOG_INTERVAL_S:
+            trouble.num_suppressed += 1
+            return
+        _log.warning(
+            "KV cannot be stored or loaded tier=%s reason=%s suppressed=%d",
+            tier,
+            result.reason,
+            trouble.num_suppressed,
+        )
+        trouble.logged_at, trouble.num_suppressed = now, 0
 
     def _start(self, task: Task) -> None:
         match task:
@@ -296,7 +315,7 @@ class OffloadWorker:
         # Top of a task: only the rows of this task are lost.
         except Exception as error:
             result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
-        self._inbox.put(_Result(task_id, result, self._clock() - began))
+        self._inbox.put(_Result(task_id, POOL, result, self._clock() - began))
 
     def _transfer(self, task: ReadObject | WriteObject) -> None:
         result: LoadResult | StoreResult
@@ -316,7 +335,7 @@ class OffloadWorker:
                 if isinstance(task, ReadObject)
                 else StoreResult(StoreOutcome.FAILED, reason)
             )
-        self._inbox.put(_Result(task.task_id, result, self._clock() - began))
+        self._inbox.put(_Result(task.task_id, task.tier, result, self._clock() - began))
 
     def _answer_without_jobs(self) -> None:
         """Answer every command as an engine without tiers would, until `close`."""
