@@ -70,6 +70,7 @@ class TierSetup:
             "break_even": False,
             # The server of the tests is slow.
             "lookup_timeout": 20.0,
+            "load_timeout": 60.0,
         }
 
     @property

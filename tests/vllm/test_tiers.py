@@ -64,6 +64,7 @@ class Storage:
             "break_even": False,
             # The server of the tests is slow.
             "lookup_timeout": 20.0,
+            "load_timeout": 60.0,
         }
 
 
