@@ -1,6 +1,7 @@
 """Router states for the dashboard, made by the router's own builders from invented requests."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.router.dashboard.state import InstanceFacts, RouterFacts
@@ -9,7 +10,15 @@ from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
 from kvferry.web.transfer_records import TransferRecord
 
-__all__ = ["NOW", "Scene", "busy_scene", "hostile_scene", "large_scene"]
+__all__ = [
+    "NOW",
+    "Scene",
+    "busy_scene",
+    "engine_page",
+    "hostile_scene",
+    "large_scene",
+    "watcher",
+]
 
 NOW = 10_000.0
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>"\'&\u202e'
@@ -27,15 +36,53 @@ class Scene:
     now: float = NOW
 
 
-def watcher(page: bytes, moved_per_s: int = 0, tokens_per_s: int = 0) -> MetricsWatcher:
+def watcher(
+    page: bytes,
+    moved_per_s: int = 0,
+    tokens_per_s: int = 0,
+    grown_per_s: Mapping[str, int] | None = None,
+) -> MetricsWatcher:
+    """Two readings. `grown_per_s`: further counters, which are a million in the first reading."""
     made = MetricsWatcher()
     for at, factor in ((NOW - 2.5, 0), (NOW - 0.5, 2)):
         grown = b"kvferry:transfer_bytes_total %d\nvllm:generation_tokens_total %d\n" % (
             50_000_000_000 + factor * moved_per_s,
             1_000_000 + factor * tokens_per_s,
         )
+        for name, per_s in (grown_per_s or {}).items():
+            grown += f"{name} {1_000_000 + factor * per_s}\n".encode()
         made.note(read_metrics(page + grown), at)
     return made
+
+
+LOOKUPS = {
+    "kvferry:offload_queried_tokens_total": 6200,
+    "kvferry:offload_hit_tokens_total": 3844,
+    "kvferry:offload_skipped_tokens_total": 150,
+}
+TRAFFIC = {
+    'kvferry:tier_loaded_bytes_total{tier="cpu"}': 300 << 20,
+    'kvferry:tier_loaded_bytes_total{tier="disk"}': 100 << 20,
+    'kvferry:tier_stored_bytes_total{tier="cpu"}': 120 << 20,
+    'kvferry:tier_stored_bytes_total{tier="disk"}': 120 << 20,
+    'kvferry:tier_evictions_total{tier="cpu"}': 60,
+}
+
+
+def tiers_page(**refused: int) -> bytes:
+    """A full cpu tier, a disk that is a quarter full, and a bucket."""
+    gib = 1 << 30
+    lines = [
+        f'kvferry:tier_{level}{{tier="{tier}"}} {value}'
+        for tier, *values in (
+            ("cpu", 32 * gib, 32 * gib, 16384),
+            ("disk", 125 * gib, 500 * gib, 64000),
+            ("object", 3 * gib, 0, 1536),
+        )
+        for level, value in zip(("used_bytes", "max_bytes", "objects"), values, strict=True)
+    ]
+    lines += [f'kvferry:tier_refused_total{{tier="{tier}"}} {n}' for tier, n in refused.items()]
+    return "\n".join([*lines, ""]).encode()
 
 
 def engine_page(
@@ -77,14 +124,17 @@ def busy_scene() -> Scene:
             "prefill",
             "healthy",
             7,
-            watcher=watcher(engine_page(6, 2, 0.71, 14, 896, 0), 0, 0),
+            watcher=watcher(
+                engine_page(6, 2, 0.71, 14, 896, 0) + tiers_page(disk=3),
+                grown_per_s=LOOKUPS | TRAFFIC,
+            ),
         ),
         InstanceFacts(
             "10.0.0.12:8100",
             "prefill",
             "healthy",
             5,
-            watcher=watcher(engine_page(5, 0, 0.44, 9, 512, 0), 0, 0),
+            watcher=watcher(engine_page(5, 0, 0.44, 9, 512, 0) + tiers_page()),
         ),
         InstanceFacts(
             "10.0.0.13:8100",
@@ -228,6 +278,10 @@ def hostile_scene() -> Scene:
             b'vllm:num_requests_running{model_name="<b>m</b>"} 1\n'
             b'kvferry:transfer_mode{mode="<i>x</i>"} 1\n'
             b"kvferry:num_leases 1\n"
+            b'kvferry:tier_used_bytes{tier="<u>t</u>"} 9e15\n'
+            b'kvferry:tier_max_bytes{tier="<u>t</u>"} 1e-300\n'
+            b'kvferry:tier_refused_total{tier="' + b"z" * 5000 + b'"} 9e15\n'
+            b'kvferry:tier_objects{tier="__proto__"} NaN\n'
         ),
         NOW,
     )

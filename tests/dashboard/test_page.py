@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from tests.dashboard.browser import Page, open_page
 from tests.dashboard.page_server import Stage, raise_stage
-from tests.dashboard.scenes import HOSTILE, NOW, Scene, busy_scene, hostile_scene, large_scene
+from tests.dashboard.scenes import (
+    HOSTILE,
+    NOW,
+    Scene,
+    busy_scene,
+    engine_page,
+    hostile_scene,
+    large_scene,
+    watcher,
+)
 
 from kvferry.router.fleet.instance_metrics import MetricsWatcher
 from kvferry.router.timeline import RequestEvent, RequestOutcome
@@ -88,6 +97,75 @@ def test_leases_and_transfers_are_shown_for_instances_that_tell(browser: int) ->
         assert shown[0][2:5] == ["14", "896", "0"]
         assert shown[2][4:8] == ["3", "296 MiB/s", "81.7 k", "47.1 GiB"]
         assert await page.texts("#kv-sum") == ["23 leases on 1408 blocks, 4 transfers in flight"]
+
+    perform(browser, busy_scene(), play)
+
+
+def test_tiers_are_shown_with_hit_rate_fill_and_traffic(browser: int) -> None:
+    async def play(stage: Stage, page: Page) -> None:
+        shown = await page.run(rows("tiers"))
+        assert shown == [
+            ["10.0.0.11:8100prefill", "62 %of 12.4 k tokens", "cpu", "100 %32 GiB of 32 GiB",
+             "16.4 k", "300 MiB/s", "75 %", "120 MiB/s", "60", ""],
+            ["disk", "25 %125 GiB of 500 GiB", "64 k", "100 MiB/s", "25 %", "120 MiB/s", "–",
+             "3 refused"],
+            ["object", "3 GiB, no limit", "1536", "–", "–", "–", "–", ""],
+            ["10.0.0.12:8100prefill", "–", "cpu", "100 %32 GiB of 32 GiB",
+             "16.4 k", "–", "–", "–", "–", ""],
+            ["disk", "25 %125 GiB of 500 GiB", "64 k", "–", "–", "–", "–", ""],
+            ["object", "3 GiB, no limit", "1536", "–", "–", "–", "–", ""],
+        ]  # fmt: skip
+        assert await page.texts("#tiers-sum") == [
+            "62 % of 12.4 k prompt tokens looked up in the last minute came from tiers"
+        ]
+        assert await page.run(BAR_PARTS) == [
+            pytest.approx(part, abs=0.01) for part in (0.62, 1, 0.25, 1, 0.25)
+        ]
+        # Only the tier that has refused chunks is a warning; a full tier is not.
+        assert await page.run(WARNINGS) == ["3 refused"]
+        skipped = await page.run("document.querySelector('#tiers .hits').title")
+        assert skipped == "300 more tokens were found, but computing them was faster"
+
+    perform(browser, busy_scene(), play)
+
+
+BAR_PARTS = """[...document.querySelectorAll('#tiers .meter')].filter(bar => bar.checkVisibility())
+  .map(bar => bar.firstElementChild.offsetWidth / bar.offsetWidth)"""
+"""How much of each visible bar is coloured."""
+WARNINGS = """(() => {
+  const amber = getComputedStyle(document.documentElement).getPropertyValue('--amber');
+  const probe = document.body.appendChild(document.createElement('i'));
+  probe.style.color = amber;
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return [...document.querySelectorAll('#tiers tbody td')].filter(cell => getComputedStyle(cell).color === colour).map(cell => cell.textContent);
+})()"""  # noqa: E501
+"""The texts of the cells that have the colour of a warning."""
+
+
+def test_the_tiers_follow_an_instance_and_its_tiers(browser: int) -> None:
+    async def play(stage: Stage, page: Page) -> None:
+        disk_only = b'kvferry:tier_used_bytes{tier="disk"} 5\n'
+        stage.scene.instances[0] = replace(stage.scene.instances[0], watcher=watcher(disk_only))
+        shown = await page.until(rows("tiers"), lambda found: len(found) == 4)
+        assert [len(row) for row in shown] == [10, 10, 8, 8]
+        assert shown[0][2:4] == ["disk", "5 B"]
+        await page.click("#filter")
+        await page.write("10.0.0.12")
+        await page.until(rows("tiers"), lambda found: len(found) == 3)
+
+    perform(browser, busy_scene(), play)
+
+
+def test_without_tiers_the_page_has_no_section_for_them(browser: int) -> None:
+    async def play(stage: Stage, page: Page) -> None:
+        hidden = "!document.getElementById('tiers-section').checkVisibility()"
+        assert await page.run(hidden) is False
+        stage.scene.instances = [
+            replace(one, watcher=watcher(engine_page(1, 0, 0.5, 0, 0, 0)))
+            for one in stage.scene.instances
+        ]
+        await page.until(hidden)
 
     perform(browser, busy_scene(), play)
 
@@ -268,13 +346,16 @@ def test_words_of_others_are_words_and_nothing_else(browser: int) -> None:
             await page.until("document.querySelectorAll('#phases tbody tr').length === 2")
             await page.until(f"document.getElementById('timeline-title').textContent === {title}")
         assert await page.run(
-            "[window.hurt, document.querySelectorAll('img, b:not(figcaption b), i, main "
+            "[window.hurt, document.querySelectorAll('img, b:not(figcaption b), i, u, main "
             "script').length]"
         ) == [None, 0]
         shown = await page.run(rows("instances"))
         assert shown[0][0] == plain(HOSTILE)
         assert shown[0][8] == "<i>x</i>"
         assert [len(row[0]) for row in shown[1:]] == [5000, 5000]
+        tiers = await page.run(rows("tiers"))
+        assert tiers[0][2:4] == ["<u>t</u>", "100 %8185 TiB of 0 B"]
+        assert (len(tiers[1][0]), tiers[1][1], tiers[1][7]) == (256, "–", "9000 T refused")
         assert any(plain(HOSTILE) in row[3] for row in await page.run(rows("errors")))
         assert await page.run("document.documentElement.scrollWidth <= innerWidth") is True
 

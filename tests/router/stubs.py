@@ -56,6 +56,8 @@ class StubEngine:
     """Number of health checks that arrived while the engine was stopped."""
     num_tokens: int | None = None
     """The number of computed tokens that the `/metrics` page shows; None: it shows none."""
+    more_metrics: bytes = b""
+    """Further lines of the `/metrics` page."""
     is_stopped: bool = False
     """The engine accepts connections but does not answer health checks, like a process that is
     stopped.
@@ -97,7 +99,8 @@ class StubEngine:
             page += f'kvferry:side_channel{{address="{self.side_channel}"}} 1.0\n'
         if self.num_tokens is not None:
             page += f"vllm:generation_tokens_total {self.num_tokens}\n"
-        return web.Response(text=page) if self.mode else web.Response(status=404)
+        body = page.encode() + self.more_metrics
+        return web.Response(body=body) if self.mode else web.Response(status=404)
 
 
 @dataclass

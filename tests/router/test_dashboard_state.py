@@ -261,6 +261,40 @@ def test_the_state_names_instances_with_what_their_metrics_say() -> None:
     )
 
 
+def test_the_state_has_the_tiers_of_instances_that_have_tiers() -> None:
+    page = (
+        "kvferry:offload_queried_tokens_total {}\nkvferry:offload_hit_tokens_total {}\n"
+        'kvferry:tier_used_bytes{{tier="disk"}} 30\nkvferry:tier_max_bytes{{tier="disk"}} 40\n'
+        'kvferry:tier_loaded_bytes_total{{tier="disk"}} {}\n'
+        'kvferry:tier_stored_bytes_total{{tier="disk"}} {}\n'
+        'kvferry:tier_refused_total{{tier="disk"}} 2\n'
+    )
+    watcher = MetricsWatcher()
+    for now, values in ((90.0, (100, 100, 7, 7)), (95.0, (300, 250, 57, 17))):
+        watcher.note(read_metrics(page.format(*values).encode()), now)
+    without = MetricsWatcher()
+    without.note(read_metrics(b"vllm:num_requests_running 3\n"), 95.0)
+    shown = state(
+        RecentRequests(),
+        InstanceFacts("p1", "prefill", "healthy", watcher=watcher),
+        InstanceFacts("p2", "prefill", "healthy", watcher=without),
+        InstanceFacts("d1", "decode", "new"),
+    )["instances"]
+    assert [one["offload"] for one in shown[1:]] == [None, None]
+    lookups = {"queried_tokens": 200, "hit_tokens": 150, "skipped_tokens": None, "hit_rate": 0.75}
+    assert shown[0]["offload"] == {
+        **lookups,
+        "tiers": [
+            {
+                **{"name": "disk", "used_bytes": 30, "max_bytes": 40, "objects": None},
+                **{"loaded_bytes_per_s": 10, "load_share": 1, "stored_bytes_per_s": 2},
+                **{"evictions_per_s": None, "refused": 2, "failed_loads": None},
+                **{"failed_stores": None, "dropped_stores": None},
+            }
+        ],
+    }
+
+
 def test_the_state_is_bounded_however_much_there_is() -> None:
     recent = RecentRequests()
     for number in range(2000):

@@ -21,6 +21,7 @@ ROUTER = Path(kvferry.router.__file__).parent
         "fleet/instances",
         "fleet/members",
         "fleet/policies",
+        "fleet/tier_metrics",
     ],
 )
 def test_the_parts_that_decide_are_pure(name: str) -> None:

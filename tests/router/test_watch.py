@@ -10,6 +10,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.router.stubs import (
+    AS_ADMIN,
     Behaviour,
     Stage,
     StubEngine,
@@ -241,5 +242,32 @@ def test_an_instance_that_still_sends_is_not_silent() -> None:
             goes_on.set()
             assert [(await task)[0] for task in asked] == [200] * 4
             assert await s.metric("kvferry:router_retries_total") == 0
+
+    uvloop.run(scene())
+
+
+ODD_TIERS = b"".join(
+    b'kvferry:%s{tier="%s"} %s\n' % (name, tier, value)
+    for name in (b"tier_used_bytes", b"tier_max_bytes", b"tier_loaded_bytes_total")
+    for tier in (b"<script>", b"\xff\xfe", b"\\", b'a"b', b"}", b"__proto__", b"y" * 10_000)
+    for value in (b"NaN", b"-1", b"1e999", b"5e-324", b"9e15", b"", b"0x1", b"\x00")
+)
+
+
+def test_odd_tiers_of_an_instance_change_nothing_but_its_own_figures() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, **QUICK | {"probe": 5.0}) as s:
+            s.p.more_metrics = ODD_TIERS + b"kvferry:offload_hit_tokens_total 7\n" * 1000
+            s.d.more_metrics = b'kvferry:tier_used_bytes{tier="cpu"} 8\n'
+            offloads: list[Any] = [None, None]
+            while None in offloads:
+                async with s.session.get(f"{s.url}/dashboard/state", headers=AS_ADMIN) as answer:
+                    assert answer.status == 200
+                    offloads = [one["offload"] for one in (await answer.json())["instances"]]
+            odd, good = ([(one["name"], one["used_bytes"]) for one in x["tiers"]] for x in offloads)
+            assert good == [("cpu", 8)]
+            assert ("<script>", 9e15) in odd
+            assert all(len(name) <= 256 for name, _ in odd)
+            assert (await readiness(s), (await s.post(ONE))[0]) == ((200, 1, 1), 200)
 
     uvloop.run(scene())

@@ -8,8 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from tests.vllm.inside.engines import Engine, vllm_config
 from vllm.v1.outputs import ModelRunnerOutput
 
+from kvferry.connectors.offloading.metadata import OffloadStats
 from kvferry.router.fleet.instance_metrics import read_metrics
+from kvferry.router.fleet.tier_metrics import LookupCounters, TierCounters, TierLevels
+from kvferry.tiers.base import TierUsage
 from kvferry.vllm.connector import KVFerryConnector, KVFerryPushConnector
+from kvferry.vllm.offload_metrics import OffloadPromMetrics
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,22 @@ def test_routers_find_the_side_channel_on_the_page_once_an_engine_has_told_of_it
         assert not engine.scheduler.has_requests()
     finally:
         engine.close()
+
+
+def test_routers_read_the_tiers_of_all_engines_from_the_page(model: Path) -> None:
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    config = vllm_config(str(model), "p", "{}")
+    shown = OffloadPromMetrics(config, types, ["model_name", "engine"], labels)
+    stats = OffloadStats()
+    stats.count("queried_tokens", 90)
+    stats.add_tiers({"disk": {"loaded_bytes": 5, "refused": 1}})
+    stats.set_usage("tp0", "disk", TierUsage(used_bytes=10, num_objects=2, max_bytes=40))
+    for engine in labels:
+        shown.observe(stats.to_dict(), engine)
+    reading = read_metrics(generate_latest(registry)).offload
+    assert reading is not None
+    assert reading.lookups == LookupCounters(180, 0, 0)
+    assert reading.tiers["disk"].counters == TierCounters(loaded_bytes=10, refused=2)
+    assert reading.tiers["disk"].levels == TierLevels(20, 80, 4)

@@ -3,7 +3,7 @@
 import { byId, element, setData, setText, syncRows } from "./dom.js";
 import { bytesPerSecond, count, duration } from "./format.js";
 import { Plot } from "./plots.js";
-import { fillErrors, fillInstances, fillKv, fillRequests } from "./tables.js";
+import { fillErrors, fillInstances, fillKv, fillRequests, fillTiers } from "./tables.js";
 import { showNoTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 1000;
@@ -96,6 +96,7 @@ function showTables() {
   const wanted = byId("filter").value.trim().toLowerCase().replaceAll("_", " ");
   fillInstances(lastState, wanted);
   fillKv(lastState, wanted);
+  fillTiers(lastState, wanted);
   fillRequests(lastState, openTimeline);
   fillErrors(lastState, openTimeline);
 }

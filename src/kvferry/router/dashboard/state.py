@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.router.dashboard.request_view import FormatSubject, state_of
 from kvferry.router.fleet.instance_metrics import InstanceReading, MetricsWatcher
+from kvferry.router.fleet.tier_metrics import OffloadGrowth, OffloadReading, TierReading
 from kvferry.router.time_series import LatencyHistogram, SecondStats, TimeSeries, quantile
 from kvferry.router.timeline import ErrorCount, RecentRequests, RequestEvent, Timeline
 
@@ -60,6 +61,38 @@ class InstanceFacts:
     """Latest figures from the instance's `/metrics` page."""
 
 
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """One storage tier of an instance in the JSON answer. Rates and shares are those of the last
+    minute; counts are totals since the engine started.
+    """
+
+    name: str
+    used_bytes: float | None
+    max_bytes: float | None
+    """0 if only the storage bounds the tier."""
+    objects: float | None
+    loaded_bytes_per_s: float | None
+    load_share: float | None
+    """Share of the bytes loaded from all tiers of the instance, 0 to 1."""
+    stored_bytes_per_s: float | None
+    evictions_per_s: float | None
+    refused: float | None
+    failed_loads: float | None
+    failed_stores: float | None
+    dropped_stores: float | None
+
+
+class OffloadState(msgspec.Struct, frozen=True, kw_only=True):
+    """The storage tiers of an instance in the JSON answer, with its lookups of the last minute."""
+
+    queried_tokens: float | None
+    hit_tokens: float | None
+    skipped_tokens: float | None
+    hit_rate: float | None
+    """Share of the looked-up tokens that came from the tiers, 0 to 1."""
+    tiers: list[TierState]
+
+
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     """One instance in the JSON answer."""
 
@@ -86,6 +119,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     expired: float | None
     mode: str
     model: str
+    offload: OffloadState | None
+    """None if the instance reports no storage tiers."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +278,37 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
         expired=kv.expired,
         mode=reading.mode,
         model=reading.model,
+        offload=_offload(reading.offload, watcher.offload.growth()),
+    )
+
+
+def _offload(reading: OffloadReading | None, growth: OffloadGrowth) -> OffloadState | None:
+    if reading is None or not reading.tiers:
+        return None
+    return OffloadState(
+        queried_tokens=growth.lookups.queried_tokens,
+        hit_tokens=growth.lookups.hit_tokens,
+        skipped_tokens=growth.lookups.skipped_tokens,
+        hit_rate=growth.hit_rate,
+        tiers=[_tier(name, tier, growth) for name, tier in reading.tiers.items()],
+    )
+
+
+def _tier(name: str, tier: TierReading, growth: OffloadGrowth) -> TierState:
+    levels, counters, grown = tier.levels, tier.counters, growth.of(name)
+    return TierState(
+        name=name,
+        used_bytes=levels.used_bytes,
+        max_bytes=levels.max_bytes,
+        objects=levels.objects,
+        loaded_bytes_per_s=growth.per_s(grown.loaded_bytes),
+        load_share=growth.load_share(name),
+        stored_bytes_per_s=growth.per_s(grown.stored_bytes),
+        evictions_per_s=growth.per_s(grown.evictions),
+        refused=counters.refused,
+        failed_loads=counters.failed_loads,
+        failed_stores=counters.failed_stores,
+        dropped_stores=counters.dropped_stores,
     )
 
 

@@ -40,6 +40,27 @@ export function fillKv(state, wanted) {
   setText(byId("kv-sum"), `${count(sum("leases"))} leases on ${count(sum("held_blocks"))} blocks, ${count(sum("active_transfers"))} transfers in flight`);
 }
 
+// An instance has one row per tier; its name and its hit rate are in the first, and span all of them.
+export function fillTiers(state, wanted) {
+  const telling = state.instances.filter((one) => one.offload !== null);
+  byId("tiers-section").hidden = telling.length === 0;
+  const tiers = telling.filter((one) => isWanted(one, wanted)).flatMap((one) => {
+    const all = one.offload.tiers;
+    return all.map((tier, index) => ({ one, tier, span: index === 0 ? all.length : 0 }));
+  });
+  syncRows(byId("tiers").tBodies[0], tiers, ({ one, tier, span }) => `${keyOf(one)} ${tier.name} ${span}`, ({ span }) => tierRow(span), (node, { one, tier, span }) => {
+    const cells = [...node.children];
+    if (span > 0) {
+      fillNote(cells.shift(), one.name, one.role);
+      fillHits(cells.shift(), one.offload);
+    }
+    fillTier(cells, tier);
+  });
+  const sum = (field) => telling.reduce((total, one) => total + (one.offload[field] ?? 0), 0);
+  const queried = sum("queried_tokens");
+  setText(byId("tiers-sum"), queried > 0 ? `${percent(Math.min(1, sum("hit_tokens") / queried))} of ${count(queried)} prompt tokens looked up in the last minute came from tiers` : "no prompt was looked up in the last minute");
+}
+
 export function fillRequests(state, open) {
   const rows = [...state.live, ...state.recent];
   const listed = new Set(rows.map(rowKey));
@@ -76,6 +97,12 @@ export function fillErrors(state, open) {
 function row(...classes) {
   const cells = classes.map((className, index) => element(index ? "td" : "th", index ? { className } : { className, scope: "row" }));
   return element("tr", {}, ...cells);
+}
+
+function tierRow(span) {
+  const node = row("word", "fill", "number", "number", "number", "number", "number", "words");
+  if (span > 0) node.prepend(element("th", { className: "name", scope: "row", rowspan: span }), element("td", { className: "hits", rowspan: span }));
+  return node;
 }
 
 function requestRow(open) {
@@ -126,6 +153,50 @@ function fillMeter(cell, part) {
   meter.firstElementChild.style.width = `${100 * Math.min(1, part ?? 0)}%`;
   setData(meter, "level", part > 0.97 ? "full" : part > 0.85 ? "high" : "normal");
   setText(text, percent(part));
+}
+
+function fillTier([name, fill, ...others], tier) {
+  setText(name, tier.name);
+  if (name.title !== tier.name) name.title = tier.name;
+  const part = tier.max_bytes > 0 && tier.used_bytes !== null ? Math.min(1, tier.used_bytes / tier.max_bytes) : null;
+  const used = bytes(tier.used_bytes) + (part !== null ? ` of ${bytes(tier.max_bytes)}` : tier.max_bytes === 0 ? ", no limit" : "");
+  fillBar(fill, part, part === null ? "" : percent(part), used);
+  const problems = others.pop();
+  const values = [count(tier.objects), bytesPerSecond(tier.loaded_bytes_per_s), percent(tier.load_share), bytesPerSecond(tier.stored_bytes_per_s), count(tier.evictions_per_s)];
+  values.forEach((value, index) => setText(others[index], value));
+  fillWords(problems, problemsOf(tier));
+  setData(problems, "level", tier.refused || tier.failed_loads || tier.failed_stores ? "warn" : "normal");
+}
+
+function fillHits(cell, offload) {
+  const note = offload.queried_tokens > 0 ? `of ${count(offload.queried_tokens)} tokens` : "";
+  fillBar(cell, offload.hit_rate, percent(offload.hit_rate), note);
+  const title = offload.skipped_tokens > 0 ? `${count(offload.skipped_tokens)} more tokens were found, but computing them was faster` : "";
+  if (cell.title !== title) cell.title = title;
+}
+
+// A full tier is a normal tier: its bar has no colours of warning.
+function fillBar(cell, part, words, note) {
+  if (cell.firstElementChild === null) cell.append(element("span", { className: "meter", "aria-hidden": "true" }, element("span")), element("span", { className: "part" }), element("span", { className: "quiet" }));
+  const [meter, text, more] = cell.children;
+  meter.hidden = part === null;
+  meter.firstElementChild.style.width = `${100 * (part ?? 0)}%`;
+  setText(text, words);
+  setText(more, note);
+}
+
+function fillNote(cell, words, note) {
+  if (cell.children.length < 2) cell.append(element("span", { className: "clip" }), element("span", { className: "quiet clip" }));
+  setText(cell.firstElementChild, words);
+  setText(cell.lastElementChild, note);
+  if (cell.title !== words) cell.title = words;
+}
+
+function problemsOf(tier) {
+  const problems = [
+    [tier.refused, "refused"], [tier.failed_loads, "loads failed"], [tier.failed_stores, "stores failed"], [tier.dropped_stores, "stores dropped"],
+  ];
+  return problems.filter(([number]) => number > 0).map(([number, words]) => `${count(number)} ${words}`).join(", ");
 }
 
 // Long text is cut to a few lines; all of it is in the title.

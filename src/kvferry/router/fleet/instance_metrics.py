@@ -1,4 +1,5 @@
-"""Parses an engine's `/metrics` page: load, KV held and in transfer, and the transfer mode.
+"""Parses an engine's `/metrics` page: load, KV held and in transfer, storage tiers, and the
+transfer mode.
 
 Works for the embedded engine and for vLLM. Pure, and safe for untrusted pages: any bytes are read
 without an error, in one pass and up to a bound. A value missing from the page is None, so the
@@ -9,6 +10,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from kvferry.router.fleet.tier_metrics import (
+    LookupCounters,
+    OffloadReading,
+    OffloadWindow,
+    TierCounters,
+    TierLevels,
+    TierReading,
+)
 
 __all__ = [
     "MAX_PAGE_BYTES",
@@ -24,6 +34,8 @@ MAX_PAGE_BYTES = 4 * 1024 * 1024
 """Longest page that is read. A vLLM with every optional histogram sends about 300 KB."""
 MAX_COUNT = float(2**53)
 """Largest value that a float holds exactly as an integer."""
+MAX_TIERS = 8
+"""Most tiers of one instance that are read."""
 _MAX_WORD_CHARS = 256
 _LABEL = re.compile(r'[ ,]*([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
@@ -73,6 +85,10 @@ class InstanceReading:
     model: str = ""
     started_at: float | None = None
     """Start time of the process by its own clock; another value means another incarnation."""
+    offload: OffloadReading | None = None
+    """Storage tiers; None if the page says nothing about the engine's work, so that the tiers are
+    not known.
+    """
 
     @property
     def is_push(self) -> bool:
@@ -98,11 +114,18 @@ _SUMMED: Mapping[bytes, str] = {
     b"vllm:nixl_bytes_transferred_sum": "nixl moved_bytes",
     b"vllm:nixl_xfer_time_seconds_sum": "nixl moving_s",
 }
+_LOOKUPS: Mapping[bytes, str] = {
+    b"kvferry:offload_%s_total" % name.encode(): name for name in LookupCounters._fields
+}
+_BY_TIER: Mapping[bytes, str] = {
+    **{b"kvferry:tier_%s_total" % name.encode(): name for name in TierCounters._fields},
+    **{b"kvferry:tier_%s" % name.encode(): name for name in TierLevels._fields},
+}
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _MODE = b"kvferry:transfer_mode"
 _SIDE_CHANNEL = b"kvferry:side_channel"
 _STARTED = b"process_start_time_seconds"
-_WANTED = frozenset({*_SUMMED, *_USAGE, _MODE, _SIDE_CHANNEL, _STARTED})
+_WANTED = frozenset({*_SUMMED, *_LOOKUPS, *_BY_TIER, *_USAGE, _MODE, _SIDE_CHANNEL, _STARTED})
 
 
 def read_metrics(page: bytes) -> InstanceReading:
@@ -111,6 +134,8 @@ def read_metrics(page: bytes) -> InstanceReading:
     usage: float | None = None
     words: dict[bytes, str] = {}
     started_at: float | None = None
+    lookups: dict[str, float] = {}
+    tiers: dict[str, dict[str, float]] = {}
     for name, labels, value in _samples(page):
         if name in _USAGE:
             usage = max(usage or 0.0, min(value, 1.0))
@@ -119,9 +144,14 @@ def read_metrics(page: bytes) -> InstanceReading:
         elif name in (_MODE, _SIDE_CHANNEL):
             if value == 1:
                 words[name] = _label(labels, "mode" if name == _MODE else "address")
+        elif name in _BY_TIER:
+            tier = _label(labels, "tier")
+            if tier and (tier in tiers or len(tiers) < MAX_TIERS):
+                _add(tiers.setdefault(tier, {}), _BY_TIER[name], value)
+        elif name in _LOOKUPS:
+            _add(lookups, _LOOKUPS[name], value)
         else:
-            field_name = _SUMMED[name]
-            sums[field_name] = min(MAX_COUNT, sums.get(field_name, 0.0) + value)
+            _add(sums, _SUMMED[name], value)
             if name == b"vllm:num_requests_running":
                 words[name] = _label(labels, "model_name")
     get = sums.get
@@ -148,6 +178,26 @@ def read_metrics(page: bytes) -> InstanceReading:
         words.get(_SIDE_CHANNEL, ""),
         words.get(b"vllm:num_requests_running", ""),
         started_at,
+        _offload(lookups, tiers) if lookups or tiers or "running" in sums else None,
+    )
+
+
+def _add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = min(MAX_COUNT, sums.get(name, 0.0) + value)
+
+
+def _offload(
+    lookups: Mapping[str, float], tiers: Mapping[str, Mapping[str, float]]
+) -> OffloadReading:
+    return OffloadReading(
+        LookupCounters(*map(lookups.get, LookupCounters._fields)),
+        {
+            name: TierReading(
+                TierLevels(*map(values.get, TierLevels._fields)),
+                TierCounters(*map(values.get, TierCounters._fields)),
+            )
+            for name, values in sorted(tiers.items())
+        },
     )
 
 
@@ -169,6 +219,7 @@ class MetricsWatcher:
     read_at: float | None = None
     tokens_per_s: float | None = None
     moved_bytes_per_s: float | None = None
+    offload: OffloadWindow = field(default_factory=OffloadWindow)
     _before: tuple[float, InstanceReading] | None = field(default=None, init=False)
 
     def note(self, reading: InstanceReading, now: float) -> MetricsDelta:
@@ -177,6 +228,8 @@ class MetricsWatcher:
         """
         before, self._before = self._before, (now, reading)
         self.reading, self.read_at = reading, now
+        if reading.offload is not None:
+            self.offload.note(reading.offload, now)
         if before is None:
             return MetricsDelta()
         then, earlier = before
@@ -201,6 +254,7 @@ class MetricsWatcher:
         self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = (
             None
         )
+        self.offload.clear()
 
 
 def _grown(earlier: float | None, later: float | None) -> int:
