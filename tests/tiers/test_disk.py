@@ -328,6 +328,30 @@ def test_the_limit_bounds_all_namespaces_together(tmp_path: Path) -> None:
         assert (other.find([old]), tier.find([new])) == ([False], [True])
 
 
+def test_watched_objects_are_reported_when_they_are_evicted_or_missing(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    root = tmp_path / "cache"
+    evicted, removed, kept, unwatched, late = (new_key() for _ in range(5))
+    store(tier, evicted, removed, kept, unwatched)
+    for key in (evicted, unwatched):
+        make_older(root, key, HOUR_S)
+    with opened(root, OTHER_NAMESPACE) as other:
+        # The same key in another namespace is another object.
+        store(other, removed)
+        space = DiskSpace(root, int(2.3 * OBJECT_BYTES), f"{root}/{NAMESPACE.hex}")
+        space.watch([evicted, removed, kept])
+        object_path(root, removed).unlink()
+        space.sweep()
+        assert tier.find([evicted, kept, unwatched]) == [False, True, False]
+        assert sorted(space.take_lost()) == sorted([evicted, removed])
+        assert space.take_lost() == []
+        # An object that is gone before it is watched is reported by the next scan.
+        space.watch([late])
+        space.sweep()
+        assert space.take_lost() == [late]
+
+
 def test_eviction_touches_no_files_of_others(tier: DiskTier, tmp_path: Path) -> None:
     root, key = tmp_path / "cache", new_key()
     store(tier, key)

@@ -15,6 +15,7 @@ from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
     ChunkTable,
+    ContentsChanged,
     DropAll,
     EndStores,
     LoadChunks,
@@ -26,6 +27,7 @@ from kvferry.tiers.commands import (
     StoresEnded,
     VoidStores,
 )
+from kvferry.tiers.contents import TierContents
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs import (
     KNOWN_FOR_S,
@@ -62,6 +64,8 @@ class Rank:
     stored: dict[tuple[str, ObjectKey], bytes] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     events: list[OffloadEvent] = field(default_factory=list)
+    reported: set[tuple[str, ObjectKey]] = field(default_factory=set)
+    """What the tiers hold, as the events say."""
 
     def __post_init__(self) -> None:
         self.cache = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
@@ -74,7 +78,12 @@ class Rank:
         self.copier = CpuRowCopier(regions)
         self.pool = HostPool.private(ROW_BYTES, self.num_rows, LruPolicy)
         self.jobs = OffloadJobs(
-            self.pool, (ROW_BYTES,), self.tiers, TIMEOUT_S, keeps_rows=self.keeps_rows
+            self.pool,
+            (ROW_BYTES,),
+            self.tiers,
+            TIMEOUT_S,
+            keeps_rows=self.keeps_rows,
+            contents=TierContents(),
         )
 
     def contents(self, key: ObjectKey) -> bytes:
@@ -132,7 +141,19 @@ class Rank:
 
     def _collect(self) -> None:
         self.tasks += self.jobs.take_tasks()
-        self.events += self.jobs.take_events()
+        for event in self.jobs.take_events():
+            if isinstance(event, ContentsChanged):
+                self._note_contents(event)
+            else:
+                self.events.append(event)
+
+    def _note_contents(self, event: ContentsChanged) -> None:
+        if event.is_cleared:
+            self.reported.clear()
+        for tier, keys in event.removed.items():
+            self.reported -= {(tier, key) for key in keys}
+        for tier, keys in event.stored.items():
+            self.reported |= {(tier, key) for key in keys}
 
 
 def chunk(number: int, block: int, *tiers: str) -> Chunk:
@@ -403,6 +424,48 @@ def test_after_a_reset_nothing_from_before_is_found() -> None:
     assert key_of(2) not in rank.pool
 
 
+def test_events_report_what_each_tier_gets_and_loses() -> None:
+    rank = Rank(num_rows=1)
+    store(rank, 1, "disk")
+    assert rank.reported == {("cpu", key_of(1)), ("disk", key_of(1))}
+    store(rank, 2)
+    assert rank.reported == {("cpu", key_of(2)), ("disk", key_of(1))}
+    rank.send(LoadChunks("a", (chunk(1, 5, "disk"),)))
+    rank.finish(rank.task(ReadObject), LoadResult(LoadOutcome.REFUSED, "it is damaged"))
+    assert ("disk", key_of(1)) not in rank.reported
+
+
+def test_a_damaged_row_is_reported_as_removed() -> None:
+    rank = Rank(tiers=())
+    store(rank, 1)
+    rank.send(LoadChunks("a", (chunk(1, 5),)))
+    rank.finish(rank.task(LoadRows), CopyResult([0]))
+    assert not rank.reported
+
+
+def test_an_object_from_before_is_reported_when_a_request_needs_it() -> None:
+    """The disk has the object since an earlier engine, and the reset makes the pool forget it."""
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.send(DropAll())
+    assert not rank.reported
+    rank.send(LoadChunks("a", (chunk(1, 5, "disk"),)))
+    rank.finish_all()
+    assert rank.reported == {("cpu", key_of(1)), ("disk", key_of(1))}
+    rank.send(DropAll())
+    store(rank, 1, "disk")
+    assert rank.reported == {("cpu", key_of(1)), ("disk", key_of(1))}
+
+
+def test_an_object_that_the_tier_has_lost_is_written_again() -> None:
+    rank = Rank()
+    store(rank, 1, "disk")
+    rank.jobs.note_lost("disk", [key_of(1)])
+    rank.send(StoreChunks("a", (chunk(1, 0, "disk"),)))
+    assert rank.reported == {("cpu", key_of(1))}
+    assert isinstance(rank.task(WriteObject), WriteObject)
+
+
 def test_a_copy_that_fails_loses_its_rows_only() -> None:
     rank = Rank()
     rank.send(StoreChunks("a", (chunk(1, 0),)), EndStores("a"))
@@ -429,9 +492,10 @@ class Story:
     ending: dict[str, list[int]] = field(default_factory=dict)
     loading: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
     num_requests: int = 0
+    has_reset: bool = False
 
     def step(self) -> None:
-        actions = [self.store, self.end, self.void, self.load, self.cancel, self.pause]
+        actions = [self.store, self.end, self.void, self.load, self.cancel, self.pause, self.lose]
         if self.rng.random() < 0.5 and self.rank.tasks:
             self.finish_task()
         else:
@@ -487,8 +551,15 @@ class Story:
     def pause(self) -> None:
         if self.rng.random() < 0.1:
             self.rank.send(DropAll())
+            self.has_reset = True
         elif self.rng.random() < 0.2:
             self.rank.wait(self.rng.choice([0.1, TIMEOUT_S]))
+
+    def lose(self) -> None:
+        if self.rank.stored:
+            tier, key = self.rng.choice(sorted(self.rank.stored))
+            del self.rank.stored[tier, key]
+            self.rank.jobs.note_lost(tier, [key])
 
     def finish_task(self) -> None:
         task = self.rng.choice(self.rank.tasks)
@@ -497,6 +568,8 @@ class Story:
         elif isinstance(task, ReadObject):
             outcome = self.rng.choice([o for o in LoadOutcome if o is not LoadOutcome.LOADED])
             self.rank.pool.row(task.row)[:] = bytes(len(self.rank.pool.row(task.row)))
+            if outcome is not LoadOutcome.FAILED:
+                self.rank.stored.pop((task.tier, task.key), None)
             self.rank.finish(task, LoadResult(outcome, "made up"))
         elif isinstance(task, WriteObject):
             failure = self.rng.choice([StoreOutcome.FAILED, StoreOutcome.DROPPED])
@@ -515,6 +588,17 @@ class Story:
                     assert self.rank.block(part.block_ids[0]) == self.rank.contents(part.key)
                 self.blocks.append(part.block_ids[0])
         self.rank.events.clear()
+
+    def check_contents(self) -> None:
+        """The rank reports what its tiers hold; of slower tiers, only what it met since the last
+        reset.
+        """
+        in_pool = {("cpu", key_of(n)) for n in range(8) if key_of(n) in self.rank.pool}
+        slower = {(tier, key) for tier, key in self.rank.reported if tier != "cpu"}
+        assert self.rank.reported - slower == (in_pool if self.rank.keeps_rows else set())
+        assert slower <= self.rank.stored.keys()
+        if not self.has_reset:
+            assert slower == self.rank.stored.keys()
 
 
 @settings(max_examples=150, deadline=None)
@@ -535,6 +619,7 @@ def test_whatever_happens_every_load_and_store_ends_once_and_no_wrong_byte_is_ac
     while rank.tasks:
         story.finish_task()
     story.check_events()
+    story.check_contents()
     assert not story.loading
     assert not story.ending
     assert rank.jobs.is_idle

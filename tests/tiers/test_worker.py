@@ -15,6 +15,7 @@ from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
+    ContentsChanged,
     DropAll,
     EndStores,
     LoadChunks,
@@ -25,6 +26,7 @@ from kvferry.tiers.commands import (
     StoresCopied,
     StoresEnded,
 )
+from kvferry.tiers.contents import TierContents
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs import OffloadJobs
@@ -62,7 +64,7 @@ class Mark:
 
 
 class Rank:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_disk_bytes: int = 1 << 20) -> None:
         self.cache = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         address = int(self.cache.ctypes.data)
         region = Region("layer", address, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)
@@ -70,8 +72,10 @@ class Rank:
         pool = BrokenPool.private(4096, 4, LruPolicy)
         assert isinstance(pool, BrokenPool)
         self.pool = pool
-        disk = DiskTier(folder, Namespace({"model": "tiny"}), b"secret", 1 << 20)
-        jobs = OffloadJobs(self.pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S)
+        disk = DiskTier(folder, Namespace({"model": "tiny"}), b"secret", max_disk_bytes)
+        jobs = OffloadJobs(
+            self.pool, (BLOCK_BYTES,), ("disk",), DEADLINE_S, contents=TierContents()
+        )
         self.worker = OffloadWorker(jobs, self.pool, {"disk": disk}, self.copier, 2)
         self.worker.start()
         self.events: list[OffloadEvent] = []
@@ -85,6 +89,15 @@ class Rank:
             assert time.monotonic() < deadline, self.events
             self.events += self.worker.take_events()
             time.sleep(0.001)
+
+    def reported(self, tier: str) -> set[ObjectKey]:
+        """What a tier holds, as the events say."""
+        held: set[ObjectKey] = set()
+        for event in self.events:
+            if isinstance(event, ContentsChanged):
+                held = set() if event.is_cleared else held - {*event.removed.get(tier, ())}
+                held |= {*event.stored.get(tier, ())}
+        return held
 
     def ended(self) -> set[str]:
         return {
@@ -105,6 +118,12 @@ def chunk(number: int, block: int, *tiers: str) -> Chunk:
     return Chunk(ObjectKey(number.to_bytes(32, "big")), 0, (block,), tiers)
 
 
+def on_disk(folder: Path) -> set[ObjectKey]:
+    return {
+        ObjectKey(bytes.fromhex(path.name)) for path in folder.glob("*/*/*") if len(path.name) == 64
+    }
+
+
 def test_a_chunk_is_stored_and_loaded(rank: Rank) -> None:
     rank.cache[1] = 7
     rank.submit(StoreChunks("a", (chunk(1, 1, "disk"),), 1), EndStores("a"))
@@ -113,6 +132,28 @@ def test_a_chunk_is_stored_and_loaded(rank: Rank) -> None:
     rank.submit(LoadChunks("b", (chunk(1, 2),)))
     rank.wait_for(lambda: "b" in rank.ended())
     assert (rank.cache[2] == 7).all()
+
+
+def test_evictions_by_the_pool_and_by_the_disk_are_reported(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, max_disk_bytes=10 * 4608)
+    keys = [chunk(number, 0).key for number in range(40)]
+    for number, key in enumerate(keys):
+        rank.submit(StoreChunks("a", (chunk(number, 0, "disk"),)))
+        rank.wait_for(lambda key=key: key in rank.reported("cpu"))  # type: ignore[misc]
+    # The limit holds ten objects; the sweeper runs beside the stores.
+    rank.wait_for(lambda: len(on_disk(tmp_path)) < 10)
+    rank.wait_for(lambda: rank.reported("disk") == on_disk(tmp_path))
+    assert len(rank.reported("cpu")) == 4
+    assert keys[-1] in rank.reported("cpu")
+    rank.worker.close()
+
+
+def test_a_worker_that_has_failed_reports_that_it_holds_nothing(rank: Rank) -> None:
+    rank.submit(StoreChunks("a", (chunk(1, 1),)))
+    rank.wait_for(lambda: rank.reported("cpu") == {chunk(1, 1).key})
+    rank.pool.calls_until_bug = 0
+    rank.submit(StoreChunks("a", (chunk(2, 1),)))
+    rank.wait_for(lambda: not rank.reported("cpu"))
 
 
 def test_a_load_waits_for_the_mark_and_its_cancel_for_the_load(rank: Rank) -> None:

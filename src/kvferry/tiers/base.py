@@ -11,7 +11,7 @@ The conformance suite is `kvferry.testing.tier_conformance`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 __all__ = [
     "KEY_BYTES",
@@ -22,6 +22,7 @@ __all__ = [
     "StoreResult",
     "Tier",
     "TierUsage",
+    "WatchesObjects",
 ]
 
 KEY_BYTES = 32
@@ -111,3 +112,16 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Stop the tier's threads and release its resources. Idempotent; stored objects stay."""
+
+
+@runtime_checkable
+class WatchesObjects(Protocol):
+    """A tier that notices when objects disappear, by its own eviction or otherwise. Without it, an
+    engine notices only when it wants to load the object.
+    """
+
+    def watch(self, keys: Sequence[ObjectKey]) -> None:
+        """Report these objects once by `take_lost` when they are gone. Any delay is allowed."""
+
+    def take_lost(self) -> list[ObjectKey]:
+        """The watched objects that were found to be gone since the last call."""

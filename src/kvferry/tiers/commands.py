@@ -3,7 +3,7 @@
 Commands travel in the connector's message of each step, so they are picklable.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +14,7 @@ __all__ = [
     "Chunk",
     "ChunkTable",
     "Chunks",
+    "ContentsChanged",
     "DropAll",
     "EndStores",
     "LoadChunks",
@@ -162,7 +163,17 @@ class StoresCopied:
     number: int
 
 
-OffloadEvent = LoadEnded | StoresEnded | StoresCopied
+@dataclass(frozen=True, slots=True)
+class ContentsChanged:
+    """What the tiers of this rank hold, by tier, compared with the last report."""
+
+    stored: Mapping[str, tuple[ObjectKey, ...]] = field(default_factory=dict)
+    removed: Mapping[str, tuple[ObjectKey, ...]] = field(default_factory=dict)
+    is_cleared: bool = False
+    """Of everything that earlier reports named, the engine can use nothing any more."""
+
+
+OffloadEvent = LoadEnded | StoresEnded | StoresCopied | ContentsChanged
 
 TierCounts = dict[str, dict[str, float]]
 """Counters by tier and name, since the last report."""

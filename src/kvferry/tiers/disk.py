@@ -61,7 +61,7 @@ class _ThreadPages(threading.local):
 
 
 class DiskTier:
-    """Implements `Tier`. Starts a thread if `max_bytes` is given."""
+    """Implements `Tier` and `WatchesObjects`. Starts a thread if `max_bytes` is given."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DiskTier:
         self._clock = clock
         self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._backoff_lock = threading.Lock()
-        self._space = DiskSpace(root, max_bytes)
+        self._space = DiskSpace(root, max_bytes, self._folder)
         self._sweeper = DiskSweeper(self._space) if max_bytes is not None else None
         self._thread_pages = _ThreadPages()
         _prepare_root(root)
@@ -144,6 +144,13 @@ class DiskTier:
                 size_bytes = os.lstat(path).st_size
                 os.unlink(path)
                 self._space.record(-1, -size_bytes)
+
+    def watch(self, keys: Sequence[ObjectKey]) -> None:
+        if self._sweeper is not None:
+            self._space.watch(keys)
+
+    def take_lost(self) -> list[ObjectKey]:
+        return self._space.take_lost()
 
     def usage(self) -> TierUsage:
         return self._space.usage()

@@ -17,12 +17,12 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.tiers.base import TierUsage
+from kvferry.tiers.base import ObjectKey, TierUsage
 
 __all__ = [
     "DRAFT_MAX_AGE_S",
@@ -74,14 +74,20 @@ class _StoredFile(NamedTuple):
 class DiskSpace:
     """What the folder holds, as far as this process knows. Any thread may call any method."""
 
-    def __init__(self, root: Path, max_bytes: int | None) -> None:
-        """`max_bytes` None: this process neither scans nor evicts."""
+    def __init__(self, root: Path, max_bytes: int | None, watched_folder: str = "") -> None:
+        """`max_bytes` None: this process neither scans nor evicts. `watched_folder` is that of the
+        namespace whose objects may be watched.
+        """
         self._root = root
+        self._watched_folder = f"{watched_folder}/"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._used_bytes = 0
         self._num_objects = 0
         self._num_evicted = 0
+        self._watched: set[ObjectKey] = set()
+        self._lost: list[ObjectKey] = []
+        """Objects that were watched, until `take_lost`."""
         self._is_cancelled = False
 
     def has_room(self, size_bytes: int) -> bool:
@@ -102,6 +108,18 @@ class DiskSpace:
                 self._used_bytes, self._num_objects, self._max_bytes, self._num_evicted
             )
 
+    def watch(self, keys: Iterable[ObjectKey]) -> None:
+        """Report these objects by `take_lost` when a scan does not find them, or when this process
+        evicts them.
+        """
+        with self._lock:
+            self._watched.update(keys)
+
+    def take_lost(self) -> list[ObjectKey]:
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
+
     def sweep(self) -> None:
         """Scan the folder, delete what dead writers left, and evict until the folder is small
         enough. Raises nothing for what the file system or other processes do.
@@ -117,10 +135,13 @@ class DiskSpace:
         """Return whether the folder needs another scan."""
         with self._lock:
             used_before, objects_before = self._used_bytes, self._num_objects
+            unseen = self._watched.copy()
         scan = _Scan(self._root)
-        oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, self._until_cancelled(scan.files()))
+        files = self._until_cancelled(scan.files(), unseen)
+        oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, files)
         if self._is_cancelled:
             return False
+        self._note_lost(unseen)
         with self._lock:
             # An object that was added during the scan may count twice until the next scan: the
             # folder then seems larger than it is, never smaller.
@@ -148,14 +169,34 @@ class DiskSpace:
                 logger.warning("cannot evict %s: %s", file.path, error.strerror)
                 return num_gone
             num_gone += 1
+            if self._is_watched(file):
+                self._note_lost([_key_of(file)])
             self.record(-1, -file.size_bytes)
         return num_gone
 
-    def _until_cancelled(self, files: Iterator[_StoredFile]) -> Iterator[_StoredFile]:
+    def _until_cancelled(
+        self, files: Iterator[_StoredFile], unseen: set[ObjectKey]
+    ) -> Iterator[_StoredFile]:
+        """Yield the files, and remove the objects among them from `unseen`."""
         for file in files:
             if self._is_cancelled:
                 return
+            if unseen and self._is_watched(file):
+                unseen.discard(_key_of(file))
             yield file
+
+    def _is_watched(self, file: _StoredFile) -> bool:
+        return bool(self._watched) and file.path.startswith(self._watched_folder)
+
+    def _note_lost(self, keys: Iterable[ObjectKey]) -> None:
+        with self._lock:
+            lost = self._watched.intersection(keys)
+            self._watched -= lost
+            self._lost += lost
+
+
+def _key_of(file: _StoredFile) -> ObjectKey:
+    return ObjectKey(bytes.fromhex(os.path.basename(file.path)))
 
 
 class _Scan:

@@ -10,7 +10,7 @@ into the engine's cache, and its request need not wait for it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
@@ -30,6 +30,7 @@ from kvferry.tiers.commands import (
     TierCounts,
     VoidStores,
 )
+from kvferry.tiers.contents import TierContents
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.pool_reader import StoredRow
 from kvferry.transports.base import RowBlocks
@@ -203,10 +204,12 @@ class OffloadJobs:
         load_timeout_s: float,
         *,
         keeps_rows: bool = True,
+        contents: TierContents | None = None,
     ) -> None:
         """`keeps_rows`: the pool is a tier. Otherwise a row is free as soon as it was copied and
-        written.
+        written. With `contents`, events report what the tiers hold.
         """
+        self._contents = contents
         self._pool = pool
         self._keeps_rows = keeps_rows
         self._row_bytes = tuple(row_bytes)
@@ -261,6 +264,10 @@ class OffloadJobs:
                 for save in self._saves.values():
                     save.is_void = True
                 self._pool.clear()
+                if self._contents is not None:
+                    # Stores of what the tiers still have shall name it again.
+                    self._contents.clear()
+                    self._known.clear()
 
     def complete(self, task_id: int, result: TaskResult, seconds: float, now: float) -> None:
         """Process the result of a task, which took `seconds`."""
@@ -296,7 +303,18 @@ class OffloadJobs:
         tasks, self._tasks = self._tasks, []
         return tasks
 
+    def note_lost(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+        """Note objects that a slower tier has noticed to be gone."""
+        for key in keys:
+            self._known.pop((tier, key), None)
+            self._note_gone(tier, key)
+
     def take_events(self) -> list[OffloadEvent]:
+        for key in self._pool.take_evicted():
+            self._note_gone(POOL, key)
+        change = None if self._contents is None else self._contents.take_change()
+        if change is not None:
+            self._events.append(change)
         events, self._events = self._events, []
         return events
 
@@ -307,6 +325,10 @@ class OffloadJobs:
     @property
     def keeps_rows(self) -> bool:
         return self._keeps_rows
+
+    @property
+    def reports_contents(self) -> bool:
+        return self._contents is not None
 
     @property
     def loading(self) -> list[str]:
@@ -358,6 +380,7 @@ class OffloadJobs:
         if found is not None:
             self._pool.touch(chunk.key)
             if found.row is not None:
+                self._note_held(POOL, chunk.key)
                 self._write_back(chunk, found.row, now)
             return True
         if self._pool.holds(chunk.key):
@@ -387,6 +410,7 @@ class OffloadJobs:
                 continue
             if not self._pool.publish(row, result.checksums[index]):
                 continue  # the pool was cleared meanwhile
+            self._note_held(POOL, chunk.key)
             self._count(POOL, "stores")
             self._count(POOL, "stored_bytes", self._row_bytes[chunk.group])
             self._write_back(chunk, row, now)
@@ -442,6 +466,8 @@ class OffloadJobs:
         self._pool.unpin(task.row)
         if result.outcome in (StoreOutcome.DROPPED, StoreOutcome.FAILED):
             self._known.pop((task.tier, task.key), None)
+        else:
+            self._note_held(task.tier, task.key)
         match result.outcome:
             case StoreOutcome.STORED:
                 self._count(task.tier, "stores")
@@ -547,6 +573,7 @@ class OffloadJobs:
             if not load.failure:
                 self._read(load, chunk, (source.tier,), now)
         if is_found:
+            self._note_held(POOL, source.chunk.key)
             # Only now: the copies for the followers have pinned the row.
             self._drop_unkept(source.chunk.key)
 
@@ -622,6 +649,8 @@ class OffloadJobs:
             names = {LoadOutcome.REFUSED: "refused", LoadOutcome.FAILED: "failed_loads"}
             self._count(read.tier, names.get(result.outcome, "misses"))
             self._known.pop((read.tier, read.chunk.key), None)
+            if result.outcome is not LoadOutcome.FAILED:
+                self._note_gone(read.tier, read.chunk.key)
             reason = result.reason or f"the tier {read.tier} no longer has the chunk"
             self._advance_read(read, reason, now)
             return
@@ -632,6 +661,7 @@ class OffloadJobs:
             self._pool.discard(read.row)
             return
         self._note_known(read.tier, read.chunk.key, now)
+        self._note_held(read.tier, read.chunk.key)
         (load, chunk), *others = waiting
         self._start_copies(load, [_Source(chunk, read.tier, None, read.row, tuple(others))])
 
@@ -657,10 +687,19 @@ class OffloadJobs:
         """Do not use a row again. A row of another engine cannot be removed, only ignored."""
         if stored.row is not None:
             self._pool.remove(key)
+            self._note_gone(POOL, key)
             return
         self._distrusted[key] = stored.checksum
         if len(self._distrusted) > MAX_DISTRUSTED:
             self._distrusted.popitem(last=False)
+
+    def _note_held(self, tier: str, key: ObjectKey) -> None:
+        if self._contents is not None and (tier != POOL or self._keeps_rows):
+            self._contents.add(tier, key)
+
+    def _note_gone(self, tier: str, key: ObjectKey) -> None:
+        if self._contents is not None:
+            self._contents.remove(tier, key)
 
     def _next_task(self) -> int:
         self._last_task += 1

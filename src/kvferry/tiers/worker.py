@@ -17,9 +17,18 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.errors import KVFerryError
-from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
+from kvferry.tiers.base import (
+    LoadOutcome,
+    LoadResult,
+    StoreOutcome,
+    StoreResult,
+    Tier,
+    TierUsage,
+    WatchesObjects,
+)
 from kvferry.tiers.commands import (
     CancelLoad,
+    ContentsChanged,
     EndStores,
     LoadChunks,
     LoadEnded,
@@ -131,6 +140,9 @@ class OffloadWorker:
         self._jobs = jobs
         self._pool = pool
         self._tiers = tiers
+        self._watching = {
+            name: tier for name, tier in tiers.items() if isinstance(tier, WatchesObjects)
+        }
         self._copier = copier
         self._clock = clock
         self._inbox: queue.SimpleQueue[_Batch | _Result | None] = queue.SimpleQueue()
@@ -178,8 +190,10 @@ class OffloadWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in progress, or has ended since the last `take_counts`."""
-        return self._is_busy or bool(self._counts)
+        """Whether anything is in progress, or has ended since the last `take_counts`, or an event
+        waits for `take_events`.
+        """
+        return self._is_busy or bool(self._counts) or bool(self._outbox)
 
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, as of the worker's last look."""
@@ -229,6 +243,8 @@ class OffloadWorker:
         self._jobs.expire(now)
         for task in self._jobs.take_tasks():
             self._start(task)
+        for name, tier in self._watching.items():
+            self._jobs.note_lost(name, tier.take_lost())
         self._report(self._jobs.take_events())
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
@@ -273,6 +289,10 @@ class OffloadWorker:
         if self._jobs.keeps_rows:
             usage[POOL] = self._pool.usage()
         self._usage = usage
+        for event in events:
+            if isinstance(event, ContentsChanged):
+                for name, watching in self._watching.items():
+                    watching.watch(event.stored.get(name, ()))
         if events:
             self._send(events)
 
@@ -343,6 +363,8 @@ class OffloadWorker:
         while not (self._loader.close(CLOSE_TIMEOUT_S) and self._saver.close(CLOSE_TIMEOUT_S)):
             _log.warning("the offload worker waits for a copy to end")
         self._send(self._unanswered.answers(self._failure))
+        if self._jobs.reports_contents:
+            self._send([ContentsChanged(is_cleared=True)])
         while not self._is_closing:
             item = self._inbox.get()
             if isinstance(item, _Batch):
