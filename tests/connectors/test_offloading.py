@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.connectors.event_reader import Reader
 from tests.connectors.pair import (
     BLOCK_SIZE,
     DEADLINE_S,
@@ -34,11 +35,13 @@ from kvferry.connectors.contract import (
     KVConnectorRole,
     ModelIdentity,
     ParallelConfig,
+    Request,
     RequestStatus,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.offloading.break_even import MIN_SAMPLES
 from kvferry.connectors.offloading.connector import OffloadingConnector
+from kvferry.connectors.offloading.events import HashedBlocks
 from kvferry.connectors.offloading.metadata import (
     LoadTime,
     OffloadingHandshakeMetadata,
@@ -88,6 +91,7 @@ class Side:
     groups: Sequence[KVCacheGroup] = (FULL,)
     tp_size: int = 1
     tiers: Sequence[str] = ("cpu",)
+    publishes_events: bool = False
 
     def __post_init__(self) -> None:
         sizes = {
@@ -134,6 +138,8 @@ class Side:
         self.freed: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
+        self.reader = Reader()
+        self.num_contents_reports = 0
 
     def _connector(self, role: KVConnectorRole, rank: int) -> OffloadingConnector:
         config = ConnectorConfig(
@@ -144,9 +150,12 @@ class Side:
             b"a secret of the cluster",
             "epoch",
             self.kit,
+            publishes_kv_events=self.publishes_events,
         )
         made = KVConnectorFactory.create_connector(config, role, self.cache)
         assert isinstance(made, OffloadingConnector)
+        if self.publishes_events and role is KVConnectorRole.SCHEDULER:
+            made.publish_events(describe)
         return made
 
     @property
@@ -174,6 +183,10 @@ class Side:
         self.freed |= whole.finished_sending
         self.loaded |= whole.finished_recving - whole.failed_recving
         self.failed |= whole.failed_recving
+        report = whole.kv_connector_worker_meta
+        if isinstance(report, OffloadingWorkerMetadata):
+            self.num_contents_reports += len(report.contents)
+        self.reader.apply(list(self.scheduler.take_events()))
 
     def step_until(self, condition: Callable[[], bool], *slices: Slice) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -275,6 +288,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Side]]:
 
 
 Start = Callable[..., Side]
+
+
+def describe(request: Request, tokens: range) -> HashedBlocks:
+    """The hash of a block is the tuple of all tokens up to its end."""
+    ids = tuple(request.all_token_ids)
+    ends = range(tokens.start + BLOCK_SIZE, tokens.stop + 1, BLOCK_SIZE)
+    hashes = tuple(ids[:end] for end in ends)
+    return HashedBlocks(hashes, ids[: tokens.start] or None, ids[tokens.start : tokens.stop])
+
+
+def known(tier: str, tokens: Sequence[int], num_blocks: int, group: int = 0) -> set[Any]:
+    """What a reader knows of a tier that has the first blocks of a prompt."""
+    ends = range(BLOCK_SIZE, num_blocks * BLOCK_SIZE + 1, BLOCK_SIZE)
+    return {(tier, group, tuple(tokens[:end])) for end in ends}
 
 
 # -- stores and loads --
@@ -789,3 +816,57 @@ def test_a_steps_time_begins_when_the_step_before_has_ended(
         timed.output(prefill, LoadTime(load_s, {"cpu": 4000}))
         timed.output(None)
     assert timed.claimed("b") == claimed
+
+
+# -- events --
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_events_name_the_blocks_in_each_tier_until_a_reset(
+    start: Start, tp_size: int, blocks_per_chunk: int
+) -> None:
+    side = start(
+        tiers=["cpu", "disk"],
+        tp_size=tp_size,
+        publishes_events=True,
+        extra={"blocks_per_chunk": blocks_per_chunk},
+    )
+    side.run("a", TOKENS, [1, 2, 3, 4, 5])
+    everything = known("cpu", TOKENS, 4) | known("disk", TOKENS, 4)
+    side.step_until(lambda: side.reader.known == everything)
+    side.scheduler.reset_cache()
+    side.step()
+    assert not side.reader.known
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_events_name_blocks_of_an_earlier_engine_once_a_request_has_used_them(
+    start: Start, tier: str
+) -> None:
+    first = start(tiers=["cpu", "disk"])
+    first.run("a", TOKENS, [1, 2, 3, 4, 5])
+    first.step_until(lambda: len(objects(first)) == 4)
+    first.close()
+    side = start(tiers=[tier], publishes_events=True)
+    side.step()
+    assert not side.reader.known
+    request = side.arrive("b", TOKENS)
+    side.load(request, side.ask(request) or 0, [11, 12, 13, 14])
+    side.step(Slice("b", 16, ((11, 12, 13, 14),)))
+    side.step_until(lambda: side.reader.known == known(tier, TOKENS, 4))
+
+
+def test_each_group_has_events_of_its_own(start: Start) -> None:
+    side = start(groups=(FULL, WINDOW), publishes_events=True)
+    side.run("a", TOKENS, [1, 2, 3, 4, 5], [HOLE, HOLE, 6, 7, 8])
+    window = known("cpu", TOKENS, 4, group=1) - known("cpu", TOKENS, 2, group=1)
+    side.step_until(lambda: side.reader.known == known("cpu", TOKENS, 4) | window)
+
+
+def test_an_engine_that_publishes_no_events_makes_none(start: Start) -> None:
+    side = start(tiers=["cpu", "disk"])
+    side.run("a", TOKENS, [1, 2, 3, 4, 5])
+    side.step_until(lambda: len(objects(side)) == 4)
+    assert side.num_contents_reports == 0
+    assert not side.reader.known

@@ -240,6 +240,8 @@ class ConnectorConfig:
     cache_memory: "CacheMemory | None" = None
     """WORKER only: the buffer that holds the cache tensors, if the kit allocated the buffer."""
     max_model_len: int = 0
+    publishes_kv_events: bool = False
+    """Whether the engine publishes what `take_events` returns."""
 
 
 class KVConnectorMetadata:

@@ -1,5 +1,6 @@
 """`OffloadingConnector`: its two halves, put together."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvferry.config import OffloadingExtraConfig
@@ -9,6 +10,7 @@ from kvferry.connectors.contract import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from kvferry.connectors.offloading.events import DescribeBlocks, KVEvent
 from kvferry.connectors.offloading.metadata import OffloadingMetadata, OffloadStats
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.offloading.worker import OffloadingWorker
@@ -66,6 +68,13 @@ class OffloadingConnector(TwoHalvesConnector[OffloadingScheduler, OffloadingWork
     def withdraw(self, request_id: str) -> None:
         """Load and store nothing of a request any more: its salt may not fit its KV."""
         self._scheduler.withdraw(request_id)
+
+    def publish_events(self, describe: DescribeBlocks) -> None:
+        """Make KV events, which the engine takes by `take_events`."""
+        self._scheduler.publish_events(describe)
+
+    def take_events(self) -> Iterable[KVEvent]:
+        return self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
         # Steps without tokens carry the counters of slow writes to the engine's metrics.

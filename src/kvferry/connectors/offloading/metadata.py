@@ -13,7 +13,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.stats import KVConnectorStats, add_up, merge_stats
 from kvferry.tiers.base import ObjectKey, TierUsage
-from kvferry.tiers.commands import OffloadCommand, TierCounts
+from kvferry.tiers.commands import ContentsChanged, OffloadCommand, TierCounts
 
 __all__ = [
     "LOOKUP_COUNTERS",
@@ -78,11 +78,13 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
     """The step that has ended, if the scheduler measures it."""
     is_busy: bool | None = None
     """Whether a rank still stores or loads; None if that has not changed."""
+    contents: list[tuple[int, ContentsChanged]] = field(default_factory=list)
+    """What ranks have reported of their tiers, the reports of each rank in order."""
 
     @property
     def is_empty(self) -> bool:
         return (
-            not (self.failed or self.times or self.copied)
+            not (self.failed or self.times or self.copied or self.contents)
             and self.timed_step is None
             and self.is_busy is None
         )
@@ -100,6 +102,7 @@ class OffloadingWorkerMetadata(KVConnectorWorkerMetadata):
             self.copied | other.copied,
             other.timed_step if self.timed_step is None else self.timed_step,
             any(busy) if busy else None,
+            [*self.contents, *other.contents],
         )
 
 

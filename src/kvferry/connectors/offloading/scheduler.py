@@ -31,6 +31,7 @@ from kvferry.connectors.contract import (
     ScheduledSlice,
 )
 from kvferry.connectors.offloading.break_even import MIN_STEP_TOKENS, BreakEven
+from kvferry.connectors.offloading.events import DescribeBlocks, KVEvent, KVEventLog
 from kvferry.connectors.offloading.lookup import Hit, Pending, TierLookup
 from kvferry.connectors.offloading.metadata import (
     OffloadingHandshakeMetadata,
@@ -71,6 +72,8 @@ class _TrackedRequest:
 
     chain: KeyChain
     num_prompt_tokens: int
+    request: Request | None = None
+    """Set if events describe the request's blocks."""
     is_outdated: bool = False
     """The keys may not fit the KV any more: the request loads and stores nothing."""
 
@@ -174,6 +177,12 @@ class OffloadingScheduler:
         self._last_output = 0.0
         """When the engine last reported a step's end."""
         self._stats = OffloadStats()
+        self._event_log: KVEventLog | None = None
+
+    def publish_events(self, describe: DescribeBlocks) -> None:
+        """Make KV events from now on; `describe` describes blocks as the engine's events do."""
+        num_ranks = self._config.parallel.tp_size
+        self._event_log = KVEventLog(num_ranks, self._chunk_tokens, describe)
 
     def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Open the tiers of all ranks for lookups. Called when the workers have registered."""
@@ -219,6 +228,8 @@ class OffloadingScheduler:
         chain = KeyChain(self._chunk_tokens, salt, len(self._groups))
         chain.extend(request.prompt_token_ids, request.num_prompt_tokens)
         tracked = _TrackedRequest(chain, request.num_prompt_tokens, num_loads_left=self._max_loads)
+        if self._event_log is not None:
+            tracked.request = request
         self._tracked[request.request_id] = tracked
         self._watch(request.request_id, tracked)
         if self._lookup is not None:
@@ -292,12 +303,14 @@ class OffloadingScheduler:
         hit = tracked.hit
         first = tracked.num_local_tokens // self._chunk_tokens
         end = -(-(tracked.num_local_tokens + num_external_tokens) // self._chunk_tokens)
+        span = range(first, min(end, hit.num_chunks))
         chunks = self._chunk_table(
             tracked.chain.keys,
             blocks.get_block_ids(),
-            range(first, min(end, hit.num_chunks)),
+            span,
             lambda group, index: (hit.tier(group, index),),
         )
+        self._describe(tracked, span)
         tracked.is_loading = True
         tracked.num_loads_left -= 1
         self._commands.append(LoadChunks(request.request_id, chunks))
@@ -450,11 +463,17 @@ class OffloadingScheduler:
         tracked.num_offered = end
         if not len(chunks):
             return
+        self._describe(tracked, range(first, end))
         if not self._is_copying(tracked):
             tracked.uncopied_from = first
         self._num_stores += 1
         tracked.last_store = self._num_stores
         self._commands.append(StoreChunks(request_id, chunks, self._num_stores))
+
+    def _describe(self, tracked: _TrackedRequest, span: range) -> None:
+        """Describe chunks that tiers may hold soon, for KV events."""
+        if self._event_log is not None and tracked.request is not None:
+            self._event_log.note_request(tracked.request, tracked.chain.keys, span)
 
     def _void_unseen(self, request_id: str, tracked: _TrackedRequest, tables: BlockTables) -> None:
         """Make stores void whose blocks have left a sliding window: the engine reuses them."""
@@ -528,6 +547,8 @@ class OffloadingScheduler:
         for tracked in self._tracked.values():
             tracked.is_outdated = True
         self._watched.clear()
+        if self._event_log is not None:
+            self._event_log.clear()
 
     # -- reports --
 
@@ -551,6 +572,9 @@ class OffloadingScheduler:
         for rank, number in metadata.copied.items():
             self._copied_by_rank[rank] = max(number, self._copied_by_rank.get(rank, 0))
             self._num_copied = min(self._copied_by_rank.values())
+        if self._event_log is not None:
+            for rank, change in metadata.contents:
+                self._event_log.note_report(rank, change)
         timed = self._timed_steps.pop(metadata.timed_step or 0, None)
         if timed is not None:
             built, num_tokens = timed
@@ -570,6 +594,9 @@ class OffloadingScheduler:
     def is_worker_busy(self) -> bool:
         """Whether a rank still stores or loads, so that its counters are about to change."""
         return self._is_worker_busy
+
+    def take_events(self) -> list[KVEvent]:
+        return [] if self._event_log is None else self._event_log.take_events()
 
     def take_stats(self) -> OffloadStats | None:
         stats, self._stats = self._stats, OffloadStats()

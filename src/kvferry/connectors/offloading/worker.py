@@ -26,7 +26,8 @@ from kvferry.connectors.offloading.metadata import (
 )
 from kvferry.connectors.offloading.settings import chunk_namespace, open_pool, open_tiers
 from kvferry.tiers.base import TierUsage
-from kvferry.tiers.commands import LoadEnded, StoresCopied, StoresEnded
+from kvferry.tiers.commands import ContentsChanged, LoadEnded, StoresCopied, StoresEnded
+from kvferry.tiers.contents import TierContents
 from kvferry.tiers.jobs import POOL, OffloadJobs
 from kvferry.tiers.worker import OffloadWorker
 from kvferry.transports.base import EngineStream, HostStream
@@ -69,7 +70,12 @@ class OffloadingWorker:
         tiers = open_tiers(self._extra, namespace, self._config.secret)
         has_cpu_tier = self._extra.cpu_bytes(block_bytes * tp_size) > 0
         jobs = OffloadJobs(
-            pool, row_bytes, tuple(tiers), self._extra.load_timeout, keeps_rows=has_cpu_tier
+            pool,
+            row_bytes,
+            tuple(tiers),
+            self._extra.load_timeout,
+            keeps_rows=has_cpu_tier,
+            contents=TierContents() if self._config.publishes_kv_events else None,
         )
         self._worker = OffloadWorker(
             jobs,
@@ -114,6 +120,9 @@ class OffloadingWorker:
                     results.finished_sending.add(request)
                 case StoresCopied(number):
                     self._worker_metadata.copied[self._config.parallel.tp_rank] = number
+                case ContentsChanged():
+                    report = (self._config.parallel.tp_rank, event)
+                    self._worker_metadata.contents.append(report)
                 case LoadEnded(request, reason, missing, seconds, bytes_by_tier):
                     results.finished_recving.add(request)
                     if reason:
