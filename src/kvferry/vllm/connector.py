@@ -7,7 +7,7 @@ thread. See docs/decisions/011-inside-vllm.md.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
+from kvferry.vllm.kv_events import KVEventTranslator
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
@@ -49,6 +50,7 @@ from kvferry.vllm.translate import (
     cache_config,
     connector_config,
     null_blocks_as_holes,
+    publishes_kv_events,
     strip_transfer_params,
 )
 
@@ -610,6 +612,20 @@ class KVFerryOffloadingConnector(KVFerryConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._prefills = PrefillProgressTable()
+        self._publishes_events = publishes_kv_events(vllm_config)
+        self._event_translator: KVEventTranslator | None = None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._publishes_events:
+            self._event_translator = KVEventTranslator(kv_cache_manager, self._needs.block_size)
+            self._offloading.publish_events(self._event_translator.describe)
+
+    def take_events(self) -> Iterable[Any]:
+        translator = self._event_translator
+        if translator is None:
+            return []
+        return [translator.translate(event) for event in self._offloading.take_events()]
 
     @property
     def _offloading(self) -> offloading.OffloadingConnector:

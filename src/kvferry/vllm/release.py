@@ -19,6 +19,7 @@ __all__ = [
     "NeededName",
     "check_release",
     "find_cache_hit_source",
+    "find_published_extra_keys",
     "release",
     "warn_if_untested",
 ]
@@ -105,6 +106,14 @@ def find_cache_hit_source() -> Any:
         return import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.P2P
     except ModuleNotFoundError:
         return None
+
+
+def find_published_extra_keys() -> Any:
+    """The function that turns the extra keys of block hashes into those of KV events. Before 0.31
+    they are the same.
+    """
+    utils = import_module("vllm.v1.core.kv_cache_utils")
+    return getattr(utils, "to_event_extra_keys", list)
 
 
 def _installed() -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "connector_config",
     "has_token_rows",
     "null_blocks_as_holes",
+    "publishes_kv_events",
     "strip_transfer_params",
 ]
 
@@ -206,6 +207,11 @@ def has_token_rows(attention_backends: str) -> bool:
     return current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(","))
 
 
+def publishes_kv_events(vllm_config: Any) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
 def connector_config(
     vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
 ) -> ConnectorConfig:
@@ -236,6 +242,7 @@ def connector_config(
         epoch=_epoch(vllm_config),
         kit=ConfiguredTransportKit.from_settings(side_channel, secret, transfer, os.environ),
         max_model_len=vllm_config.model_config.max_model_len,
+        publishes_kv_events=publishes_kv_events(vllm_config),
     )
 
 

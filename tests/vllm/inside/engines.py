@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -130,6 +130,8 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
             "transports": ["tcp"],
             **transfer.get("kv_connector_extra_config", {}),
         }
+    if "kv_events_config" in arguments:
+        arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
     defaults = {
         "block_size": BLOCK,

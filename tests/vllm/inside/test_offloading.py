@@ -1,7 +1,7 @@
 """Tests engines with storage tiers: named cases first, then random actions on one or two engines:
 adds, aborts, preemptions, small block pools, small host pools, damaged and deleted objects, slow
-and failing storage, new weights, restarts. No request may use a wrong slot, and the engines must
-hold nothing at the end.
+and failing storage, new weights, restarts. No request may use a wrong slot, the KV events must be
+in order, and the engines must hold nothing at the end.
 
 Every seed is a separate test; the name of a failed test contains its seed.
 """
@@ -19,6 +19,7 @@ from tests.tiers.faulty import FaultyTier, GatedCopier, SlowCopier
 from tests.vllm.adapters import write_adapter
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, next_token, run_until
+from tests.vllm.inside.test_kv_events import EVENTS, Published
 from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
@@ -302,6 +303,7 @@ class World:
             "max_num_batched_tokens": rng.choice([64, 128, 2048]),
             "enable_prefix_caching": rng.random() < 0.6,
             "is_async": rng.random() < 0.5,
+            **({"kv_events_config": EVENTS} if seed % 2 else {}),
         }
         self.is_faulty = rng.random() < 0.5
         self.is_slow = rng.random() < 0.5
@@ -369,12 +371,14 @@ class World:
             )
 
     def _start(self, name: str, **more: Any) -> Engine:
-        return self.start_engine(
+        engine = self.start_engine(
             name,
             kind=self.kind,
             kv={"kv_connector": "OffloadingConnector", "kv_connector_extra_config": self.extra},
             **(self.engine_settings | more),
         )
+        Published(engine)
+        return engine
 
     # -- actions --
 
