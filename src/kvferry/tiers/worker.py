@@ -243,8 +243,8 @@ class OffloadWorker:
         self._jobs.expire(now)
         for task in self._jobs.take_tasks():
             self._start(task)
-        for name, tier in self._watching.items():
-            self._jobs.note_lost(name, tier.take_lost())
+        for name, watching in self._watching.items():
+            self._jobs.note_lost(name, watching.take_lost())
         self._report(self._jobs.take_events())
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
