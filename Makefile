@@ -104,7 +104,7 @@ setup-browser:  ## Chromium for the tests of the dashboard's page, where it is m
 setup-nginx:  ## nginx for the test of a router behind it, where it is missing and can be installed (Debian, Ubuntu: as root)
 	@sh scripts/setup_nginx.sh
 
-screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from a real `kvferry up` under load (two minutes)
+screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from real engines and a router under load (two minutes)
 	$(BIN)/python -m tests.dashboard
 
 soak: $(STAMP)  ## 100,000 transfers on each transport between two engines; checks that memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')

@@ -1,32 +1,33 @@
-"""Takes the screenshots in docs/images from a real `kvferry up` under load: `make screenshots`.
+"""Takes the screenshots in docs/images from real engines and a real router under load:
+`make screenshots`.
 
-Two prefill and two decode engines with a tiny model run behind the router. Clients hold
-conversations and send single requests, short and long, until the screenshots are taken. The page's
-plots are one minute wide while the router is younger than a minute, so the run is that long.
+Two prefill engines with storage tiers and two decode engines with a tiny model run behind the
+router. Clients hold conversations, ask questions about a few long documents, and send single
+requests, short and long, until the screenshots are taken. The prefill engines' own caches are
+small, so the documents come from the tiers. The page's plots are one minute wide while the router
+is younger than a minute, so the run is that long.
 """
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from tests.dashboard.browser import open_page, start_browser
+from tests.dashboard.tiered_fleet import TieredFleet, start_tiered_fleet
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MAX_BYTES = 400_000
 LOAD_S = 53.0
 """Seconds of load before the first screenshot."""
-START_S = 240.0
 NUM_TALKERS = 8
 NUM_SINGLES = 4
 MAX_TURNS = 5
+NUM_DOCUMENTS = 8
+PREFILL_FLAGS = ("--num-gpu-blocks-override", "200")
 TEXT = (
     "blocks of the cache move from the engine that computed a prompt to the engine that answers "
     "while its lease holds and every reader confirms what it has read before any token is used"
@@ -42,40 +43,10 @@ class Picture:
 
 
 PICTURES = (
-    Picture("dashboard", (1280, 940), "light"),
+    Picture("dashboard", (1280, 1130), "light"),
     Picture("dashboard-narrow", (400, 744), "dark"),
     Picture("dashboard-timeline", (1280, 760), "dark", shows_timeline=True),
 )
-
-
-@asynccontextmanager
-async def kvferry_up() -> AsyncIterator[tuple[str, str]]:
-    """Run `kvferry up` with NIXL and yield the router's URL and the link to its dashboard; end all
-    its processes afterwards.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry", "up", "--port", "0", "--prefill", "2", "--decode", "2"),
-        *("--transports", "nixl"),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(START_S):
-            url = (await _rest_of_line(process, "serving on ")).partition(";")[0]
-            link = await _rest_of_line(process, "dashboard: ")
-        yield url, link
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.communicate()
-
-
-async def _rest_of_line(process: asyncio.subprocess.Process, start: str) -> str:
-    assert process.stdout is not None
-    async for line in process.stdout:
-        if line.decode().startswith(start):
-            return line.decode().removeprefix(start).strip()
-    raise RuntimeError("kvferry up ended before it served")
 
 
 @dataclass
@@ -87,6 +58,10 @@ class Load:
     long_ids: list[str] = field(default_factory=list)
     """Ids of the long single requests that were answered."""
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
+    _documents: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._documents = [self._text(200, 300) for _ in range(NUM_DOCUMENTS)]
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as clients:
@@ -108,11 +83,13 @@ class Load:
 
     async def _send_singles(self, client: int) -> None:
         for count in range(1_000_000):
-            is_long = count % 4 == 3
-            prompt = self._text(200, 300) if is_long else self._text(10, 40)
-            name = f"{'long' if is_long else 'short'}-{client}-{count}"
+            kind = ("short", "question", "short", "long")[count % 4]
+            prompt = self._text(200, 300) if kind == "long" else self._text(10, 40)
+            if kind == "question":
+                prompt = f"{self._rng.choice(self._documents)} {prompt}"
+            name = f"{kind}-{client}-{count}"
             await self._ask("completions", name, {"prompt": prompt, "max_tokens": 16})
-            if is_long:
+            if kind == "long":
                 self.long_ids.append(name)
             await asyncio.sleep(self._rng.uniform(0.3, 1.5))
 
@@ -131,8 +108,8 @@ class Load:
         return " ".join(self._rng.choices(TEXT.split(), k=self._rng.randint(fewest, most)))
 
 
-async def take_all(browser_port: int) -> None:
-    async with kvferry_up() as (url, link), aiohttp.ClientSession(url) as session:
+async def take_all(browser_port: int, fleet: TieredFleet) -> None:
+    async with aiohttp.ClientSession(fleet.router.url) as session:
         async with session.get("/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
         load = Load(session, model)
@@ -142,7 +119,7 @@ async def take_all(browser_port: int) -> None:
             for picture in PICTURES:
                 if running.done():
                     running.result()
-                print(await take(browser_port, link, picture, load.long_ids[-1]))
+                print(await take(browser_port, fleet.link, picture, load.long_ids[-1]))
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -172,8 +149,12 @@ async def take(browser_port: int, link: str, picture: Picture, long_id: str) -> 
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    with start_browser() as port:
-        asyncio.run(take_all(port))
+    with (
+        start_browser() as port,
+        tempfile.TemporaryDirectory(prefix="kvferry-screenshots-") as directory,
+        start_tiered_fleet(Path(directory), *PREFILL_FLAGS, size=2, transports=["nixl"]) as fleet,
+    ):
+        asyncio.run(take_all(port, fleet))
 
 
 if __name__ == "__main__":
