@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, contents, key
 
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.host_memory import available_bytes
 from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
@@ -461,6 +462,14 @@ def test_unfinished_files_are_removed_unless_their_maker_lives(folder: Path) -> 
     (folder / ".new-1234").write_bytes(b"half")
     PoolEngine.open(folder, 1)
     assert not (folder / ".new-1234").exists()
+
+
+def test_a_pool_larger_than_the_memory_is_refused_before_a_page_is_taken(tmp_path: Path) -> None:
+    """The folder is on a disk, which would have room."""
+    row_bytes = available_bytes() // 8
+    with pytest.raises(ConfigError, match="free in this host or container"):
+        HostPool.open(tmp_path / "pool", NAMESPACE, row_bytes, 8, LruPolicy)
+    assert not list((tmp_path / "pool").iterdir())
 
 
 def test_segments_are_described_for_people(folder: Path) -> None:

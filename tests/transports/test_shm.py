@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,8 +22,6 @@ from kvferry.transports.shm import (
     SharedMemory,
     SharedMemoryAllocator,
     ShmTransport,
-    available_bytes,
-    check_fits,
 )
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
@@ -118,28 +115,6 @@ def test_impossible_sizes_are_a_mistake_of_the_operator(size: int) -> None:
     with pytest.raises(ConfigError):
         SharedMemory.allocate(size)
     assert len(os.listdir("/proc/self/fd")) == files
-
-
-def test_a_cache_that_does_not_fit_is_refused_before_a_page_is_taken() -> None:
-    # This test calls only a pure function: a real allocation beyond the available memory would make
-    # the kernel kill unrelated processes.
-    with pytest.raises(ConfigError, match="make the cache smaller"):
-        check_fits(91, available=100)
-    check_fits(90, available=100)
-
-
-def test_what_is_available_is_bounded_by_the_container(tmp_path: Path) -> None:
-    for name, text in {
-        "proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   50 kB\n",
-        "sys/fs/cgroup/memory.max": "20000\n",
-        "sys/fs/cgroup/memory.current": "5000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert available_bytes(tmp_path) == 15_000
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) == 50 * 1024
-    assert available_bytes() > 0
 
 
 def test_memory_that_is_not_shared_is_not_carried() -> None:

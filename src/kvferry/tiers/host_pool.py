@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.host_memory import available_bytes, check_fits
 from kvferry.tiers.base import ObjectKey, TierUsage
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import EvictionPolicy
@@ -389,7 +390,11 @@ def _latest_first(paths: Sequence[Path]) -> list[Path]:
 def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
     while True:
         try:
+            check_fits(layout.total_bytes, available_bytes())
             return create_segment(folder, namespace, layout)
+        except ConfigError:
+            if not _make_room(folder, layout):
+                raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM) or not _make_room(folder, layout):
                 raise ConfigError(

@@ -17,12 +17,12 @@ import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.host_memory import available_bytes, check_fits
 from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
 from kvferry.transports.copy.gather import Copier, fastest_copier
 from kvferry.transports.copy.queue import CopyQueue
@@ -36,8 +36,6 @@ __all__ = [
     "SharedMemory",
     "SharedMemoryAllocator",
     "ShmTransport",
-    "available_bytes",
-    "check_fits",
 ]
 
 
@@ -49,13 +47,6 @@ MADV_POPULATE_WRITE = 23
 Without it the first write to every page costs a page fault, and the first read into a block takes
 several times longer.
 """
-MAX_SHARE = 0.9
-"""Largest share of the available memory that one cache may take."""
-CGROUP_FILES = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Files with the limit and the usage of a container, for cgroup versions 2 and 1."""
 
 
 class SharedMemory:
@@ -129,29 +120,6 @@ class SharedMemory:
             self._view.release()
             pages.close()
         self._view = memoryview(b"")
-
-
-def check_fits(size_bytes: int, available: int) -> None:
-    """ConfigError if a cache of this size leaves the host too little memory: the kernel's OOM
-    killer could then kill any process of the host.
-    """
-    if size_bytes > available * MAX_SHARE:
-        raise ConfigError(
-            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes "
-            "that are free in this host or container; make the cache smaller"
-        )
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return how much memory the kernel can give without swapping, within the container's limit."""
-    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    for limit, usage in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-            available = min(
-                available, int((root / limit).read_text()) - int((root / usage).read_text())
-            )
-    return max(0, available)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from kvferry.bench.transfer.moves import Move
 from kvferry.errors import KVFerryError
+from kvferry.host_memory import available_bytes, check_fits
 from kvferry.transports.base import DataTransport
 from kvferry.transports.copy.gather import Timing, copy_by_numpy, fastest_copier
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
-from kvferry.transports.shm import SharedMemory, ShmTransport, available_bytes, check_fits
+from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.types import MemoryKind
 
