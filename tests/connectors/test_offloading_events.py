@@ -50,8 +50,8 @@ class Prompt:
 
 
 ONE = Prompt(list(range(12)))
-OTHER = Prompt([0, 1, 2, 3, *range(20, 28)])
-"""Has the first chunk of `ONE`."""
+OTHER = Prompt([0, 1, 2, 3, 4, 5, *range(20, 26)])
+"""Has the first chunk of `ONE`, and the first block of its second chunk."""
 
 
 def stored(tier: str, *keys: ObjectKey) -> ContentsChanged:
@@ -103,6 +103,24 @@ def test_a_chunk_that_was_lost_while_it_waited_is_not_announced() -> None:
     log.note_report(0, removed("disk", second))
     log.note_report(0, stored("cpu", first))
     assert log.take_events() == [BlocksStored("cpu", 0, ONE.blocks(0))]
+
+
+def test_a_block_that_two_chunks_have_is_stored_once_and_removed_with_the_last() -> None:
+    log = new_log()
+    log.note_request(OTHER.request, OTHER.keys, range(3))
+    log.note_report(0, stored("cpu", *ONE.keys[0][:2]))
+    log.take_events()
+    log.note_report(0, stored("cpu", OTHER.keys[0][1]))
+    shared, second = OTHER.blocks(1).hashes
+    own = HashedBlocks((second,), shared, (20, 21))
+    assert log.take_events() == [BlocksStored("cpu", 0, own)]
+    log.note_report(0, removed("cpu", OTHER.keys[0][1]))
+    assert log.take_events() == [BlocksRemoved("cpu", 0, own)]
+    log.note_report(0, stored("cpu", OTHER.keys[0][1]))
+    log.note_report(0, removed("cpu", ONE.keys[0][1]))
+    log.take_events()
+    log.note_report(0, removed("cpu", OTHER.keys[0][1]))
+    assert log.take_events() == [BlocksRemoved("cpu", 0, OTHER.blocks(1))]
 
 
 def test_a_window_groups_chunk_needs_only_another_groups_chunk_before_it() -> None:

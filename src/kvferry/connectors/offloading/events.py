@@ -11,7 +11,7 @@ chunk is announced when some tier has the chunk before it, however late that is.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.connectors.contract import Request
@@ -44,6 +44,19 @@ class HashedBlocks:
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] = ()
     """One for each block: what besides the tokens went into its hash."""
+
+    def without(self, count: int) -> "HashedBlocks":
+        """All blocks but the first `count`."""
+        if not count:
+            return self
+        size = len(self.token_ids) // len(self.hashes)
+        return replace(
+            self,
+            hashes=self.hashes[count:],
+            parent=self.hashes[count - 1],
+            token_ids=self.token_ids[count * size :],
+            extra_keys=self.extra_keys[count:],
+        )
 
 
 DescribeBlocks = Callable[[Request, range], HashedBlocks | None]
@@ -85,6 +98,37 @@ class _Chunk:
     """The tiers of which the readers know."""
 
 
+class _SharedBlocks:
+    """How many announced chunks have each block. Prompts that differ within a chunk of several
+    blocks share the chunk's first blocks, and readers that do not count would lose them with the
+    first chunk.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int, Any]] = Counter()
+
+    def add(self, tier: str, group: int, blocks: HashedBlocks) -> HashedBlocks:
+        """Count the blocks of a chunk, and return those that no other chunk has."""
+        return blocks.without(self._count(tier, group, blocks, 1))
+
+    def remove(self, tier: str, group: int, blocks: HashedBlocks) -> HashedBlocks:
+        """Count the blocks no longer, and return those that no other chunk has."""
+        return blocks.without(self._count(tier, group, blocks, -1))
+
+    def _count(self, tier: str, group: int, blocks: HashedBlocks, by: int) -> int:
+        """Return how many of the chunk's blocks, which are its first, other chunks have too."""
+        num_shared = 0
+        # No two chunks have the same last block.
+        for block_hash in blocks.hashes[:-1]:
+            block = (tier, group, block_hash)
+            self._counts[block] += by
+            if self._counts[block] > max(by, 0):
+                num_shared += 1
+            elif not self._counts[block]:
+                del self._counts[block]
+        return num_shared
+
+
 class KVEventLog:
     """Turns the reports of all ranks into events. Owned by the engine's thread."""
 
@@ -106,6 +150,7 @@ class KVEventLog:
         """By prefix: in how many tiers and groups its last chunk is announced."""
         self._waiting: dict[ObjectKey, dict[tuple[ObjectKey, str], None]] = {}
         """By prefix: chunks, and their tiers, that are announced once the prefix is."""
+        self._shared = _SharedBlocks()
         self._events: list[KVEvent] = []
 
     def note_request(
@@ -147,7 +192,7 @@ class KVEventLog:
         """
         for chunk in self._chunks.values():
             for tier in chunk.announced:
-                self._events.append(BlocksRemoved(tier, chunk.group, chunk.blocks))
+                self._note_removed(chunk, tier)
         self._chunks.clear()
         self._unheld.clear()
         self._num_announced.clear()
@@ -195,7 +240,8 @@ class KVEventLog:
                 self._waiting.setdefault(chunk.parent, {})[key, tier] = None
                 continue
             chunk.announced.add(tier)
-            self._events.append(BlocksStored(tier, chunk.group, chunk.blocks))
+            blocks = self._shared.add(tier, chunk.group, chunk.blocks)
+            self._events.append(BlocksStored(tier, chunk.group, blocks))
             self._num_announced[chunk.prefix] += 1
             ready += self._waiting.pop(chunk.prefix, ())
 
@@ -205,7 +251,7 @@ class KVEventLog:
             return
         if tier in chunk.announced:
             chunk.announced.remove(tier)
-            self._events.append(BlocksRemoved(tier, chunk.group, chunk.blocks))
+            self._note_removed(chunk, tier)
             self._num_announced[chunk.prefix] -= 1
             if not self._num_announced[chunk.prefix]:
                 del self._num_announced[chunk.prefix]
@@ -219,3 +265,7 @@ class KVEventLog:
             del chunk.holders[tier]
             if not chunk.holders:
                 self._note_unheld(key)
+
+    def _note_removed(self, chunk: _Chunk, tier: str) -> None:
+        blocks = self._shared.remove(tier, chunk.group, chunk.blocks)
+        self._events.append(BlocksRemoved(tier, chunk.group, blocks))
