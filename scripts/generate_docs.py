@@ -19,6 +19,7 @@ from kvferry.config import (
     CpuTierConfig,
     DiskTierConfig,
     KVTransferConfig,
+    MooncakeTierConfig,
     MultiExtraConfig,
     NixlExtraConfig,
     ObjectTierConfig,
@@ -67,7 +68,7 @@ def generated_pages() -> dict[Path, str]:
             "offloading": settings_table(OffloadingExtraConfig),
             **{
                 f"{tier.name}-tier": settings_table(tier)
-                for tier in (CpuTierConfig, DiskTierConfig, ObjectTierConfig)
+                for tier in (CpuTierConfig, DiskTierConfig, MooncakeTierConfig, ObjectTierConfig)
             },
             **{name: flag_table(name) for name in ("serve", "proxy", "register", "up")},
         },

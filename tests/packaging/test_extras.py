@@ -18,6 +18,8 @@ from kvferry.cli.extras import EXTRAS
 from kvferry.cli.main import COMMANDS, main
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+IMPORT_NAMES = {"mooncake_transfer_engine_non_cuda": "mooncake"}
+"""Of packages whose names differ from it."""
 OPTIONAL = sorted({package for packages in EXTRAS.values() for package in packages})
 
 
@@ -30,9 +32,14 @@ def installed_by(extra: str) -> set[str]:
         for package in (
             set().union(*map(installed_by, requirement.extras))
             if requirement.name == "kvferry"
-            else {requirement.name.replace("-", "_")}
+            else {_import_name(requirement)}
         )
     }
+
+
+def _import_name(requirement: Requirement) -> str:
+    name = requirement.name.replace("-", "_")
+    return IMPORT_NAMES.get(name, name)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def test_the_base_install_asks_for_four_packages() -> None:
 
 def test_the_check_knows_the_packages_of_every_extra() -> None:
     assert {extra: set(packages) for extra, packages in EXTRAS.items()} == {
-        extra: installed_by(extra) for extra in ("router", "engine", "object", "all")
+        extra: installed_by(extra) for extra in ("router", "engine", "object", "mooncake", "all")
     }
     assert "torch" in EXTRAS["engine"]
     assert "torch" not in EXTRAS["router"]
@@ -65,8 +72,8 @@ def test_the_check_knows_the_packages_of_every_extra() -> None:
 def test_commands_and_benchmarks_name_extras_that_exist() -> None:
     named = {entry.extra for entry in COMMANDS.values()}
     named |= {entry.extra for entry in BENCHMARKS.values()}
-    # A setting, not a command, needs the extra for object stores.
-    assert named == {None, *EXTRAS} - {"object"}
+    # Settings, not commands, need the extras of tiers.
+    assert named == {None, *EXTRAS} - {"object", "mooncake"}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.tiers.mooncake_store import MooncakeStorage, lender, mooncake_master
 from tests.tiers.s3_server import s3_server
 from tests.tiers.storages import DiskStorage, S3Storage, mounted
 
 from kvferry.testing.tier_conformance import TIER_CASES, TierStorage
 
-STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io", "object")
+STORAGES = ("disk", "disk-with-limit", "disk-without-direct-io", "object", "mooncake")
 
 
 @pytest.fixture(scope="module", params=STORAGES)
@@ -26,6 +27,9 @@ def storage(
             made = S3Storage(server, "bucket")
             made.make()
             yield made
+    elif request.param == "mooncake":
+        with mooncake_master() as master, lender(master.address) as client:
+            yield MooncakeStorage(master.address, client)
     else:
         yield DiskStorage(folder, 2**30 if request.param == "disk-with-limit" else None)
 

@@ -26,10 +26,12 @@ _ENGINE = (
     "uvloop",
 )
 _OBJECT = ("obstore",)
+_MOONCAKE = ("mooncake",)
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "router": _ROUTER,
     "engine": _ENGINE,
     "object": _OBJECT,
+    "mooncake": _MOONCAKE,
     "all": tuple(sorted({*_ROUTER, *_ENGINE, *_OBJECT, "rich"})),
 }
 """The names under which the packages of an extra are imported."""

@@ -20,6 +20,7 @@ from kvferry.config.extra import (
 from kvferry.config.offloading import (
     CpuTierConfig,
     DiskTierConfig,
+    MooncakeTierConfig,
     ObjectTierConfig,
     OffloadingExtraConfig,
     TierConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "FreeExtraConfig",
     "KVRole",
     "KVTransferConfig",
+    "MooncakeTierConfig",
     "MultiExtraConfig",
     "NixlExtraConfig",
     "ObjectTierConfig",

@@ -25,10 +25,12 @@ from kvferry.config.fields import (
     shown,
 )
 from kvferry.errors import ConfigError
+from kvferry.types import Address
 
 __all__ = [
     "CpuTierConfig",
     "DiskTierConfig",
+    "MooncakeTierConfig",
     "ObjectTierConfig",
     "OffloadingExtraConfig",
     "TierConfig",
@@ -39,10 +41,15 @@ Size = Annotated[
     int,
     Meta(ge=1, le=LARGEST_INT, description='a number of bytes, or a text such as "8GiB"'),
 ]
+LentSize = Annotated[
+    int,
+    Meta(ge=0, le=LARGEST_INT, description='a number of bytes, or a text such as "8GiB"'),
+]
 Tiers = Annotated[tuple[Any, ...], Meta(description="a list of objects with one key each")]
 """A tuple of `TierConfig`, once read."""
 _UNITS = {"": 1, "B": 1, **{f"{u}iB": 1024**n for n, u in enumerate("KMGT", 1)}}
 _UNITS |= {f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)}
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 EVICTION_POLICIES = ("lru", "arc")
 SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 
@@ -123,6 +130,57 @@ class DiskTierConfig(TierConfig):
 
 
 @dataclass(frozen=True)
+class MooncakeTierConfig(TierConfig):
+    """Settings of the tier `mooncake`: memory that many hosts lend to one Mooncake Store."""
+
+    name = "mooncake"
+
+    master: Text = "-"
+    """The address of the process mooncake_master, host:port."""
+    size: LentSize = 0
+    """How much host memory this engine lends to the store, over all its ranks; 0: none, it uses the
+    memory of other hosts.
+    """
+    host: Text | None = None
+    """The address at which other hosts reach the lent memory; null: this host's address towards the
+    master.
+    """
+    protocol: Text = "tcp"
+    """How Mooncake moves bytes: tcp or rdma."""
+    device_name: Text | None = None
+    """The RDMA devices, separated by commas; null: Mooncake chooses."""
+    metadata_server: Text = "P2PHANDSHAKE"
+    """Mooncake's metadata service, if the store has one (http://host:port/metadata, etcd://…); the
+    default is none.
+    """
+    store_after: Count = 1
+    """A chunk is stored when requests have needed it this often."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        # Raises if the address is none.
+        _ = self.master_address
+        if self.protocol not in MOONCAKE_PROTOCOLS:
+            raise ConfigError(
+                f"protocol is {shown(self.protocol)}; {nearest(self.protocol, MOONCAKE_PROTOCOLS)}"
+            )
+
+    @property
+    def master_address(self) -> Address:
+        host, _, port = self.master.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+            raise ConfigError(
+                f"master is {shown(self.master)}, which is not an address; write host:port, for "
+                "example 10.0.0.7:50051"
+            )
+        return Address(host.strip("[]"), int(port))
+
+    @classmethod
+    def required(cls) -> tuple[str, ...]:
+        return ("master",)
+
+
+@dataclass(frozen=True)
 class ObjectTierConfig(TierConfig):
     """Settings of the tier `object`: a bucket of an S3-compatible object store. Credentials come
     from the environment or the usual files, never from here.
@@ -151,7 +209,8 @@ class ObjectTierConfig(TierConfig):
 
 
 TIERS: Mapping[str, type[TierConfig]] = {
-    tier.name: tier for tier in (CpuTierConfig, DiskTierConfig, ObjectTierConfig)
+    tier.name: tier
+    for tier in (CpuTierConfig, DiskTierConfig, MooncakeTierConfig, ObjectTierConfig)
 }
 
 
@@ -168,7 +227,7 @@ class OffloadingExtraConfig(ExtraConfig):
 
     tiers: Tiers = ()
     """Where KV is kept, the fastest first: `[{"cpu": "8GiB"}, {"disk": {"path": …, "size": …}},
-    {"object": {"bucket": …, "endpoint": …}}]`.
+    {"mooncake": {"master": …, "size": …}}, {"object": {"bucket": …, "endpoint": …}}]`.
     """
     cpu_bytes_to_use: Natural = 0
     """vLLM's name for a tier `cpu` of this size; the same as `"tiers": [{"cpu": …}]`."""
@@ -189,11 +248,11 @@ class OffloadingExtraConfig(ExtraConfig):
     break_even: Flag = True
     """Compute instead of loading where computing was measured to be faster."""
     lookup_timeout: Seconds = 1.0
-    """How long a request waits for disks and object stores to say what they hold."""
+    """How long a request waits for disks and remote stores to say what they hold."""
     load_timeout: Seconds = 10.0
     """How long a load may take; after that the engine computes the prompt."""
     io_threads: Count = 8
-    """The number of threads of each rank that read and write disks and object stores."""
+    """The number of threads of each rank that read and write disks and remote stores."""
     pool_path: Text | None = None
     """The folder of the tier `cpu`, in a memory file system; null: /dev/shm/kvferry-UID."""
     spec_name: Text = "CPUOffloadingSpec"

@@ -4,7 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import DiskTierConfig, ObjectTierConfig, OffloadingExtraConfig
+from kvferry.config import (
+    DiskTierConfig,
+    MooncakeTierConfig,
+    ObjectTierConfig,
+    OffloadingExtraConfig,
+)
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig
 from kvferry.connectors.geometry import compatibility_factors
 from kvferry.errors import ConfigError
@@ -85,30 +90,55 @@ def open_pool_reader(extra: OffloadingExtraConfig, namespace: Namespace) -> Pool
 
 
 def open_tiers(
-    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
+    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes, tp_size: int
 ) -> dict[str, Tier]:
     """Open the tiers behind the host pool, the fastest first."""
-    disk = extra.tier("disk")
-    max_bytes = disk.size if isinstance(disk, DiskTierConfig) else None
-    return _open_tiers(extra, namespace, secret, max_bytes)
+    disk, mooncake = extra.tier("disk"), extra.tier("mooncake")
+    return _open_tiers(
+        extra,
+        namespace,
+        secret,
+        max_disk_bytes=disk.size if isinstance(disk, DiskTierConfig) else None,
+        lent_bytes=mooncake.size // tp_size if isinstance(mooncake, MooncakeTierConfig) else 0,
+    )
 
 
 def open_tiers_to_look_up(
     extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes
 ) -> dict[str, Tier]:
-    """Open the same tiers in a process that stores nothing, and so need not evict."""
-    return _open_tiers(extra, namespace, secret, None)
+    """Open the same tiers in a process that stores nothing, and so need neither evict nor
+    lend memory.
+    """
+    return _open_tiers(extra, namespace, secret, max_disk_bytes=None, lent_bytes=0)
 
 
 def _open_tiers(
-    extra: OffloadingExtraConfig, namespace: Namespace, secret: bytes, max_bytes: int | None
+    extra: OffloadingExtraConfig,
+    namespace: Namespace,
+    secret: bytes,
+    *,
+    max_disk_bytes: int | None,
+    lent_bytes: int,
 ) -> dict[str, Tier]:
     tiers: dict[str, Tier] = {}
-    disk, bucket = extra.tier("disk"), extra.tier("object")
+    disk, mooncake, bucket = (extra.tier(name) for name in ("disk", "mooncake", "object"))
     if isinstance(disk, DiskTierConfig):
-        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_bytes)
+        tiers["disk"] = DiskTier(Path(disk.path), namespace, secret, max_disk_bytes)
+    # The others are imported on demand: the packages that they need are extras.
+    if isinstance(mooncake, MooncakeTierConfig):
+        from kvferry.tiers.mooncake.agent_process import MooncakePlace
+        from kvferry.tiers.mooncake.tier import MooncakeTier
+
+        pool = MooncakePlace(
+            master=mooncake.master_address,
+            metadata_server=mooncake.metadata_server,
+            protocol=mooncake.protocol,
+            device_name=mooncake.device_name or "",
+            host=mooncake.host or "",
+            lent_bytes=lent_bytes,
+        )
+        tiers["mooncake"] = MooncakeTier(pool, namespace, secret)
     if isinstance(bucket, ObjectTierConfig):
-        # Imported on demand: the package that it needs is an extra.
         from kvferry.tiers.object_store import Bucket, ObjectTier
 
         place = Bucket(bucket.bucket, bucket.prefix, bucket.endpoint, bucket.region, bucket.profile)

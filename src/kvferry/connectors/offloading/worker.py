@@ -67,7 +67,7 @@ class OffloadingWorker:
         block_bytes = sum(copier.row_bytes(group, 1) for group in groups)
         pool = open_pool(self._extra, namespace, max(row_bytes), block_bytes, tp_size)
         copier.pin(pool.address, pool.size_bytes)
-        tiers = open_tiers(self._extra, namespace, self._config.secret)
+        tiers = open_tiers(self._extra, namespace, self._config.secret, tp_size)
         has_cpu_tier = self._extra.cpu_bytes(block_bytes * tp_size) > 0
         jobs = OffloadJobs(
             pool,

@@ -1,0 +1,1 @@
+"""The tier `mooncake`: objects in a Mooncake Store."""

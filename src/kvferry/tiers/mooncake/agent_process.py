@@ -1,0 +1,233 @@
+"""The tier's side of the agent: starts the process, and gives each call a lane and a deadline."""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from kvferry.errors import MissingDependency
+from kvferry.tiers.mooncake.agent import AgentSettings, Call, LaneFiles
+from kvferry.types import Address
+
+__all__ = ["AgentFailed", "AgentProcess", "Lane", "MooncakePlace"]
+
+NUM_LANES = 8
+IMPORT_S = 30.0
+"""How long the agent may take to load Mooncake's libraries."""
+CLOSE_S = 7.0
+"""Longer than the agent needs to take lent memory out of the store."""
+KILL_S = 5.0
+ENVIRONMENT = {
+    # Mooncake logs a dozen lines when it starts.
+    "MC_LOG_LEVEL": "ERROR",
+    # Otherwise a call waits 30 s for a master that hangs.
+    "MC_RPC_TIMEOUT_MS": "5000",
+}
+"""Variables of the agent that the operator has not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakePlace:
+    """Where the store is, and what this process adds to it."""
+
+    master: Address
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    host: str = ""
+    lent_bytes: int = 0
+
+
+class AgentFailed(Exception):
+    """The agent did not answer. The text is a sentence for the log."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One call at a time. The thread that took the lane from `AgentProcess` owns it."""
+
+    pipe: Connection
+    file: int
+    generation: int
+    is_overdue: bool = False
+    """The agent has not answered the last call yet, and may still use the memory."""
+    _memory: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def memory(self, size_bytes: int) -> memoryview:
+        """The first bytes of the memory that the agent maps too."""
+        if len(self._memory) < size_bytes:
+            size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.ftruncate(self.file, size)
+            self._memory = memoryview(mmap.mmap(self.file, size))
+        return self._memory[:size_bytes]
+
+    def call(self, call: Call, until: float) -> list[int]:
+        """Make one call. `until` is in seconds of `time.monotonic`."""
+        try:
+            # A call is smaller than the pipe's buffer, which is empty: this never waits.
+            self.pipe.send_bytes(msgspec.msgpack.encode(call))
+            if not self.pipe.poll(max(0.0, until - time.monotonic())):
+                self.is_overdue = True
+                raise AgentFailed("Mooncake did not answer in time")
+            return self._received()
+        except (EOFError, OSError):
+            raise AgentFailed("the Mooncake agent ended unexpectedly") from None
+
+    def reclaim(self) -> bool:
+        """Take a late answer. Whether the lane can be used again."""
+        try:
+            if self.pipe.poll(0):
+                self._received()
+                self.is_overdue = False
+        except (EOFError, OSError):
+            return False
+        return not self.is_overdue
+
+    def close(self) -> None:
+        self.pipe.close()
+        os.close(self.file)
+
+    def _received(self) -> list[int]:
+        return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=list[int])
+
+
+class AgentProcess:
+    """Starts the agent, and starts it again if it has ended or if all its lanes are overdue. Any
+    thread may call any method.
+    """
+
+    def __init__(self, place: MooncakePlace) -> None:
+        """Raises `MissingDependency` if the agent cannot load Mooncake. Connects to nothing."""
+        self._place = place
+        self._changed = threading.Condition()
+        self._generation = 0
+        self._idle: list[Lane] = []
+        self._overdue: list[Lane] = []
+        self._is_closed = False
+        self._process, self._control = self._start()
+        self._check_import()
+
+    @contextmanager
+    def lane(self, until: float) -> Iterator[Lane]:
+        lane = self._take(until)
+        try:
+            yield lane
+        finally:
+            with self._changed:
+                if lane.generation != self._generation or self._is_closed:
+                    lane.close()
+                else:
+                    (self._overdue if lane.is_overdue else self._idle).append(lane)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._close_lanes()
+            self._changed.notify_all()
+        self._control.close()
+        try:
+            # Without lent memory there is nothing to take out of the store.
+            self._process.wait(CLOSE_S if self._place.lent_bytes else 0)
+        except subprocess.TimeoutExpired:
+            self._end_process()
+
+    def _take(self, until: float) -> Lane:
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise AgentFailed("the tier is closed")
+                self._renew()
+                if self._idle:
+                    return self._idle.pop()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise AgentFailed("all calls to Mooncake are waiting for an answer")
+
+    def _renew(self) -> None:
+        """Make lanes usable again, if possible."""
+        if self._process.poll() is None:
+            for lane in [lane for lane in self._overdue if lane.reclaim()]:
+                self._overdue.remove(lane)
+                self._idle.append(lane)
+            if len(self._overdue) < NUM_LANES:
+                return
+        self._end_process()
+        self._control.close()
+        self._close_lanes()
+        self._process, self._control = self._start()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        self._generation += 1
+        control, agent_control = Pipe()
+        agent_pipes, files = [], []
+        for _ in range(NUM_LANES):
+            pipe, agent_pipe = Pipe()
+            file = os.memfd_create("kvferry-mooncake")
+            self._idle.append(Lane(pipe, file, self._generation))
+            agent_pipes.append(agent_pipe)
+            files.append(LaneFiles(agent_pipe.fileno(), file))
+        place = self._place
+        settings = AgentSettings(
+            parent=os.getpid(),
+            control=agent_control.fileno(),
+            lanes=files,
+            master_host=place.master.host,
+            master_port=place.master.port,
+            metadata_server=place.metadata_server,
+            protocol=place.protocol,
+            device_name=place.device_name,
+            host=place.host,
+            lent_bytes=place.lent_bytes,
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
+            pass_fds=[settings.control, *(fd for lane in files for fd in (lane.pipe, lane.memory))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**ENVIRONMENT, **os.environ},
+            # Ctrl-C in a terminal is for the engine, which then closes the tier.
+            start_new_session=True,
+        )
+        for pipe in (agent_control, *agent_pipes):
+            pipe.close()
+        return process, control
+
+    def _check_import(self) -> None:
+        try:
+            if not self._control.poll(IMPORT_S):
+                raise TimeoutError
+            problem = self._control.recv_bytes().decode()
+        except (EOFError, OSError):
+            problem = "it ends the process that loads it"
+        if problem:
+            self.close()
+            raise MissingDependency(
+                f"the tier mooncake cannot load Mooncake ({problem}); install it with: "
+                "pip install 'kvferry[mooncake]', and the system's libibverbs (Debian: "
+                "apt-get install libibverbs1)"
+            )
+
+    def _close_lanes(self) -> None:
+        for lane in (*self._idle, *self._overdue):
+            lane.close()
+        self._idle, self._overdue = [], []
+
+    def _end_process(self) -> None:
+        self._process.kill()
+        self._process.wait(KILL_S)
+
+
+def _json(settings: AgentSettings) -> str:
+    return msgspec.json.encode(settings).decode()

@@ -1,0 +1,267 @@
+"""Objects in a Mooncake Store, the memory that many hosts lend to one cache.
+
+    <namespace: 32 hex digits>/<key: 64 hex digits>     the name of an object
+
+The store bounds itself: its master evicts what was not read for the longest time. Mooncake checks
+no bytes and no names of callers: every process that reaches the store can read and replace objects,
+so only the MAC of the envelope says what may be used. The bytes that the network writes to are
+copied before they are checked.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from kvferry.tiers.backoff import FailureBackoff
+from kvferry.tiers.base import (
+    LoadOutcome,
+    LoadResult,
+    ObjectKey,
+    StoreOutcome,
+    StoreResult,
+    TierUsage,
+)
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope, Refusal
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.mooncake.agent import Call, Operation
+from kvferry.tiers.mooncake.agent_process import AgentFailed, AgentProcess, Lane, MooncakePlace
+
+__all__ = ["MooncakeDeadlines", "MooncakeTier"]
+
+TOLERATED_FAILURES = 2
+FIRST_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
+MAX_NAMES = 512
+"""The most names of one call, which must be smaller than the buffer of a pipe."""
+
+# Codes of Mooncake.
+NO_ROOM = -200
+TOO_SMALL = -600
+"""Of a read: the object is larger than the memory for it."""
+BEING_WRITTEN = -703
+EXISTS = -705
+TRANSFER_FAILED = -800
+MISSING = frozenset({BEING_WRITTEN, -704, -707, -710, -712})
+"""No object, none yet, or evicted during the call."""
+PRESENT = frozenset({BEING_WRITTEN, EXISTS})
+STORES_FAIL = frozenset({NO_ROOM, TRANSFER_FAILED})
+"""Of a write. Loads go on: other hosts hold other objects."""
+_SENTENCES = {
+    NO_ROOM: "the Mooncake store has no room",
+    TRANSFER_FAILED: "a host that lends memory to the Mooncake store cannot be reached",
+    -900: "the Mooncake master cannot be reached",
+    -901: "the Mooncake master did not answer in time",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeDeadlines:
+    lookup_s: float = 2.0
+    """For `find` and `find_prefix` as a whole."""
+    transfer_s: float = 10.0
+    """For one load or one store as a whole."""
+
+
+class MooncakeTier:
+    """Implements `Tier`. A process of its own makes the calls; see `agent.py`."""
+
+    def __init__(
+        self,
+        place: MooncakePlace,
+        namespace: Namespace,
+        secret: bytes,
+        deadlines: MooncakeDeadlines | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises `MissingDependency` if Mooncake is not installed. Waits for no other host."""
+        self._agent = AgentProcess(place)
+        self._namespace = namespace
+        self._envelope = Envelope(secret, namespace.digest)
+        self._deadlines = deadlines or MooncakeDeadlines()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
+        self._store_backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
+        """For stores alone: a store without room still has objects to load."""
+        self._usage = TierUsage()
+
+    @property
+    def name(self) -> str:
+        return "mooncake"
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        until = time.monotonic() + self._deadlines.lookup_s
+        found: list[bool] = []
+        with suppress(_StoreFailed, _NotAsked):
+            for start in range(0, len(keys), MAX_NAMES):
+                found += self._find_some(keys[start : start + MAX_NAMES], until)
+        return found + [False] * (len(keys) - len(found))
+
+    def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
+        until = time.monotonic() + self._deadlines.lookup_s
+        count = 0
+        with suppress(_StoreFailed, _NotAsked):
+            for start in range(0, len(keys), MAX_NAMES):
+                found = self._find_some(keys[start : start + MAX_NAMES], until)
+                count += found.index(False) if False in found else len(found)
+                if False in found:
+                    break
+        return count
+
+    def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
+        refusal = self._read(key, into)
+        if isinstance(refusal, Refusal):
+            # An object that is removed during a read looks damaged. It is not there any more.
+            refusal = self._read(key, into)
+        if isinstance(refusal, LoadResult):
+            return refusal
+        if refusal is None:
+            return LoadResult(LoadOutcome.LOADED)
+        self.remove([key])
+        return LoadResult(LoadOutcome.REFUSED, f"The object {refusal.value}")
+
+    def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+        with self._lock:
+            if not self._store_backoff.allows(self._clock()):
+                return StoreResult(StoreOutcome.DROPPED, self._store_backoff.last_reason)
+        try:
+            code = self._write(key, payload)
+        except _StoreFailed as failure:
+            return StoreResult(StoreOutcome.FAILED, str(failure))
+        except _NotAsked as pause:
+            return StoreResult(StoreOutcome.DROPPED, str(pause))
+        with self._lock:
+            if code in STORES_FAIL:
+                self._store_backoff.failed(self._clock(), _sentence(code))
+            else:
+                self._store_backoff.succeeded()
+        if code in STORES_FAIL:
+            outcome = StoreOutcome.DROPPED if code == NO_ROOM else StoreOutcome.FAILED
+            return StoreResult(outcome, _sentence(code))
+        return StoreResult(StoreOutcome.PRESENT if code in PRESENT else StoreOutcome.STORED)
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        until = time.monotonic() + self._deadlines.transfer_s
+        with suppress(_StoreFailed, _NotAsked):
+            for start in range(0, len(keys), MAX_NAMES):
+                names = [self._object_name(key) for key in keys[start : start + MAX_NAMES]]
+                self._ask(Call(Operation.REMOVE, names), until)
+
+    def usage(self) -> TierUsage:
+        """What this process has stored; the contents of the store are not counted."""
+        return self._usage
+
+    def close(self) -> None:
+        self._agent.close()
+
+    def _object_name(self, key: ObjectKey) -> str:
+        return f"{self._namespace.hex}/{key.hex()}"
+
+    def _find_some(self, keys: Sequence[ObjectKey], until: float) -> list[bool]:
+        answer = self._ask(Call(Operation.FIND, [self._object_name(key) for key in keys]), until)
+        return [code == 1 for code in answer]
+
+    def _read(self, key: ObjectKey, into: memoryview) -> LoadResult | Refusal | None:
+        """Read and check one object. None if all of `into` is as sealed."""
+        until = time.monotonic() + self._deadlines.transfer_s
+        wanted_bytes = HEADER_BYTES + len(into)
+        call = Call(Operation.GET, [self._object_name(key)], wanted_bytes)
+
+        def get(lane: Lane) -> LoadResult | Refusal | None:
+            memory = lane.memory(wanted_bytes)
+            [stored_bytes] = _checked(lane.call(call, until), MISSING | {TOO_SMALL})
+            if stored_bytes in MISSING:
+                return LoadResult(LoadOutcome.MISSING)
+            if stored_bytes == TOO_SMALL:
+                return Refusal.OTHER_LENGTH
+            # Peers may write to `memory` at any time, but not to the copies, which are checked.
+            header = memoryview(bytes(memory[: min(stored_bytes, HEADER_BYTES)]))
+            if stored_bytes == wanted_bytes:
+                _copy(memory[HEADER_BYTES:], into)
+            return self._envelope.check(key, header, into, stored_bytes)
+
+        try:
+            return self._with_lane(get, until)
+        except (_StoreFailed, _NotAsked) as failure:
+            return LoadResult(LoadOutcome.FAILED, str(failure))
+
+    def _write(self, key: ObjectKey, payload: memoryview) -> int:
+        """Write one object, unless it is there. 0, or a code of `PRESENT` or `STORES_FAIL`."""
+        until = time.monotonic() + self._deadlines.transfer_s
+        name, size_bytes = self._object_name(key), HEADER_BYTES + len(payload)
+        # Mooncake answers a write of an object that exists as if it had written it.
+        [stored_bytes] = self._ask(Call(Operation.SIZE, [name]), until)
+        if stored_bytes == size_bytes:
+            return EXISTS
+        if stored_bytes not in MISSING:
+            self._ask(Call(Operation.REMOVE, [name]), until)
+        header = self._envelope.seal(key, payload)
+
+        def put(lane: Lane) -> int:
+            memory = lane.memory(size_bytes)
+            memory[:HEADER_BYTES] = header
+            _copy(payload, memory[HEADER_BYTES:])
+            answer = lane.call(Call(Operation.PUT, [name], size_bytes), until)
+            return _checked(answer, PRESENT | STORES_FAIL)[0]
+
+        code = self._with_lane(put, until)
+        if code == 0:
+            with self._lock:
+                self._usage = TierUsage(
+                    self._usage.used_bytes + size_bytes, self._usage.num_objects + 1
+                )
+        return code
+
+    def _ask(self, call: Call, until: float) -> list[int]:
+        return self._with_lane(lambda lane: _checked(lane.call(call, until), MISSING), until)
+
+    def _with_lane(self, use: Callable[[Lane], T], until: float) -> T:
+        """Use one lane, unless Mooncake has failed some seconds ago. Raises `_StoreFailed` or
+        `_NotAsked`, whose texts are sentences for the log.
+        """
+        with self._lock:
+            if not self._backoff.allows(self._clock()):
+                raise _NotAsked(f"waiting after a failure: {self._backoff.last_reason}")
+        try:
+            with self._agent.lane(until) as lane:
+                answer = use(lane)
+        except (AgentFailed, _StoreFailed) as failure:
+            with self._lock:
+                self._backoff.failed(self._clock(), str(failure))
+            raise _StoreFailed(str(failure)) from None
+        with self._lock:
+            self._backoff.succeeded()
+        return answer
+
+
+class _StoreFailed(Exception):
+    """Mooncake did not answer, or answered with an error."""
+
+
+class _NotAsked(Exception):
+    """Mooncake failed some seconds ago, and is not asked yet."""
+
+
+def _checked(answer: list[int], allowed: frozenset[int]) -> list[int]:
+    if not answer:
+        raise _StoreFailed("the Mooncake master cannot be reached")
+    for code in answer:
+        if code < 0 and code not in allowed:
+            raise _StoreFailed(_sentence(code))
+    return answer
+
+
+def _sentence(code: int) -> str:
+    return _SENTENCES.get(code, f"Mooncake answered with code {code}")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # numpy copies without the GIL.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

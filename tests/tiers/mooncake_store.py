@@ -1,0 +1,142 @@
+"""A Mooncake master in its own process, and clients that are not a tier."""
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import MissingDependency
+from kvferry.tiers.base import ObjectKey, Tier
+from kvferry.tiers.keys import Namespace
+from kvferry.tiers.mooncake.agent import Call, Operation
+from kvferry.tiers.mooncake.agent_process import AgentProcess, MooncakePlace
+from kvferry.tiers.mooncake.tier import MooncakeTier
+from kvferry.types import Address
+
+__all__ = ["MooncakeMaster", "MooncakeStorage", "lender", "mooncake_master", "raw_call"]
+
+DEADLINE_S = 60.0
+LENT_BYTES = 64 * 2**20
+
+
+@dataclass(slots=True)
+class MooncakeMaster:
+    """Can be killed and started again on the same port."""
+
+    address: Address
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+
+    def start(self) -> None:
+        package = find_spec("mooncake")
+        assert package is not None
+        assert package.origin is not None
+        self._process = subprocess.Popen(
+            [
+                str(Path(package.origin).with_name("mooncake_master")),
+                f"--rpc_address={self.address.host}",
+                f"--rpc_port={self.address.port}",
+                f"--metrics_host={self.address.host}",
+                f"--metrics_port={_free_port()}",
+                "--client_ttl=3",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert self._process.poll() is None, "mooncake_master ended"
+            with suppress(OSError):
+                socket.create_connection((self.address.host, self.address.port), 1.0).close()
+                return
+            assert time.monotonic() < deadline, "mooncake_master does not listen"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Let the master hang."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+
+@contextmanager
+def mooncake_master() -> Iterator[MooncakeMaster]:
+    """Run a master, or skip the test where Mooncake cannot be loaded."""
+    address = Address("127.0.0.1", _free_port())
+    try:
+        AgentProcess(MooncakePlace(address)).close()
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    master = MooncakeMaster(address)
+    master.start()
+    try:
+        yield master
+    finally:
+        master.kill()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def lender(master: Address, lent_bytes: int = LENT_BYTES) -> Iterator[AgentProcess]:
+    """A client that lends memory to the store and has joined it."""
+    agent = AgentProcess(MooncakePlace(master, lent_bytes=lent_bytes))
+    try:
+        assert raw_call(agent, Operation.FIND, "-") == [0]
+        yield agent
+    finally:
+        agent.close()
+
+
+def raw_call(agent: AgentProcess, operation: Operation, name: str) -> list[int]:
+    until = time.monotonic() + DEADLINE_S
+    with agent.lane(until) as lane:
+        return lane.call(Call(operation, [name]), until)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeStorage:
+    """Tiers that lend nothing, and a client around them that lends all memory."""
+
+    master: Address
+    client: AgentProcess
+
+    def open(self, namespace: Namespace, secret: bytes) -> Tier:
+        return MooncakeTier(MooncakePlace(self.master), namespace, secret)
+
+    def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
+        name, until = object_name(namespace, key), time.monotonic() + DEADLINE_S
+        with self.client.lane(until) as lane:
+            [size_bytes] = lane.call(Call(Operation.SIZE, [name]), until)
+            if size_bytes < 0:
+                return None
+            memory = lane.memory(size_bytes)
+            assert lane.call(Call(Operation.GET, [name], size_bytes), until) == [size_bytes]
+            return bytes(memory)
+
+    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+        name, until = object_name(namespace, key), time.monotonic() + DEADLINE_S
+        # Mooncake has no empty objects.
+        stored = stored or b"\0"
+        with self.client.lane(until) as lane:
+            lane.call(Call(Operation.REMOVE, [name]), until)
+            lane.memory(len(stored))[:] = stored
+            assert lane.call(Call(Operation.PUT, [name], len(stored)), until) == [0]
+
+
+def object_name(namespace: Namespace, key: ObjectKey) -> str:
+    return f"{namespace.hex}/{key.hex()}"

@@ -1,0 +1,318 @@
+"""Tests of what the tier `mooncake` does beyond the contract, above all when parts of the store fail.
+
+A real master and real clients run in processes of their own.
+"""
+
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.tiers.mooncake_store import (
+    MooncakeMaster,
+    MooncakeStorage,
+    lender,
+    mooncake_master,
+)
+
+from kvferry.errors import MissingDependency
+from kvferry.testing.local import ManualClock
+from kvferry.testing.tier_conformance import (
+    NAMESPACE,
+    SECRET,
+    aligned_buffer,
+    new_key,
+    payload_of,
+)
+from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.mooncake.agent_process import NUM_LANES, MooncakePlace
+from kvferry.tiers.mooncake.tier import MooncakeDeadlines, MooncakeTier
+from kvferry.types import Address
+
+pytestmark = pytest.mark.slow
+
+PAYLOAD_BYTES = 256 * 1024
+LONG = MooncakeDeadlines(lookup_s=30, transfer_s=30)
+SHORT = MooncakeDeadlines(lookup_s=1.0, transfer_s=1.0)
+DEADLINE_S = 60.0
+PAUSE_S = 100.0
+"""Longer than any pause of the tier."""
+
+
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    with mooncake_master() as master:
+        yield master
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def opened(
+    master: Address,
+    clock: ManualClock | None = None,
+    deadlines: MooncakeDeadlines = LONG,
+    lent_bytes: int = 0,
+) -> "closing[MooncakeTier]":
+    place = MooncakePlace(master, lent_bytes=lent_bytes)
+    return closing(MooncakeTier(place, NAMESPACE, SECRET, deadlines, clock or ManualClock()))
+
+
+def store(tier: MooncakeTier, key: ObjectKey) -> StoreResult:
+    return tier.store(key, payload_of(key, PAYLOAD_BYTES))
+
+
+def load(tier: MooncakeTier, key: ObjectKey) -> LoadResult:
+    into = aligned_buffer(PAYLOAD_BYTES)
+    result = tier.load(key, into)
+    assert result.outcome is not LoadOutcome.LOADED or into == payload_of(key, PAYLOAD_BYTES)
+    return result
+
+
+def until(what: str, is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def until_answered(tier: MooncakeTier, clock: ManualClock) -> None:
+    def is_answered() -> bool:
+        clock.advance(PAUSE_S)
+        return load(tier, new_key()).outcome is LoadOutcome.MISSING
+
+    until("the agent answers", is_answered)
+
+
+def agents() -> list[psutil.Process]:
+    """The agents of this process, the oldest first."""
+    found = [
+        child
+        for child in psutil.Process().children()
+        if "kvferry.tiers.mooncake.agent" in child.cmdline()
+    ]
+    return sorted(found, key=lambda child: child.create_time())
+
+
+# -- the package --
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake.py").write_text("raise ImportError('libibverbs.so.1: no such file')")
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+    with pytest.raises(MissingDependency, match=r"libibverbs.*pip install 'kvferry\[mooncake\]'"):
+        MooncakeTier(MooncakePlace(Address("127.0.0.1", 9)), NAMESPACE, SECRET)
+    assert not agents()
+
+
+def test_the_engine_does_not_load_mooncake(master: MooncakeMaster) -> None:
+    with opened(master.address) as tier:
+        tier.find([new_key()])
+    assert "mooncake.store" not in sys.modules
+
+
+# -- the master --
+
+
+def test_a_master_that_is_not_there_at_the_start_costs_three_calls(clock: ManualClock) -> None:
+    with mooncake_master() as master:
+        master.kill()
+        with opened(master.address, clock) as tier:
+            key = new_key()
+            assert tier.find([key]) == [False]
+            assert load(tier, key).outcome is LoadOutcome.FAILED
+            assert store(tier, key).outcome is StoreOutcome.FAILED
+            assert store(tier, key).outcome is StoreOutcome.DROPPED
+            assert "waiting after a failure" in load(tier, key).reason
+
+
+def test_a_master_that_comes_late_is_used(clock: ManualClock) -> None:
+    with mooncake_master() as master:
+        master.kill()
+        with opened(master.address, clock, lent_bytes=16 * 2**20) as tier:
+            assert load(tier, new_key()).outcome is LoadOutcome.FAILED
+            master.start()
+            assert_recovers(tier, clock)
+
+
+def test_a_killed_master_costs_three_calls_and_is_used_when_it_is_back(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    with opened(master.address, clock, lent_bytes=16 * 2**20) as tier:
+        key = new_key()
+        assert store(tier, key).outcome is StoreOutcome.STORED
+        master.kill()
+        for _ in range(3):
+            assert load(tier, key).outcome is LoadOutcome.FAILED
+        began = agents()
+        assert store(tier, new_key()).outcome is StoreOutcome.DROPPED
+        assert tier.find([key]) == [False]
+        assert tier.find_prefix([key]) == 0
+        tier.remove([key])
+        assert "waiting after a failure" in load(tier, key).reason
+        master.start()
+        assert_recovers(tier, clock)
+        assert agents() == began
+
+
+def assert_recovers(tier: MooncakeTier, clock: ManualClock) -> None:
+    """Wait until the tier stores and loads again. A master that was killed has forgotten what it
+    had, so only new objects are found.
+    """
+
+    def is_stored() -> bool:
+        clock.advance(PAUSE_S)
+        return store(tier, key).outcome in (StoreOutcome.STORED, StoreOutcome.PRESENT)
+
+    key = new_key()
+    until("the tier stores again", is_stored)
+    assert load(tier, key).outcome is LoadOutcome.LOADED
+
+
+def test_a_master_that_hangs_costs_each_call_its_deadline(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    with opened(master.address, clock, SHORT) as tier:
+        key = new_key()
+        until_answered(tier, clock)
+        master.stop()
+        result = load(tier, key)
+        assert result.outcome is LoadOutcome.FAILED
+        assert "did not answer in time" in result.reason
+
+
+def test_an_agent_whose_calls_all_hang_is_started_again(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    with opened(master.address, clock, SHORT) as tier:
+        until_answered(tier, clock)
+        [agent] = agents()
+        agent.send_signal(signal.SIGSTOP)
+        for _ in range(NUM_LANES):
+            assert load(tier, new_key()).outcome is LoadOutcome.FAILED
+            clock.advance(PAUSE_S)
+        until_answered(tier, clock)
+        assert agent not in agents()
+
+
+# -- clients --
+
+
+def test_a_peer_that_kills_the_agent_does_not_kill_the_engine(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    """Mooncake's client aborts its process when a peer sends it JSON that is not an object."""
+    with opened(master.address, clock, lent_bytes=16 * 2**20) as tier:
+        assert store(tier, new_key()).outcome is StoreOutcome.STORED
+        [agent] = agents()
+        ports = [each.laddr.port for each in agent.net_connections() if each.status == "LISTEN"]
+        for port in ports:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as peer:
+                peer.sendall(struct.pack("<QB", 3, 0) + b"[]")
+                peer.settimeout(DEADLINE_S)
+                peer.recv(1)
+        assert agent.wait(DEADLINE_S) == -signal.SIGABRT
+        assert_recovers(tier, clock)
+
+
+def test_a_killed_agent_is_started_again(master: MooncakeMaster, clock: ManualClock) -> None:
+    with lender(master.address), opened(master.address, clock) as tier:
+        key = new_key()
+        assert store(tier, key).outcome is StoreOutcome.STORED
+        agents()[-1].kill()
+        until("the object is loaded", lambda: load(tier, key).outcome is LoadOutcome.LOADED)
+
+
+def test_objects_of_a_killed_lender_are_missing_and_others_are_stored(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    with opened(master.address, clock) as tier:
+        key = new_key()
+        with lender(master.address):
+            assert store(tier, key).outcome is StoreOutcome.STORED
+            agents()[-1].kill()
+            assert load(tier, key).outcome in (LoadOutcome.FAILED, LoadOutcome.MISSING)
+
+        def is_missing() -> bool:
+            clock.advance(PAUSE_S)
+            return load(tier, key).outcome is LoadOutcome.MISSING
+
+        until("the master has noticed", is_missing)
+        with lender(master.address):
+            assert_recovers(tier, clock)
+
+
+def test_an_agent_ends_with_its_engine(master: MooncakeMaster) -> None:
+    child = os.fork()
+    if child == 0:
+        # Not pytest's process any more: end without its clean-up, as after kill -9.
+        try:
+            MooncakeTier(MooncakePlace(master.address, lent_bytes=2**20), NAMESPACE, SECRET)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(
+        "the agent ends",
+        lambda: (
+            not any(
+                "kvferry.tiers.mooncake.agent" in (process.info["cmdline"] or [])
+                and str(master.address.port) in process.info["cmdline"][-1]
+                for process in psutil.process_iter(["cmdline"])
+            )
+        ),
+    )
+
+
+# -- room and bytes --
+
+
+def test_a_store_without_room_drops_and_goes_on_loading(
+    master: MooncakeMaster, clock: ManualClock
+) -> None:
+    with opened(master.address, clock) as tier:
+        for _ in range(3):
+            result = store(tier, new_key())
+            assert result == StoreResult(StoreOutcome.DROPPED, "the Mooncake store has no room")
+        with lender(master.address) as client:
+            key = new_key()
+            assert store(tier, key).outcome is StoreOutcome.DROPPED
+            clock.advance(PAUSE_S)
+            assert store(tier, key).outcome is StoreOutcome.STORED
+            assert load(tier, key).outcome is LoadOutcome.LOADED
+            assert MooncakeStorage(master.address, client).read(NAMESPACE, key) is not None
+
+
+def test_an_object_of_another_format_version_is_refused_by_name(master: MooncakeMaster) -> None:
+    with lender(master.address) as client, opened(master.address) as tier:
+        storage, key = MooncakeStorage(master.address, client), new_key()
+        store(tier, key)
+        sealed = bytearray(storage.read(NAMESPACE, key) or b"")
+        sealed[8] += 1
+        storage.write(NAMESPACE, key, bytes(sealed))
+        result = load(tier, key)
+        assert result.outcome is LoadOutcome.REFUSED
+        assert "format version" in result.reason
+
+
+def test_a_close_ends_calls_that_wait(master: MooncakeMaster) -> None:
+    with lender(master.address), opened(master.address) as tier:
+        key = new_key()
+        store(tier, key)
+        master.stop()
+        outcomes: list[LoadOutcome] = []
+        thread = threading.Thread(target=lambda: outcomes.append(load(tier, key).outcome))
+        thread.start()
+        tier.close()
+        thread.join(DEADLINE_S)
+        assert outcomes == [LoadOutcome.FAILED]
