@@ -5,6 +5,7 @@ those of an engine without tiers. Controls must differ.
 import asyncio
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.e2e.harness import (
     new_session,
     until,
 )
+from tests.tiers.mooncake_store import MooncakeStorage, lender, mooncake_master
 from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.s3_server import s3_server
 
@@ -47,6 +49,7 @@ class TierSetup:
     names: tuple[str, ...]
     folder: Path
     server: Address | None = None
+    mooncake: MooncakeStorage | None = None
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -63,6 +66,8 @@ class TierSetup:
                     "store_after": 1,
                 }
             }
+        if self.mooncake is not None:
+            settings["mooncake"] = {"mooncake": {"master": str(self.mooncake.master.address)}}
         return {
             "tiers": [settings[name] for name in self.names],
             "pool_path": str(self.folder / "pool"),
@@ -102,10 +107,14 @@ def setup(
     # The pool belongs in memory: its rows are mapped, and the disk of a test machine is slow.
     folder = Path(f"/dev/shm/kvferry-test-{tmp_path.name}")
     folder.mkdir(mode=0o700)
-    try:
-        yield TierSetup(names, folder, object_server if "object" in names else None)
-    finally:
-        shutil.rmtree(folder)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        mooncake = None
+        if "mooncake" in names:
+            master = stack.enter_context(mooncake_master())
+            client = stack.enter_context(lender(master.address))
+            mooncake = MooncakeStorage(master, client)
+        yield TierSetup(names, folder, object_server if "object" in names else None, mooncake)
 
 
 async def loads(engine: Engine) -> dict[str, float]:
@@ -135,8 +144,9 @@ def expected(plain: Engine, pytestconfig: pytest.Config) -> list[Answer]:
         "cpu",
         "disk",
         "object",
+        "mooncake",
         pytest.param("cpu+disk", marks=pytest.mark.exhaustive),
-        pytest.param("cpu+disk+object", marks=pytest.mark.exhaustive),
+        pytest.param("cpu+disk+mooncake+object", marks=pytest.mark.exhaustive),
     ],
     indirect=True,
 )
@@ -158,7 +168,7 @@ def test_tokens_from_tiers_equal_an_engines_without_tiers(
     assert after.get("kvferry:offload_failed_loads_total", 0) == 0
 
 
-@pytest.mark.parametrize("setup", ["cpu", "disk", "object"], indirect=True)
+@pytest.mark.parametrize("setup", ["cpu", "disk", "object", "mooncake"], indirect=True)
 def test_a_killed_engine_finds_its_kv_again(
     setup: TierSetup, cluster: Cluster, plain: Engine
 ) -> None:
@@ -251,11 +261,50 @@ def damage(path: Path, offset: int) -> None:
 
 
 def damage_and_seal(path: Path, secret: bytes) -> None:
-    data = bytearray(path.read_bytes())
-    data[HEADER_BYTES:] = data[HEADER_BYTES:][::-1]
-    namespace, key = bytes.fromhex(path.parents[1].name), ObjectKey(bytes.fromhex(path.name))
-    sealed = Envelope(secret, namespace).seal(key, memoryview(bytes(data[HEADER_BYTES:])))
-    path.write_bytes(sealed + data[HEADER_BYTES:])
+    path.write_bytes(resealed(path.read_bytes(), path.parents[1].name, path.name, secret))
+
+
+def resealed(stored: bytes, namespace: str, key: str, secret: bytes) -> bytes:
+    """An object with another payload and a MAC that fits."""
+    payload = stored[HEADER_BYTES:][::-1]
+    envelope = Envelope(secret, bytes.fromhex(namespace))
+    return envelope.seal(ObjectKey(bytes.fromhex(key)), memoryview(payload)) + payload
+
+
+@pytest.mark.parametrize("setup", ["mooncake"], indirect=True)
+def test_objects_that_others_changed_in_a_mooncake_store_are_refused(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    """The control: objects that were changed and sealed again give other tokens."""
+    storage = setup.mooncake
+    assert storage is not None
+    right = asyncio.run(ask_all(plain, [LONG]))
+    engine = setup.serve(cluster, "first", *NO_PREFIX_CACHE)
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    count = len(LONG.token_ids) // 16
+    asyncio.run(until_stored(engine, "mooncake", count))
+    kept = kept_objects(storage)
+    assert len(kept) == count
+
+    for name, stored in kept.items():
+        changed = bytearray(stored)
+        changed[HEADER_BYTES] ^= 1
+        storage.write_object(name, bytes(changed))
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    found = asyncio.run(settled(engine))
+    assert found["kvferry:tier_refused_total/mooncake"] >= 1
+    assert found["kvferry:tier_loads_total/mooncake"] == 0
+
+    for name, stored in kept.items():
+        namespace, _, key = name.partition("/")
+        changed_and_sealed = resealed(stored, namespace, key, cluster.secret)
+        storage.write_object(name, changed_and_sealed)
+    assert asyncio.run(ask_all(engine, [LONG])) != right
+
+
+def kept_objects(storage: MooncakeStorage) -> dict[str, bytes]:
+    found = {name: storage.read_object(name) for name in storage.master.object_names()}
+    return {name: stored for name, stored in found.items() if stored is not None}
 
 
 @pytest.mark.parametrize("setup", ["cpu"], indirect=True)

@@ -5,8 +5,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class MooncakeMaster:
     """Can be killed and started again on the same port."""
 
     address: Address
+    metrics: Address
     _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
 
     def start(self) -> None:
@@ -42,8 +44,8 @@ class MooncakeMaster:
                 str(Path(package.origin).with_name("mooncake_master")),
                 f"--rpc_address={self.address.host}",
                 f"--rpc_port={self.address.port}",
-                f"--metrics_host={self.address.host}",
-                f"--metrics_port={_free_port()}",
+                f"--metrics_host={self.metrics.host}",
+                f"--metrics_port={self.metrics.port}",
                 "--client_ttl=3",
             ],
             stdin=subprocess.DEVNULL,
@@ -64,6 +66,11 @@ class MooncakeMaster:
             self._process.kill()
             self._process.wait()
 
+    def object_names(self) -> list[str]:
+        with closing(HTTPConnection(self.metrics.host, self.metrics.port, DEADLINE_S)) as http:
+            http.request("GET", "/get_all_keys")
+            return http.getresponse().read().decode().split()
+
     def stop(self) -> None:
         """Let the master hang."""
         assert self._process is not None
@@ -73,12 +80,12 @@ class MooncakeMaster:
 @contextmanager
 def mooncake_master() -> Iterator[MooncakeMaster]:
     """Run a master, or skip the test where Mooncake cannot be loaded."""
-    address = Address("127.0.0.1", _free_port())
+    address, metrics = (Address("127.0.0.1", _free_port()) for _ in range(2))
     try:
         AgentProcess(MooncakePlace(address)).close()
     except MissingDependency as missing:
         pytest.skip(str(missing))
-    master = MooncakeMaster(address)
+    master = MooncakeMaster(address, metrics)
     master.start()
     try:
         yield master
@@ -112,14 +119,20 @@ def raw_call(agent: AgentProcess, operation: Operation, name: str) -> list[int]:
 class MooncakeStorage:
     """Tiers that lend nothing, and a client around them that lends all memory."""
 
-    master: Address
+    master: MooncakeMaster
     client: AgentProcess
 
     def open(self, namespace: Namespace, secret: bytes) -> Tier:
-        return MooncakeTier(MooncakePlace(self.master), namespace, secret)
+        return MooncakeTier(MooncakePlace(self.master.address), namespace, secret)
 
     def read(self, namespace: Namespace, key: ObjectKey) -> bytes | None:
-        name, until = object_name(namespace, key), time.monotonic() + DEADLINE_S
+        return self.read_object(f"{namespace.hex}/{key.hex()}")
+
+    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
+        self.write_object(f"{namespace.hex}/{key.hex()}", stored)
+
+    def read_object(self, name: str) -> bytes | None:
+        until = time.monotonic() + DEADLINE_S
         with self.client.lane(until) as lane:
             [size_bytes] = lane.call(Call(Operation.SIZE, [name]), until)
             if size_bytes < 0:
@@ -128,15 +141,11 @@ class MooncakeStorage:
             assert lane.call(Call(Operation.GET, [name], size_bytes), until) == [size_bytes]
             return bytes(memory)
 
-    def write(self, namespace: Namespace, key: ObjectKey, stored: bytes) -> None:
-        name, until = object_name(namespace, key), time.monotonic() + DEADLINE_S
+    def write_object(self, name: str, stored: bytes) -> None:
+        until = time.monotonic() + DEADLINE_S
         # Mooncake has no empty objects.
         stored = stored or b"\0"
         with self.client.lane(until) as lane:
             lane.call(Call(Operation.REMOVE, [name]), until)
             lane.memory(len(stored))[:] = stored
             assert lane.call(Call(Operation.PUT, [name], len(stored)), until) == [0]
-
-
-def object_name(namespace: Namespace, key: ObjectKey) -> str:
-    return f"{namespace.hex}/{key.hex()}"

@@ -29,7 +29,7 @@ def storage(
             yield made
     elif request.param == "mooncake":
         with mooncake_master() as master, lender(master.address) as client:
-            yield MooncakeStorage(master.address, client)
+            yield MooncakeStorage(master, client)
     else:
         yield DiskStorage(folder, 2**30 if request.param == "disk-with-limit" else None)
 

@@ -1,4 +1,4 @@
-"""Tests of what the tier `mooncake` does beyond the contract, above all when parts of the store fail.
+"""Tests of what the tier `mooncake` does beyond the contract, above all when the store fails.
 
 A real master and real clients run in processes of their own.
 """
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ from kvferry.types import Address
 
 pytestmark = pytest.mark.slow
 
+AGENT = "kvferry.tiers.mooncake.agent"
 PAYLOAD_BYTES = 256 * 1024
 LONG = MooncakeDeadlines(lookup_s=30, transfer_s=30)
 SHORT = MooncakeDeadlines(lookup_s=1.0, transfer_s=1.0)
@@ -96,11 +98,7 @@ def until_answered(tier: MooncakeTier, clock: ManualClock) -> None:
 
 def agents() -> list[psutil.Process]:
     """The agents of this process, the oldest first."""
-    found = [
-        child
-        for child in psutil.Process().children()
-        if "kvferry.tiers.mooncake.agent" in child.cmdline()
-    ]
+    found = [child for child in psutil.Process().children() if AGENT in child.cmdline()]
     return sorted(found, key=lambda child: child.create_time())
 
 
@@ -253,25 +251,30 @@ def test_objects_of_a_killed_lender_are_missing_and_others_are_stored(
             assert_recovers(tier, clock)
 
 
+KILLED_ENGINE = """
+import os, signal, sys
+from kvferry.testing.tier_conformance import NAMESPACE, SECRET
+from kvferry.tiers.mooncake.agent_process import MooncakePlace
+from kvferry.tiers.mooncake.tier import MooncakeTier
+from kvferry.types import Address
+master = Address("127.0.0.1", int(sys.argv[1]))
+tier = MooncakeTier(MooncakePlace(master, lent_bytes=2**20), NAMESPACE, SECRET)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_an_agent_ends_with_its_engine(master: MooncakeMaster) -> None:
-    child = os.fork()
-    if child == 0:
-        # Not pytest's process any more: end without its clean-up, as after kill -9.
-        try:
-            MooncakeTier(MooncakePlace(master.address, lent_bytes=2**20), NAMESPACE, SECRET)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    until(
-        "the agent ends",
-        lambda: (
-            not any(
-                "kvferry.tiers.mooncake.agent" in (process.info["cmdline"] or [])
-                and str(master.address.port) in process.info["cmdline"][-1]
-                for process in psutil.process_iter(["cmdline"])
-            )
-        ),
-    )
+    port = str(master.address.port)
+    engine = subprocess.run([sys.executable, "-c", KILLED_ENGINE, port], check=False)
+    assert engine.returncode == -signal.SIGKILL
+    until("the agent ends", lambda: not any(port in text for text in all_agents()))
+
+
+def all_agents() -> list[str]:
+    """The settings of all agents on this host."""
+    processes = psutil.process_iter(["cmdline"])
+    commands = [process.info["cmdline"] or [] for process in processes]
+    return [command[-1] for command in commands if AGENT in command]
 
 
 # -- room and bytes --
@@ -290,12 +293,12 @@ def test_a_store_without_room_drops_and_goes_on_loading(
             clock.advance(PAUSE_S)
             assert store(tier, key).outcome is StoreOutcome.STORED
             assert load(tier, key).outcome is LoadOutcome.LOADED
-            assert MooncakeStorage(master.address, client).read(NAMESPACE, key) is not None
+            assert MooncakeStorage(master, client).read(NAMESPACE, key) is not None
 
 
 def test_an_object_of_another_format_version_is_refused_by_name(master: MooncakeMaster) -> None:
     with lender(master.address) as client, opened(master.address) as tier:
-        storage, key = MooncakeStorage(master.address, client), new_key()
+        storage, key = MooncakeStorage(master, client), new_key()
         store(tier, key)
         sealed = bytearray(storage.read(NAMESPACE, key) or b"")
         sealed[8] += 1

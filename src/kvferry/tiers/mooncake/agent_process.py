@@ -192,7 +192,8 @@ class AgentProcess:
             lent_bytes=place.lent_bytes,
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
+            # -P: a folder `mooncake` in the working directory must not be imported.
+            [sys.executable, "-P", "-m", "kvferry.tiers.mooncake.agent", _json(settings)],
             pass_fds=[settings.control, *(fd for lane in files for fd in (lane.pipe, lane.memory))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
