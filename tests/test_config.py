@@ -18,6 +18,7 @@ from kvferry.config import (
     ClusterSecret,
     FreeExtraConfig,
     KVTransferConfig,
+    MooncakeTierConfig,
     MultiExtraConfig,
     NixlExtraConfig,
     OffloadingExtraConfig,
@@ -29,7 +30,7 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.protocol.heartbeats import heartbeat_interval_s
-from kvferry.types import FailurePolicy, KVLayout
+from kvferry.types import Address, FailurePolicy, KVLayout
 
 PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -372,6 +373,50 @@ def test_offloading_needs_to_know_how_much_memory() -> None:
         {**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}
     ).extra
     assert isinstance(extra, OffloadingExtraConfig)
+
+
+def mooncake(**settings: object) -> dict[str, object]:
+    tiers = [{"mooncake": settings}]
+    extra = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**extra, "kv_connector_extra_config": {"tiers": tiers}}
+
+
+def test_a_mooncake_tier_lends_nothing_unless_told() -> None:
+    extra = KVTransferConfig.from_mapping(mooncake(master="[::1]:50051")).extra
+    assert isinstance(extra, OffloadingExtraConfig)
+    tier = extra.tier("mooncake")
+    assert isinstance(tier, MooncakeTierConfig)
+    assert tier.master_address == Address("::1", 50051)
+    assert tier.size == 0
+    KVTransferConfig.from_mapping(mooncake(master="host:1", size="8GiB", protocol="rdma"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "master is missing; the tier mooncake needs it"),
+        ({"master": "host"}, 'master is "host", which is not an address; write host:port'),
+        ({"master": "host:0"}, 'master is "host:0", which is not an address'),
+        ({"master": ":5"}, 'master is ":5", which is not an address'),
+        ({"master": "host:1", "protocol": "tpc"}, 'protocol is "tpc"; '),
+        ({"master": "host:1", "size": "much"}, 'size is "much", which is not a size'),
+        ({"master": "host:1", "size": -1}, "size must be a number of bytes"),
+        ({"master": "host:1", "segment": 1}, "segment is not a setting"),
+    ],
+)
+def test_a_wrong_setting_of_a_mooncake_tier_is_named(
+    settings: dict[str, object], sentence: str
+) -> None:
+    found = refusal(mooncake(**settings))
+    assert f"tiers[0].mooncake.{sentence}" in found, found
+
+
+def test_the_order_of_tiers_is_local_first() -> None:
+    config = mooncake(master="host:1")
+    config["kv_connector_extra_config"] = {
+        "tiers": [{"mooncake": {"master": "host:1"}}, {"cpu": "1GiB"}]
+    }
+    assert "in the order cpu, disk, mooncake, object" in refusal(config)
 
 
 json_values = st.recursive(

@@ -48,6 +48,7 @@ from kvferry.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
 )
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler, SeenChunks
+from kvferry.connectors.offloading.settings import open_tiers
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
@@ -870,3 +871,11 @@ def test_an_engine_that_publishes_no_events_makes_none(start: Start) -> None:
     side.step_until(lambda: len(objects(side)) == 4)
     assert side.num_contents_reports == 0
     assert not side.reader.known
+
+
+def test_a_rank_that_would_lend_mooncake_too_little_is_refused() -> None:
+    extra = OffloadingExtraConfig.from_mapping(
+        {"tiers": [{"mooncake": {"master": "127.0.0.1:9", "size": "31MiB"}}]}, "OffloadingConnector"
+    )
+    with pytest.raises(ConfigError, match="lends 16252928 bytes of each rank"):
+        open_tiers(extra, Namespace({}), b"secret", 2)

@@ -258,7 +258,7 @@ from kvferry.tiers.mooncake.agent_process import MooncakePlace
 from kvferry.tiers.mooncake.tier import MooncakeTier
 from kvferry.types import Address
 master = Address("127.0.0.1", int(sys.argv[1]))
-tier = MooncakeTier(MooncakePlace(master, lent_bytes=2**20), NAMESPACE, SECRET)
+tier = MooncakeTier(MooncakePlace(master, lent_bytes=2**24), NAMESPACE, SECRET)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -32,6 +32,8 @@ __all__ = [
 STAGING_BYTES = 256 * 1024 * 1024
 """The most host memory of a rank without a tier `cpu`, for chunks on their way to slower tiers."""
 MIN_STAGING_ROWS = 16
+MIN_LENT_BYTES = 16 * 1024 * 1024
+"""The least memory that Mooncake accepts from a client that lends any."""
 PAGE_BYTES = 4096
 
 
@@ -94,12 +96,15 @@ def open_tiers(
 ) -> dict[str, Tier]:
     """Open the tiers behind the host pool, the fastest first."""
     disk, mooncake = extra.tier("disk"), extra.tier("mooncake")
+    max_disk_bytes = disk.size if isinstance(disk, DiskTierConfig) else None
+    lent_bytes = mooncake.size // tp_size if isinstance(mooncake, MooncakeTierConfig) else 0
+    if 0 < lent_bytes < MIN_LENT_BYTES:
+        raise ConfigError(
+            f"the tier mooncake lends {lent_bytes} bytes of each rank, but Mooncake takes at least "
+            f"{MIN_LENT_BYTES}; make its size larger, or 0"
+        )
     return _open_tiers(
-        extra,
-        namespace,
-        secret,
-        max_disk_bytes=disk.size if isinstance(disk, DiskTierConfig) else None,
-        lent_bytes=mooncake.size // tp_size if isinstance(mooncake, MooncakeTierConfig) else 0,
+        extra, namespace, secret, max_disk_bytes=max_disk_bytes, lent_bytes=lent_bytes
     )
 
 

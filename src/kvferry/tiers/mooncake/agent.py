@@ -91,7 +91,9 @@ class _Client:
         self.store: MooncakeDistributedStore | None = None
 
     def connect(self) -> None:
-        """Try once to connect; `store` is None if the master cannot be reached."""
+        """Try once to connect; `store` is None if the master cannot be reached. Ends the process if
+        Mooncake refuses: the tier starts another one after a pause.
+        """
         from mooncake.store import MooncakeDistributedStore
 
         wanted = self._settings
@@ -114,8 +116,9 @@ class _Client:
             _joined(wanted.master_host, wanted.master_port),
         )
         signal.alarm(0)
-        if code == 0:
-            self.store = store
+        if code != 0:
+            raise SystemExit(f"Mooncake could not join the store (code {code})")
+        self.store = store
 
     def leave(self) -> None:
         """Take the lent memory out of the store, so that no client tries to read it."""
@@ -192,7 +195,7 @@ def main() -> None:
         if client.store is None:
             client.connect()
     client.leave()
-    # Not `exit`: Mooncake's destructors run in threads that other threads still use.
+    # Not `exit`: Mooncake's destructors would free what its threads still use.
     os._exit(0)
 
 

@@ -80,7 +80,7 @@ class Lane:
                 raise AgentFailed("Mooncake did not answer in time")
             return self._received()
         except (EOFError, OSError):
-            raise AgentFailed("the Mooncake agent ended unexpectedly") from None
+            raise AgentFailed("the process that calls Mooncake has ended") from None
 
     def reclaim(self) -> bool:
         """Take a late answer. Whether the lane can be used again."""
