@@ -232,6 +232,23 @@ def test_a_killed_agent_is_started_again(master: MooncakeMaster, clock: ManualCl
         until("the object is loaded", lambda: load(tier, key).outcome is LoadOutcome.LOADED)
 
 
+def test_an_agent_that_cannot_be_started_fails_calls_until_it_can(
+    master: MooncakeMaster, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(master.address, clock) as tier:
+        until_answered(tier, clock)
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "executable", "/no/python")
+            [agent] = agents()
+            agent.kill()
+            agent.wait(DEADLINE_S)
+            for _ in range(2):
+                result = load(tier, new_key())
+                assert result.outcome is LoadOutcome.FAILED
+            assert "cannot be started" in result.reason
+        until_answered(tier, clock)
+
+
 def test_objects_of_a_killed_lender_are_missing_and_others_are_stored(
     master: MooncakeMaster, clock: ManualClock
 ) -> None:

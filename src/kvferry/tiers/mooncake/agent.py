@@ -169,8 +169,8 @@ class _Lane(threading.Thread):
         if self._memory is None or len(self._memory) < size_bytes:
             if self._memory is not None:
                 store.unregister_buffer(ctypes.addressof(self._memory))
-            # The tier has made the file as long as it must be. An old map is never unmapped while
-            # Mooncake might write to it: the array owns it, and is dropped only here.
+            # The tier has made the file as long as it must be. Dropping the array unmaps the old
+            # memory, which no call uses any more.
             mapped = mmap.mmap(self._file, 0)
             self._memory = (ctypes.c_char * len(mapped)).from_buffer(mapped)
             store.register_buffer(ctypes.addressof(self._memory), len(mapped))

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -63,7 +63,9 @@ class Lane:
     _memory: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def memory(self, size_bytes: int) -> memoryview:
-        """The first bytes of the memory that the agent maps too."""
+        """The first bytes of the memory that the agent maps too. Raises OSError for want of
+        memory.
+        """
         if len(self._memory) < size_bytes:
             size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             os.ftruncate(self.file, size)
@@ -166,7 +168,13 @@ class AgentProcess:
         self._end_process()
         self._control.close()
         self._close_lanes()
-        self._process, self._control = self._start()
+        try:
+            self._process, self._control = self._start()
+        except OSError as error:
+            self._close_lanes()
+            raise AgentFailed(
+                f"the process that calls Mooncake cannot be started: {error.strerror}"
+            ) from None
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         self._generation += 1
@@ -206,10 +214,10 @@ class AgentProcess:
         return process, control
 
     def _check_import(self) -> None:
+        problem = f"it takes longer than {IMPORT_S:g} s"
         try:
-            if not self._control.poll(IMPORT_S):
-                raise TimeoutError
-            problem = self._control.recv_bytes().decode()
+            if self._control.poll(IMPORT_S):
+                problem = self._control.recv_bytes().decode()
         except (EOFError, OSError):
             problem = "it ends the process that loads it"
         if problem:
@@ -227,7 +235,9 @@ class AgentProcess:
 
     def _end_process(self) -> None:
         self._process.kill()
-        self._process.wait(KILL_S)
+        # A process that hangs in a driver ends when the driver lets it.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
 
 
 def _json(settings: AgentSettings) -> str:

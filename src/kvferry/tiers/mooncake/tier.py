@@ -116,16 +116,31 @@ class MooncakeTier:
         return count
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
-        refusal = self._read(key, into)
-        if isinstance(refusal, Refusal):
-            # An object that is removed during a read looks damaged. It is not there any more.
-            refusal = self._read(key, into)
-        if isinstance(refusal, LoadResult):
-            return refusal
-        if refusal is None:
-            return LoadResult(LoadOutcome.LOADED)
-        self.remove([key])
-        return LoadResult(LoadOutcome.REFUSED, f"The object {refusal.value}")
+        until = time.monotonic() + self._deadlines.transfer_s
+        wanted_bytes = HEADER_BYTES + len(into)
+        call = Call(Operation.GET, [self._object_name(key)], wanted_bytes)
+
+        def get(lane: Lane) -> LoadResult:
+            memory = lane.memory(wanted_bytes)
+            [stored_bytes] = _checked(lane.call(call, until), MISSING | {TOO_SMALL})
+            if stored_bytes in MISSING:
+                return LoadResult(LoadOutcome.MISSING)
+            if stored_bytes == TOO_SMALL:
+                return _refused(Refusal.OTHER_LENGTH)
+            # Peers may write to `memory` at any time, but not to the copies, which are checked.
+            header = memoryview(bytes(memory[: min(stored_bytes, HEADER_BYTES)]))
+            if stored_bytes == wanted_bytes:
+                _copy(memory[HEADER_BYTES:], into)
+            refusal = self._envelope.check(key, header, into, stored_bytes)
+            return LoadResult(LoadOutcome.LOADED) if refusal is None else _refused(refusal)
+
+        try:
+            result = self._with_lane(get, until)
+        except (_StoreFailed, _NotAsked) as failure:
+            return LoadResult(LoadOutcome.FAILED, str(failure))
+        if result.outcome is LoadOutcome.REFUSED:
+            self.remove([key])
+        return result
 
     def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
         with self._lock:
@@ -168,30 +183,6 @@ class MooncakeTier:
         answer = self._ask(Call(Operation.FIND, [self._object_name(key) for key in keys]), until)
         return [code == 1 for code in answer]
 
-    def _read(self, key: ObjectKey, into: memoryview) -> LoadResult | Refusal | None:
-        """Read and check one object. None if all of `into` is as sealed."""
-        until = time.monotonic() + self._deadlines.transfer_s
-        wanted_bytes = HEADER_BYTES + len(into)
-        call = Call(Operation.GET, [self._object_name(key)], wanted_bytes)
-
-        def get(lane: Lane) -> LoadResult | Refusal | None:
-            memory = lane.memory(wanted_bytes)
-            [stored_bytes] = _checked(lane.call(call, until), MISSING | {TOO_SMALL})
-            if stored_bytes in MISSING:
-                return LoadResult(LoadOutcome.MISSING)
-            if stored_bytes == TOO_SMALL:
-                return Refusal.OTHER_LENGTH
-            # Peers may write to `memory` at any time, but not to the copies, which are checked.
-            header = memoryview(bytes(memory[: min(stored_bytes, HEADER_BYTES)]))
-            if stored_bytes == wanted_bytes:
-                _copy(memory[HEADER_BYTES:], into)
-            return self._envelope.check(key, header, into, stored_bytes)
-
-        try:
-            return self._with_lane(get, until)
-        except (_StoreFailed, _NotAsked) as failure:
-            return LoadResult(LoadOutcome.FAILED, str(failure))
-
     def _write(self, key: ObjectKey, payload: memoryview) -> int:
         """Write one object, unless it is there. 0, or a code of `PRESENT` or `STORES_FAIL`."""
         until = time.monotonic() + self._deadlines.transfer_s
@@ -232,7 +223,7 @@ class MooncakeTier:
         try:
             with self._agent.lane(until) as lane:
                 answer = use(lane)
-        except (AgentFailed, _StoreFailed) as failure:
+        except (AgentFailed, _StoreFailed, OSError) as failure:
             with self._lock:
                 self._backoff.failed(self._clock(), str(failure))
             raise _StoreFailed(str(failure)) from None
@@ -256,6 +247,10 @@ def _checked(answer: list[int], allowed: frozenset[int]) -> list[int]:
         if code < 0 and code not in allowed:
             raise _StoreFailed(_sentence(code))
     return answer
+
+
+def _refused(refusal: Refusal) -> LoadResult:
+    return LoadResult(LoadOutcome.REFUSED, f"the object in the Mooncake store {refusal.value}")
 
 
 def _sentence(code: int) -> str:
