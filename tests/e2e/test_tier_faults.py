@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import aiohttp
@@ -39,8 +40,7 @@ NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    made = Path(f"/dev/shm/kvferry-test-{tmp_path.name}")
-    made.mkdir(mode=0o700)
+    made = Path(mkdtemp(prefix="kvferry-test-", dir="/dev/shm"))
     yield made
     shutil.rmtree(made, ignore_errors=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -105,8 +106,7 @@ def setup(
 ) -> Iterator[TierSetup]:
     names = tuple(request.param.split("+"))
     # The pool belongs in memory: its rows are mapped, and the disk of a test machine is slow.
-    folder = Path(f"/dev/shm/kvferry-test-{tmp_path.name}")
-    folder.mkdir(mode=0o700)
+    folder = Path(mkdtemp(prefix="kvferry-test-", dir="/dev/shm"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         mooncake = None

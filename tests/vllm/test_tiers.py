@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -77,8 +78,7 @@ def object_server() -> Iterator[Address]:
 
 @pytest.fixture
 def storage(tmp_path: Path, object_server: Address) -> Iterator[Storage]:
-    folder = Path(f"/dev/shm/kvferry-test-vllm-{tmp_path.name}")
-    folder.mkdir(mode=0o700)
+    folder = Path(mkdtemp(prefix="kvferry-test-", dir="/dev/shm"))
     yield Storage(folder, object_server)
     shutil.rmtree(folder)
 
