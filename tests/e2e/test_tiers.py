@@ -204,7 +204,8 @@ async def until_stored(engine: Engine, tier: str, count: int) -> None:
             found = await metrics(session, engine)
         return found.get(f"kvferry:tier_stores_total/{tier}", 0) >= count
 
-    await until(f"{count} chunks stored in {tier}", is_stored)
+    # The object store of the tests takes 10 ms and more for an object.
+    await until(f"{count} chunks stored in {tier}", is_stored, timeout_s=120)
 
 
 @pytest.mark.parametrize("setup", ["cpu"], indirect=True)

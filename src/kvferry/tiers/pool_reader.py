@@ -6,6 +6,7 @@ other engines; and for `kvferry store`. One thread makes all calls on a reader.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -149,14 +150,13 @@ class PoolReader:
 
     def num_leading(self, keys: Sequence[ObjectKey]) -> int:
         """How many leading keys are stored."""
-        indexes = self._indexes
-        for count, key in enumerate(keys):
-            for index in indexes:
-                if key in index:
-                    break
-            else:
-                return count
-        return len(keys)
+        count, before = 0, -1
+        while before < count < len(keys):
+            before = count
+            for index in self._indexes:
+                # No Python code runs for the single key: a third of the time of a loop.
+                count += len(list(takewhile(index.__contains__, keys[count:])))
+        return count
 
     def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:
         """Where each object is; None if it is not stored now, whatever the last `refresh` saw."""
