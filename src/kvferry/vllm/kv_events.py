@@ -43,8 +43,8 @@ class KVEventTranslator:
         self._hash_block_size = kv_cache_manager.block_pool.hash_block_size
         self._groups = kv_cache_manager.kv_cache_event_metadata
         """The kind of each KV-cache group's attention, and its sliding window."""
-        # vLLM's function looks into the environment for every hash, which takes a third of the time of
-        # a description.
+        # vLLM's function looks into the environment for every hash, which would take a third of the
+        # time of a description.
         publishes_ints = isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), int)
         self._published_hash = _low_64_bits if publishes_ints else bytes
 
