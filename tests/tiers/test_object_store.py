@@ -26,7 +26,12 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome
-from kvferry.tiers.object_store import Bucket, ObjectStoreDeadlines, ObjectTier
+from kvferry.tiers.object_store import (
+    TOLERATED_FAILURES,
+    Bucket,
+    ObjectStoreDeadlines,
+    ObjectTier,
+)
 from kvferry.types import Address
 
 pytestmark = pytest.mark.slow
@@ -146,9 +151,13 @@ def test_a_huge_object_in_place_of_ours_is_not_read(storage: S3Storage, proxy: F
 
 def test_a_bucket_that_does_not_exist_fails_stores_and_has_no_objects(s3: Address) -> None:
     with opened(s3, bucket="another-bucket") as tier:
-        result = tier.store(new_key(), aligned_buffer(PAYLOAD_BYTES))
-        assert result.outcome is StoreOutcome.FAILED
-        assert "no such bucket" in result.reason
+        payload = aligned_buffer(PAYLOAD_BYTES)
+        results = [tier.store(new_key(), payload) for _ in range(TOLERATED_FAILURES + 2)]
+        # Look-ups before each store succeed, but stores wait all the same.
+        *failed, dropped = [result.outcome for result in results]
+        assert {*failed} == {StoreOutcome.FAILED}
+        assert dropped is StoreOutcome.DROPPED
+        assert all("no such bucket" in result.reason for result in results)
         assert load(tier, new_key()).outcome is LoadOutcome.MISSING
 
 

@@ -115,6 +115,8 @@ class ObjectTier:
         self._clock = clock
         self._lock = threading.Lock()
         self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
+        self._store_backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
+        """For stores alone: a bucket that may only be read answers look-ups and loads."""
         self._usage = TierUsage()
         self._has_namespace_file = False
         self._requests.start()
@@ -159,6 +161,34 @@ class ObjectTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal.value}")
 
     def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
+        with self._lock:
+            if not self._store_backoff.allows(self._clock()):
+                reason = f"waiting after a failure: {self._store_backoff.last_reason}"
+                return StoreResult(StoreOutcome.DROPPED, reason)
+        result = self._store(key, payload)
+        with self._lock:
+            if result.outcome is StoreOutcome.FAILED:
+                self._store_backoff.failed(self._clock(), result.reason)
+            elif result.outcome is not StoreOutcome.DROPPED:
+                self._store_backoff.succeeded()
+        return result
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        paths = [self._path(key) for key in keys]
+        with suppress(_StoreFailed, _NotAsked, FileNotFoundError):
+            self._ask(self._requests.delete(paths), self._deadlines.transfer_s)
+
+    def usage(self) -> TierUsage:
+        """What this process has stored; the bucket's contents are not counted."""
+        return self._usage
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _path(self, key: ObjectKey) -> str:
+        return f"{self._namespace.hex}/{key.hex()}"
+
+    def _store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
         path, size_bytes = self._path(key), HEADER_BYTES + len(payload)
         try:
             # A look-up costs much less than sending an object that is there.
@@ -175,21 +205,6 @@ class ObjectTier:
         except _NotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
         return StoreResult(StoreOutcome.STORED)
-
-    def remove(self, keys: Sequence[ObjectKey]) -> None:
-        paths = [self._path(key) for key in keys]
-        with suppress(_StoreFailed, _NotAsked, FileNotFoundError):
-            self._ask(self._requests.delete(paths), self._deadlines.transfer_s)
-
-    def usage(self) -> TierUsage:
-        """What this process has stored; the bucket's contents are not counted."""
-        return self._usage
-
-    def close(self) -> None:
-        self._requests.close()
-
-    def _path(self, key: ObjectKey) -> str:
-        return f"{self._namespace.hex}/{key.hex()}"
 
     def _stored(self, size_bytes: int) -> None:
         with self._lock:

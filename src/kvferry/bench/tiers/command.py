@@ -27,7 +27,7 @@ from kvferry.bench.vllm.servers import parse_count, print_progress
 from kvferry.cli.arguments import Parser
 from kvferry.cli.extras import check_extra, missing_packages
 from kvferry.cli.runtime import StopRequest, stop_requests
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.transports.copy.native import missing_native_functions
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = _measure(arguments, parts, stop)
     found["machine"] = _machine()
     print(json.dumps(found) if arguments.json else "\n".join(report(found)).lstrip())
-    return 0
+    return 1 if found["failed"] else 0
 
 
 def _measure(
@@ -127,6 +127,7 @@ def _measure(
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"rows": rows, "steps": [], "first_token": [], "skipped": []}
+    found["failed"] = []
     if "memory" in parts:
         scope = _scaled(QUICK_MEMORY if arguments.quick else MemoryScope(), arguments.rounds)
         rows += _noted(measure_memory(scope, stop))
@@ -145,7 +146,11 @@ def _measure(
                 found["steps"].append(cost.as_json())
                 print_progress(f"steps: {cost.work}, {cost.pool_blocks:,} blocks in the pool")
         if "model" in parts:
-            found["first_token"] = _first_token(arguments, bucket, stop)
+            try:
+                found["first_token"] = _first_token(arguments, bucket, stop)
+            except KVFerryError as error:
+                # The other parts took minutes: they are shown all the same.
+                found["failed"].append(f"model: {error}")
     return found
 
 
@@ -267,4 +272,4 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
             f"{row['tier']:<10}{loaded:>20}{row['loaded_of_computing'] or '':>8}{computed:>22}"
             f"{row['computed_of_no_tiers']:>8}"
         )
-    yield from (f"not measured: {why}" for why in found["skipped"])
+    yield from (f"not measured: {why}" for why in (*found["skipped"], *found["failed"]))
