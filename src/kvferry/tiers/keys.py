@@ -8,7 +8,7 @@ same path is another namespace.
 """
 
 import json
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,18 +82,18 @@ class KeyChain:
         # than it has kept.
         first, end = len(self) * size, min(num_tokens, len(token_ids)) // size * size
         if end > first:
-            tokens = memoryview(array("q", token_ids[first:end])).cast("B")
+            # `struct` takes a third of the time of `array` and numpy for a list of integers.
+            tokens = struct.pack(f"<{end - first}q", *token_ids[first:end])
             for start in range(0, len(tokens), 8 * size):
                 self._state.update(tokens[start : start + 8 * size])
                 digest = self._state.copy().digest()
-                for group, keys in enumerate(self.keys):
-                    keys.append(_group_key(digest, group))
+                self.keys[0].append(ObjectKey(digest))
+                for group in range(1, self.num_groups):
+                    self.keys[group].append(_group_key(digest, group))
 
 
 def _group_key(digest: bytes, group: int) -> ObjectKey:
-    """The key of a chunk's KV in one KV-cache group."""
-    if group == 0:
-        return ObjectKey(digest)
+    """The key of a chunk's KV in another KV-cache group than the first."""
     return ObjectKey(
         blake2b(digest, digest_size=KEY_BYTES, person=b"kvferry group", salt=b"%d" % group).digest()
     )

@@ -303,6 +303,7 @@ def _measure(
 
 
 _WORKS = {
+    "keys of a new request, once": PROMPT_BLOCKS,
     "lookup, all stored": PROMPT_BLOCKS,
     "lookup, nothing stored": PROMPT_BLOCKS,
     "step that loads": PROMPT_BLOCKS,
@@ -313,10 +314,11 @@ _WORKS = {
 
 def _one_round(engine: _Engine, stored: int, new: int, seconds: dict[str, list[float]]) -> None:
     """Measure each kind of call once. `stored` and `new` number a stored and a new prompt."""
-    hits, misses, loads, stores, decodes = _WORKS
+    arrivals, hits, misses, loads, stores, decodes = _WORKS
     scheduler = engine.scheduler
 
     request = engine.new_request(stored)
+    _timed(seconds[arrivals], lambda: scheduler.on_new_request(request))
     found = _timed(seconds[hits], lambda: _look_up(scheduler, request))
     # The last token is computed, so its chunk may not be used.
     if not found or found < BLOCK_SIZE * (PROMPT_BLOCKS - 1):
@@ -332,6 +334,7 @@ def _one_round(engine: _Engine, stored: int, new: int, seconds: dict[str, list[f
     engine.finish(request)
 
     fresh = engine.new_request(new)
+    scheduler.on_new_request(fresh)
     missed = _timed(seconds[misses], lambda: _look_up(scheduler, fresh))
     if missed:
         raise KVFerryError(f"{missed} tokens of a new prompt were found")
@@ -344,7 +347,6 @@ def _one_round(engine: _Engine, stored: int, new: int, seconds: dict[str, list[f
 
 
 def _look_up(scheduler: OffloadingConnector, request: _Request) -> int:
-    scheduler.on_new_request(request)
     found, _ = scheduler.get_num_new_matched_tokens(request, 0)
     return found or 0
 

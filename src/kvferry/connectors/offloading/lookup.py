@@ -48,6 +48,11 @@ class Hit:
         """Where a chunk was found: in the host pool, unless a slower tier has answered for it."""
         return self.found[group].get(index, POOL)
 
+    @property
+    def is_all_in_pool(self) -> bool:
+        """Whether no slower tier has answered for any chunk."""
+        return not any(self.found)
+
     def count_by_tier(self, group: int, span: range) -> Mapping[str, int]:
         """How many chunks of a span are in each tier."""
         counts = Counter(tier for index, tier in self.found[group].items() if index in span)

@@ -53,6 +53,7 @@ from kvferry.tiers.commands import (
     StoreChunks,
     VoidStores,
 )
+from kvferry.tiers.jobs import POOL
 from kvferry.tiers.keys import KeyChain, Namespace
 
 __all__ = ["OffloadingScheduler", "SeenChunks"]
@@ -308,7 +309,8 @@ class OffloadingScheduler:
             tracked.chain.keys,
             blocks.get_block_ids(),
             span,
-            lambda group, index: (hit.tier(group, index),),
+            # A tuple is the usual case, and several times faster.
+            (POOL,) if hit.is_all_in_pool else lambda group, index: (hit.tier(group, index),),
         )
         self._describe(tracked, span)
         tracked.is_loading = True
