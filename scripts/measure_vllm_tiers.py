@@ -15,11 +15,13 @@ times are medians in milliseconds.
 import argparse
 import http.client
 import secrets
+import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from kvferry.types import Address
 DEVICES = {"cpu": (2, [1000, 4000]), "cuda": (24, [4000, 32000])}
 """GiB of the tier, and lengths of prompts."""
 STORE_S = 2.0
+START_S = 90.0
 WARM_UP_TOKENS = 128
 SEED = 11
 OFFLOADING: Mapping[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -73,17 +76,28 @@ def transfer_config(name: str, tier_gib: int, lmcache_port: int) -> Mapping[str,
 def lmcache_server(device: str, tier_gib: int, port: int) -> Iterator[None]:
     command = [str(Path(sys.executable).with_name("lmcache")), "server", "--disable-observability"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_ports(1)[0])]
-    command += ["--l1-size-gb", str(tier_gib)]
+    command += ["--l1-size-gb", str(tier_gib), "--eviction-policy", "LRU"]
     if device == "cpu":
         name = f"kvferry-measures-{port}"
         command += ["--supported-transfer-mode", "engine_driven", "--shm-name", name]
         command += ["--no-l1-use-lazy"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        wait_listening(process, command, port)
         yield
     finally:
         process.terminate()
         process.wait(30)
+
+
+def wait_listening(process: "subprocess.Popen[bytes]", command: list[str], port: int) -> None:
+    """Without a server, a vLLM with LMCache would wait for minutes."""
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        time.sleep(0.5)
+    raise SystemExit(f"LMCache's server does not run; try it by hand: {shlex.join(command)}")
 
 
 @dataclass(slots=True)
