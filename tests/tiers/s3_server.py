@@ -78,6 +78,10 @@ class ErrorServer:
         self.seen: list[SeenRequest] = []
         self.statuses: list[int] = []
         """The statuses with which the next requests are answered."""
+        self.put_status: int | None = None
+        """The status with which every PUT is answered."""
+        self.put_barrier = threading.Barrier(1)
+        """The PUTs that it holds are answered together."""
         self._server = _Server(("127.0.0.1", 0), self._handler(upstream))
         self._thread = threading.Thread(target=self._server.serve_forever, name="error-server")
 
@@ -101,6 +105,10 @@ class ErrorServer:
                 body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
                 signed = self.headers.get("Authorization", "")
                 errors.seen.append(SeenRequest(self.command, self.path, signed))
+                if self.command == "PUT" and errors.put_status is not None:
+                    errors.put_barrier.wait(DEADLINE_S)
+                    self._send(errors.put_status, {}, b"")
+                    return
                 if errors.statuses:
                     text = f"<Error><AWSAccessKeyId>{signed}</AWSAccessKeyId></Error>".encode()
                     self._send(errors.statuses.pop(0), {}, text)

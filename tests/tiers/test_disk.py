@@ -1,6 +1,7 @@
 """Tests of what the disk tier does beyond the contract: its folder, its limit, its failures."""
 
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -350,6 +351,23 @@ def test_watched_objects_are_reported_when_they_are_evicted_or_missing(
         space.watch([late])
         space.sweep()
         assert space.take_lost() == [late]
+
+
+def test_a_scan_that_fails_loses_no_object(tier: DiskTier, tmp_path: Path) -> None:
+    root, key = tmp_path / "cache", new_key()
+    store(tier, key)
+    space = DiskSpace(root, 2**30, f"{root}/{NAMESPACE.hex}")
+    space.watch([key])
+    space.sweep()
+    known = space.usage()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no folder can be opened
+    try:
+        space.sweep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert space.usage() == known
+    assert space.take_lost() == []
 
 
 def test_eviction_touches_no_files_of_others(tier: DiskTier, tmp_path: Path) -> None:

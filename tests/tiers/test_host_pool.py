@@ -472,6 +472,16 @@ def test_a_pool_larger_than_the_memory_is_refused_before_a_page_is_taken(tmp_pat
     assert not list((tmp_path / "pool").iterdir())
 
 
+def test_a_pool_that_can_never_fit_costs_no_other_segment(folder: Path) -> None:
+    engine = PoolEngine.open(folder, 3)
+    engine.store(A)
+    engine.pool.close()
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match="free in this host or container"):
+        HostPool.open(folder, Namespace({"another": 1}), 1 << 30, 1 << 20, LruPolicy)
+    assert sorted(folder.iterdir()) == before
+
+
 def test_segments_are_described_for_people(folder: Path) -> None:
     one, two = PoolEngine.open(folder, 3), PoolEngine.open(folder, 2)
     one.store(A)

@@ -34,7 +34,13 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
-from kvferry.tiers.mooncake.agent_process import NUM_LANES, MooncakePlace
+from kvferry.tiers.mooncake.agent import Call, Operation
+from kvferry.tiers.mooncake.agent_process import (
+    NUM_LANES,
+    AgentFailed,
+    AgentProcess,
+    MooncakePlace,
+)
 from kvferry.tiers.mooncake.tier import MooncakeDeadlines, MooncakeTier
 from kvferry.types import Address
 
@@ -230,6 +236,19 @@ def test_a_killed_agent_is_started_again(master: MooncakeMaster, clock: ManualCl
         assert store(tier, key).outcome is StoreOutcome.STORED
         agents()[-1].kill()
         until("the object is loaded", lambda: load(tier, key).outcome is LoadOutcome.LOADED)
+
+
+def test_an_agent_that_fails_in_a_call_is_started_again() -> None:
+    with closing(AgentProcess(MooncakePlace(Address("127.0.0.1", 9)))) as agent:
+        until = time.monotonic() + DEADLINE_S
+        with agent.lane(until) as lane:
+            lane.pipe.send_bytes(b"no call")
+        answer = None
+        while answer is None:
+            assert time.monotonic() < until
+            with suppress(AgentFailed), agent.lane(until) as lane:
+                answer = lane.call(Call(Operation.FIND, ["name"]), until)
+        assert answer == []  # there is no master
 
 
 def test_an_agent_that_cannot_be_started_fails_calls_until_it_can(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -267,6 +268,19 @@ def test_a_store_that_recovers_at_once_is_not_noticed(errors: ErrorServer) -> No
         errors.statuses = [503, 500]
         assert load(tier, key).outcome is LoadOutcome.LOADED
         assert errors.statuses == []
+
+
+def test_a_bucket_that_may_only_be_read_is_read_while_stores_wait(errors: ErrorServer) -> None:
+    """Eight threads store at once, so that failures of stores follow each other."""
+    key, payload = new_key(), aligned_buffer(PAYLOAD_BYTES)
+    with opened(errors.address) as tier:
+        assert tier.store(key, payload_of(key, PAYLOAD_BYTES)).outcome is StoreOutcome.STORED
+        errors.put_status, errors.put_barrier = 403, threading.Barrier(8)
+        with ThreadPoolExecutor(8) as threads:
+            results = list(threads.map(lambda _: tier.store(new_key(), payload), range(8)))
+        assert {result.outcome for result in results} == {StoreOutcome.FAILED}
+        assert tier.store(new_key(), payload).outcome is StoreOutcome.DROPPED
+        assert load(tier, key).outcome is LoadOutcome.LOADED
 
 
 def test_a_server_that_refuses_the_credentials_is_reported(storage: S3Storage) -> None:

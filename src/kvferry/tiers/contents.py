@@ -12,8 +12,10 @@ from kvferry.tiers.commands import ContentsChanged
 
 __all__ = ["TierContents"]
 
-MAX_OBJECTS = 1_000_000
-"""Of each tier: nothing else bounds what an object store holds."""
+MAX_OBJECTS = 100_000
+"""Of each tier: nothing else bounds what an object store holds, and the scheduler keeps a kilobyte
+for each object.
+"""
 
 
 @dataclass(slots=True)

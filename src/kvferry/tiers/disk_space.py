@@ -10,6 +10,7 @@ what the others write, so the folder may exceed its limit by that much.
     <root>/<namespace: 32 hex digits>/namespace.json                             for people
 """
 
+import errno
 import heapq
 import logging
 import os
@@ -141,8 +142,12 @@ class DiskSpace:
         oldest = heapq.nsmallest(MAX_EVICTIONS_PER_SCAN, files)
         if self._is_cancelled:
             return False
-        self._note_lost(unseen)
+        if scan.is_complete:
+            self._note_lost(unseen)
         with self._lock:
+            if not scan.is_complete:
+                scan.used_bytes = max(scan.used_bytes, used_before)
+                scan.num_objects = max(scan.num_objects, objects_before)
             # An object that was added during the scan may count twice until the next scan: the
             # folder then seems larger than it is, never smaller.
             self._used_bytes = scan.used_bytes + max(0, self._used_bytes - used_before)
@@ -207,15 +212,17 @@ class _Scan:
         self._now = time.time()
         self.used_bytes = 0
         self.num_objects = 0
+        self.is_complete = True
+        """False if the file system failed: objects that were not seen may be there."""
 
     def files(self) -> Iterator[_StoredFile]:
         """Yield the objects, and delete the drafts of dead writers."""
-        for namespace in _folders(self._root, NAMESPACE_NAME):
-            for folder in _folders(namespace.path, FOLDER_NAME):
+        for namespace in self._folders(self._root, NAMESPACE_NAME):
+            for folder in self._folders(namespace.path, FOLDER_NAME):
                 yield from self._files_of(folder)
 
     def _files_of(self, folder: "os.DirEntry[str]") -> Iterator[_StoredFile]:
-        for entry in _entries(folder.path):
+        for entry in self._entries(folder.path):
             is_draft = DRAFT_NAME.match(entry.name) is not None
             if not is_draft and OBJECT_NAME.match(entry.name) is None:
                 continue
@@ -233,17 +240,22 @@ class _Scan:
                 self.num_objects += 1
                 yield _StoredFile(found.st_mtime, entry.path, found.st_size)
 
+    def _folders(self, path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
+        for entry in self._entries(path):
+            if name.match(entry.name) is not None and entry.is_dir(follow_symlinks=False):
+                yield entry
 
-def _folders(path: str | Path, name: re.Pattern[str]) -> "Iterator[os.DirEntry[str]]":
-    for entry in _entries(path):
-        if name.match(entry.name) is not None and entry.is_dir(follow_symlinks=False):
-            yield entry
-
-
-def _entries(path: str | Path) -> "Iterator[os.DirEntry[str]]":
-    """The entries of a folder; none if it cannot be read or was deleted meanwhile."""
-    with suppress(OSError), os.scandir(path) as entries:
-        yield from entries
+    def _entries(self, path: str | Path) -> "Iterator[os.DirEntry[str]]":
+        """The entries of a folder; none if it cannot be read or was deleted meanwhile."""
+        try:
+            with os.scandir(path) as entries:
+                yield from entries
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return
+            if self.is_complete:
+                logger.warning("cannot read %s: %s", path, error.strerror)
+            self.is_complete = False
 
 
 class DiskSweeper:

@@ -16,9 +16,11 @@ only once it is no longer pinned. One thread makes all calls.
 """
 
 import errno
+import fcntl
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,8 @@ UNMAP_WAIT_S = 2.0
 """How long a new segment waits until readers have unmapped a segment that was removed for it: they
 look every `LISTING_INTERVAL_S`.
 """
+ALLOCATION_WAIT_S = 300.0
+"""How long an engine waits while others allocate: the kernel clears some gigabytes in a second."""
 ADOPT_ATTEMPTS = 5
 """A process that only asks whether a segment has an owner holds a lock on it for a moment."""
 USES_PER_SCAN = 1024
@@ -388,19 +392,52 @@ def _latest_first(paths: Sequence[Path]) -> list[Path]:
 
 
 def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
-    while True:
-        try:
-            check_fits(layout.total_bytes, available_bytes())
-            return create_segment(folder, namespace, layout)
-        except ConfigError:
-            if not _make_room(folder, layout):
-                raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM) or not _make_room(folder, layout):
-                raise ConfigError(
-                    f"a host pool of {layout.total_bytes} bytes cannot be made in {folder} "
-                    f"({error.strerror}); make the cpu tier smaller, or free space there"
-                ) from error
+    with _one_at_a_time(folder):
+        # Segments are removed only if that can help.
+        check_fits(layout.total_bytes, available_bytes() + _orphan_bytes(folder))
+        while True:
+            try:
+                check_fits(layout.total_bytes, available_bytes())
+                return create_segment(folder, namespace, layout)
+            except ConfigError:
+                if not _make_room(folder, layout):
+                    raise
+            except OSError as error:
+                is_full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+                if not is_full or not _make_room(folder, layout):
+                    raise ConfigError(
+                        f"a host pool of {layout.total_bytes} bytes cannot be made in {folder} "
+                        f"({error.strerror}); make the cpu tier smaller, or free space there"
+                    ) from error
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let the ranks of a host allocate one after the other: each of two that allocate at once would
+    find enough memory for itself alone.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + ALLOCATION_WAIT_S
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another engine has been allocating a host pool in {folder} for "
+                        f"{ALLOCATION_WAIT_S:g} s; end that engine, or choose another pool_path"
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(opened)  # and so releases the lock
+
+
+def _orphan_bytes(folder: Path) -> int:
+    headers = [read_header(path) for path in iter_orphans(folder)]
+    return sum(header[0].layout.total_bytes for header in headers if header is not None)
 
 
 def _make_room(folder: Path, layout: SegmentLayout) -> bool:

@@ -150,12 +150,12 @@ class PoolReader:
 
     def num_leading(self, keys: Sequence[ObjectKey]) -> int:
         """How many leading keys are stored."""
-        count, before = 0, -1
-        while before < count < len(keys):
-            before = count
-            for index in self._indexes:
-                # No Python code runs for the single key: a third of the time of a loop.
-                count += len(list(takewhile(index.__contains__, keys[count:])))
+        count = 0
+        for index in self._indexes:
+            # The usual case, several times faster: no Python code runs for the single key.
+            count += len(list(takewhile(index.__contains__, keys[count:])))
+        while count < len(keys) and keys[count] in self:
+            count += 1
         return count
 
     def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:

@@ -57,6 +57,9 @@ from kvferry.transports.base import RowCopier, StreamEvent
 __all__ = ["OffloadWorker"]
 
 CLOSE_TIMEOUT_S = 5.0
+"""How long each part may take to stop."""
+STOP_TIMEOUT_S = 25.0
+"""More than copies, reads, writes and the slowest tier, mooncake, may take together."""
 MARK_INTERVAL_S = 0.001
 """How often the engine's stream is queried while commands wait for a mark."""
 LOG_INTERVAL_S = 60.0
@@ -210,9 +213,9 @@ class OffloadWorker:
             self._close_parts()
             return
         self._inbox.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            raise KVFerryError(f"the offload worker did not stop within {CLOSE_TIMEOUT_S:g} s")
+            raise KVFerryError(f"the offload worker did not stop within {STOP_TIMEOUT_S:g} s")
 
     # -- the worker's thread --
 

@@ -13,6 +13,7 @@ from kvferry.config import (
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig
 from kvferry.connectors.geometry import compatibility_factors
 from kvferry.errors import ConfigError
+from kvferry.host_memory import available_bytes, check_fits
 from kvferry.protocol.layout import Geometry
 from kvferry.tiers.base import Tier
 from kvferry.tiers.disk import DiskTier
@@ -103,6 +104,7 @@ def open_tiers(
             f"the tier mooncake lends {lent_bytes} bytes of each rank, but Mooncake takes at least "
             f"{MIN_LENT_BYTES}; make its size larger, or 0"
         )
+    check_fits(lent_bytes, available_bytes())
     return _open_tiers(
         extra, namespace, secret, max_disk_bytes=max_disk_bytes, lent_bytes=lent_bytes
     )

@@ -17,6 +17,8 @@ import signal
 import socket
 import sys
 import threading
+import traceback
+from contextlib import suppress
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -31,6 +33,7 @@ __all__ = ["AgentSettings", "Call", "LaneFiles", "Operation"]
 POLL_S = 1.0
 CONNECT_S = 1.0
 SETUP_S = 15
+"""Without lent memory; each gigabyte of it may take a second more to allocate and pin."""
 CLOSE_S = 5
 LOCAL_BUFFER_BYTES = 16 * 1024 * 1024
 """What Mooncake's client uses for calls that we do not make; it needs some."""
@@ -92,7 +95,7 @@ class _Client:
 
     def connect(self) -> None:
         """Try once to connect; `store` is None if the master cannot be reached. Ends the process if
-        Mooncake refuses: the tier starts another one after a pause.
+        Mooncake refuses: the tier starts another one.
         """
         from mooncake.store import MooncakeDistributedStore
 
@@ -105,7 +108,7 @@ class _Client:
             return
         store = MooncakeDistributedStore()
         # `setup` holds the GIL, for 90 s if the master dies now. Only a signal can end it.
-        signal.alarm(SETUP_S)
+        signal.alarm(SETUP_S + (wanted.lent_bytes >> 30))
         code = store.setup(
             wanted.host or own_host,
             wanted.metadata_server,
@@ -138,12 +141,20 @@ class _Lane(threading.Thread):
         self._memory: ctypes.Array[ctypes.c_char] | None = None
 
     def run(self) -> None:
-        try:
+        # The tier closes the pipe, also during a call.
+        with suppress(EOFError, OSError):
             while True:
-                call = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Call)
-                self._pipe.send_bytes(msgspec.msgpack.encode(self._answer(call)))
-        except (EOFError, OSError):
-            return
+                answer = self._answer_or_exit(self._pipe.recv_bytes())
+                self._pipe.send_bytes(msgspec.msgpack.encode(answer))
+
+    def _answer_or_exit(self, message: bytes) -> list[int]:
+        try:
+            return self._answer(msgspec.msgpack.decode(message, type=Call))
+        # Top of a call: the tier notices the end of the process and starts another one. It would
+        # not notice the end of one thread.
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     def _answer(self, call: Call) -> list[int]:
         store = self._client.store
@@ -173,7 +184,12 @@ class _Lane(threading.Thread):
             # memory, which no call uses any more.
             mapped = mmap.mmap(self._file, 0)
             self._memory = (ctypes.c_char * len(mapped)).from_buffer(mapped)
-            store.register_buffer(ctypes.addressof(self._memory), len(mapped))
+            code = store.register_buffer(ctypes.addressof(self._memory), len(mapped))
+            if code != 0:
+                raise RuntimeError(
+                    f"Mooncake cannot register {len(mapped)} bytes of memory (code {code}); with "
+                    "rdma, raise the limit of locked memory (ulimit -l)"
+                )
         return ctypes.addressof(self._memory)
 
 

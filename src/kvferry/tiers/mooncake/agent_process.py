@@ -154,7 +154,7 @@ class AgentProcess:
                 self._renew()
                 if self._idle:
                     return self._idle.pop()
-                if not self._changed.wait(until - time.monotonic()):
+                if not self._changed.wait(until - time.monotonic()) and not self._idle:
                     raise AgentFailed("all calls to Mooncake are waiting for an answer")
 
     def _renew(self) -> None:
@@ -175,6 +175,7 @@ class AgentProcess:
             raise AgentFailed(
                 f"the process that calls Mooncake cannot be started: {error.strerror}"
             ) from None
+        self._changed.notify_all()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         self._generation += 1

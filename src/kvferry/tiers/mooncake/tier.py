@@ -119,6 +119,7 @@ class MooncakeTier:
         until = time.monotonic() + self._deadlines.transfer_s
         wanted_bytes = HEADER_BYTES + len(into)
         call = Call(Operation.GET, [self._object_name(key)], wanted_bytes)
+        size = Call(Operation.SIZE, [self._object_name(key)])
 
         def get(lane: Lane) -> LoadResult:
             memory = lane.memory(wanted_bytes)
@@ -126,6 +127,10 @@ class MooncakeTier:
             if stored_bytes in MISSING:
                 return LoadResult(LoadOutcome.MISSING)
             if stored_bytes == TOO_SMALL:
+                # Mooncake has this code for other mistakes too.
+                [size_bytes] = _checked(lane.call(size, until), MISSING)
+                if size_bytes == wanted_bytes:
+                    raise _StoreFailed(_sentence(TOO_SMALL))
                 return _refused(Refusal.OTHER_LENGTH)
             # Peers may write to `memory` at any time, but not to the copies, which are checked.
             header = memoryview(bytes(memory[: min(stored_bytes, HEADER_BYTES)]))
