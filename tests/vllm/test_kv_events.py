@@ -11,11 +11,11 @@ import zmq
 from tests.e2e.harness import Prompt, ask_all, until
 from tests.vllm.block_index import BlockIndex, Place
 from tests.vllm.fleet import Fleet, ready
-from tests.vllm.test_tiers import OFFLOADING, Storage, storage
+from tests.vllm.test_tiers import OFFLOADING, Storage, object_server, storage
 
 from kvferry.cli.main import main
 
-__all__ = ["storage"]
+__all__ = ["object_server", "storage"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
