@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.sampling import exhaustive
 from tests.tiers.pool_engine import NAMESPACE, key
-from tests.tiers.test_pool_processes import MIB, resident_bytes
+from tests.tiers.test_pool_processes import MIB, resident_bytes, run_alone
 
 from kvferry.tiers.commands import Chunk, EndStores, LoadChunks, LoadEnded, StoreChunks, StoresEnded
 from kvferry.tiers.disk import DiskTier
@@ -123,10 +123,10 @@ def soak(folder: Path, count: int) -> None:
 
 
 def test_memory_and_disk_stay_flat_over_4000_stores_and_loads(folder: Path) -> None:
-    soak(folder, 4_000)
+    run_alone(soak, folder, 4_000)
 
 
 @exhaustive
 @pytest.mark.timeout(900)
 def test_memory_and_disk_stay_flat_over_100000_stores_and_loads(folder: Path) -> None:
-    soak(folder, 100_000)
+    run_alone(soak, folder, 100_000)
