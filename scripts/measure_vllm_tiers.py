@@ -113,10 +113,11 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--samples", type=int, default=5, help="prompts of each length")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS[:3])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS)
     parser.add_argument("--log-lines", type=int, default=0, help="of each server, at the end")
     options = parser.parse_args()
     options.lengths = options.lengths or DEVICES[options.device][1]
+    options.only = options.only or CONTENDERS[: 2 if options.device == "cpu" else 3]
     times = {(length, name): Times() for length in options.lengths for name in options.only}
     with ExitStack() as stack:
         running = start(stack, options.device, max(options.lengths), options.only)
