@@ -264,8 +264,27 @@ def test_a_reader_looks_for_new_segments_only_now_and_then(folder: Path) -> None
     engine.store(B)
     reader.refresh(now=LISTING_INTERVAL_S)
     assert [B in reader, len(reader)] == [True, 2]
-    assert [reader.num_leading(keys) for keys in ([A, B, C], [C, A], [B], [])] == [2, 0, 1, 0]
+    asked: list[list[ObjectKey]] = [[A, B, C], [C, A], [B], []]
+    shown = [reader.are_stored(keys).tolist() for keys in asked]
+    assert shown == [[True, True, False], [False, True], [True], []]
     assert [found is not None for found in reader.find([A, C, B])] == [True, False, True]
+
+
+def test_keys_that_share_a_bucket_of_the_index_are_told_apart(folder: Path) -> None:
+    """The ninth key finds the bucket full: readers miss it, and its owner does not."""
+    alike = [ObjectKey(bytes(8) + each[8:]) for each in map(key, range(10))]
+    engine = PoolEngine.open(folder, 10)
+    for each in alike[:9]:
+        engine.store(each)
+    reader = PoolReader(folder, NAMESPACE)
+    reader.refresh(now=0.0)
+    expected = [True] * 8 + [False] * 2
+    assert reader.are_stored(alike).tolist() == expected
+    assert [each in reader for each in alike] == expected
+    assert all(engine.has(each) for each in alike[:9])
+    engine.pool.remove(alike[0])
+    engine.store(alike[9])
+    assert reader.are_stored(alike).tolist() == [False, *[True] * 7, False, True]
 
 
 def test_what_a_reader_has_found_stays_mapped(folder: Path) -> None:
@@ -654,20 +673,21 @@ def test_the_same_bytes_undamaged_are_adopted(folder: Path) -> None:
 
 
 def test_an_entry_with_the_key_of_another_row_is_refused(folder: Path) -> None:
+    # The keys share a bucket of the index, so that a reader finds both rows for either.
+    one_key, other_key = (ObjectKey(bytes(8) + each[8:]) for each in (A, B))
     one = PoolEngine.open(folder, 2)
-    one.store(A)
-    one.store(B)
+    one.store(one_key)
+    one.store(other_key)
     path = path_of(one)
     segment = path.read_bytes()
-    where_a, where_b = segment.index(A), segment.index(B)
     with path.open("r+b") as file:
-        for where, other in ((where_a, B), (where_b, A)):
-            file.seek(where)
-            file.write(other)
+        for where, what in ((one_key, other_key), (other_key, one_key)):
+            file.seek(segment.index(where))
+            file.write(what)
     two = PoolEngine.open(folder, 1)
     two.refresh()
-    assert two.pool.find(A) is not None
-    assert [two.has(A), two.has(B)] == [False, False]
+    assert two.pool.find(one_key) is not None
+    assert [two.has(one_key), two.has(other_key)] == [False, False]
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -684,13 +704,16 @@ def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
         for _ in range(rng.randint(1, 30)):
             # Mostly the table, sometimes the rows; never the header.
             size = path.stat().st_size
-            file.seek(rng.randrange(16384, rng.choice([16384 + 4 * 49, size])))
+            file.seek(rng.randrange(16384, rng.choice([16384 + 4 * 113, size])))
             file.write(rng.randbytes(1))
     two = PoolEngine.open(here, 1, 200)
     for _ in range(2):
         two.refresh()
         for number in range(4):
             two.has(key(number))  # asserts that what is loaded is right
+        reader = PoolReader(here, NAMESPACE)
+        reader.refresh(now=0.0)
+        reader.are_stored([key(number) for number in range(4)])
     one.pool.close()
     adopted = PoolEngine.open(here, 4, 200)
     for number in range(4):

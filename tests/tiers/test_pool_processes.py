@@ -226,6 +226,22 @@ def orphans_make_room(folder: Path) -> None:
     assert {*folder.iterdir()} == {path_of(engine) for engine in (older, living, new, newer)}
 
 
+def segments_of_other_versions_make_room(folder: Path) -> None:
+    """They go first, although the other segment without an owner has had no store for longer."""
+    kept, upgraded = (PoolEngine.open(folder, 2, MIB + n) for n in range(2))
+    for engine in (kept, upgraded):
+        engine.store(key(0))
+        engine.pool.close()
+        time.sleep(0.01)
+    upgraded_path = path_of(upgraded)
+    assert upgraded_path is not None
+    with upgraded_path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\x01")
+    new = PoolEngine.open(folder, 5, MIB)
+    assert {*folder.iterdir()} == {path_of(kept), path_of(new)}
+
+
 def no_room_is_a_clear_error(folder: Path) -> None:
     living, gone = (PoolEngine.open(folder, 2, MIB) for _ in range(2))
     gone.store(key(0))
@@ -260,7 +276,13 @@ def look_for_ever(engine: PoolEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "scene", [orphans_make_room, no_room_is_a_clear_error, readers_let_go_of_removed_segments]
+    "scene",
+    [
+        orphans_make_room,
+        segments_of_other_versions_make_room,
+        no_room_is_a_clear_error,
+        readers_let_go_of_removed_segments,
+    ],
 )
 def test_in_a_small_file_system(tmp_path: Path, scene: object) -> None:
     run_in_small_file_system(tmp_path, scene.__name__)  # type: ignore[attr-defined]

@@ -181,11 +181,10 @@ class HostPool:
             return None
         if insertion.evicted is None:
             row = self._free.pop()
-            # No reader has this row in its index, so the change needs no number.
-            self._table.set_state_unnoticed(row, RowState.WRITING)
+            self._table.set_state(row, RowState.WRITING)
         else:
             row = self._index.pop(insertion.evicted)
-            self._table.set_states(row, RowState.WRITING)
+            self._table.hide_entry(row, insertion.evicted, RowState.WRITING)
             self._evicted.append(insertion.evicted)
             self._num_evicted += 1
         self._writing[row] = key
@@ -199,7 +198,7 @@ class HostPool:
         """
         key = self._end_writing(row)
         if row in self._dropped:
-            self._table.set_state_unnoticed(row, RowState.FREE)
+            self._table.set_state(row, RowState.FREE)
             self._release(row)
             return False
         self._index[key] = row
@@ -209,7 +208,7 @@ class HostPool:
     def discard(self, row: int) -> None:
         """Give a reserved row back: the object could not be written."""
         key = self._end_writing(row)
-        self._table.set_state_unnoticed(row, RowState.FREE)
+        self._table.set_state(row, RowState.FREE)
         if row not in self._dropped:
             self._policy.remove(key)
             self._dropped.add(row)
@@ -266,7 +265,7 @@ class HostPool:
         """
         row = self._index.pop(key, None)
         if row is not None:
-            self._table.set_states(row, RowState.FREE)
+            self._table.hide_entry(row, key, RowState.FREE)
         else:
             row = self._written.pop(key, None)
         if row is not None:
@@ -278,7 +277,8 @@ class HostPool:
         """Remove all objects from our own segment. No engine finds them from now on. Objects that
         are being written are not published.
         """
-        self._table.set_states(slice(None), RowState.FREE)
+        self._table.clear_index()
+        self._table.states[:] = int(RowState.FREE)
         self._policy.clear()
         rows = [*self._index.values(), *self._writing]
         self._index.clear()
@@ -320,17 +320,18 @@ class HostPool:
         table = self._table
         is_ready = table.states == READY
         rows = np.flatnonzero(is_ready)
-        for row in rows[np.argsort(table.changed[rows], kind="stable")].tolist():
+        # The earlier owner may have been killed while it changed its index.
+        table.clear_index()
+        for row in rows[np.argsort(table.order[rows], kind="stable")].tolist():
             key = table.key(row)
             if key in self._index:
                 is_ready[row] = False
             else:
                 self._index[key] = row
                 self._policy.insert(key, self._is_pinned)
+                table.add_to_index(row, key)
         self._free = np.flatnonzero(~is_ready)[::-1].tolist()
-        unfinished = np.flatnonzero(~is_ready & (table.states != RowState.FREE))
-        if len(unfinished):
-            table.set_states(unfinished, RowState.FREE)
+        table.states[~is_ready] = int(RowState.FREE)
 
     def _is_pinned(self, key: ObjectKey) -> bool:
         row = self._index.get(key)
@@ -436,19 +437,17 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _orphan_bytes(folder: Path) -> int:
-    headers = [read_header(path) for path in iter_orphans(folder)]
-    return sum(header[0].layout.total_bytes for header in headers if header is not None)
+    return sum(size for _, size in iter_orphans(folder))
 
 
 def _make_room(folder: Path, layout: SegmentLayout) -> bool:
     """Remove the segment that is without stores for longest and has no owner; False if there is
     none.
     """
-    for path in iter_orphans(folder):
-        header = read_header(path)
+    for path, size in iter_orphans(folder):
         free_bytes = _free_bytes(folder)
-        if header is not None and remove_orphan(path):
-            expected = min(layout.total_bytes, free_bytes + header[0].layout.total_bytes)
+        if remove_orphan(path):
+            expected = min(layout.total_bytes, free_bytes + size)
             deadline = time.monotonic() + UNMAP_WAIT_S
             while _free_bytes(folder) < expected and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -6,15 +6,15 @@ other engines; and for `kvferry store`. One thread makes all calls on a reader.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool_segment import (
-    READY,
     Header,
     SegmentTable,
     is_locked,
@@ -46,54 +46,20 @@ class StoredRow:
     """The mapping with the row."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment of another process, with an index of its READY rows as of the last look."""
+    """A segment of another process."""
 
-    def __init__(self, path: Path, header: Header, table: SegmentTable) -> None:
-        self.path = path
-        self.header = header
-        self.index: dict[ObjectKey, int] = {}
-        self._table = table
-        self._keys: dict[int, ObjectKey] = {}
-        """The indexed key of each row."""
-        self._seen = 0
-        """The owner's last change at our last look."""
-        self._seen_before = 0
-        """The same at the look before."""
-
-    def refresh(self) -> None:
-        """Bring the index up to date, from the entries that have changed since the last look.
-
-        Each change is looked at twice: the processor may show us the owner's count of changes
-        before the changed entry, which the first look then misses.
-        """
-        latest = self._table.num_changes
-        if latest == self._seen == self._seen_before:
-            return
-        rows = np.flatnonzero(self._table.changed > np.uint64(self._seen_before))
-        self._seen_before, self._seen = self._seen, latest
-        keys = self._table.keys[rows].tobytes()
-        is_ready = (self._table.states[rows] == READY).tolist()
-        for n, row in enumerate(rows.tolist()):
-            key = ObjectKey(keys[n * KEY_BYTES : (n + 1) * KEY_BYTES]) if is_ready[n] else None
-            before = self._keys.get(row)
-            if key == before:
-                continue
-            if before is not None:
-                del self._keys[row]
-                if self.index.get(before) == row:
-                    del self.index[before]
-            if key is not None:
-                self._keys[row] = key
-                self.index[key] = row
+    header: Header
+    table: SegmentTable
 
     def find(self, key: ObjectKey) -> StoredRow | None:
-        row = self.index.get(key)
+        table = self.table
+        row = table.find_row(key)
         if row is None:
             return None
-        table = self._table
         checksum = table.checksum(row, key)
-        # The entry may have changed since the last look, so it is read again.
+        # The owner may have reused the row before we have read the checksum.
         if not table.is_ready(row) or table.key(row) != key:
             return None
         return StoredRow(
@@ -104,15 +70,15 @@ class _Segment:
         """Tell the owner that a row was used, so that it evicts the row later. An increment may be
         lost if two processes make it at once.
         """
-        row = self.index.get(key)
+        row = self.table.find_row(key)
         if row is not None:
-            self._table.used[row] += np.uint32(1)
+            self.table.used[row] += np.uint32(1)
         return row is not None
 
 
 class PoolReader:
-    """The objects of one namespace in all segments on this host, as of the last `refresh`. A key
-    that is found may be gone before its bytes are read.
+    """The objects of one namespace in all segments on this host that the last `refresh` has seen. A
+    key that is found may be gone before its bytes are read.
     """
 
     def __init__(self, folder: Path, namespace: Namespace, but_not: Collection[Path] = ()) -> None:
@@ -121,7 +87,6 @@ class PoolReader:
         self._namespace = namespace
         self._but_not = frozenset(but_not)
         self._segments: dict[Path, _Segment] = {}
-        self._indexes: list[dict[ObjectKey, int]] = []
         self._invalid: set[Path] = set()
         """Files that are no valid segments of the namespace. A file is complete before it gets its
         name, so it need not be read again.
@@ -129,37 +94,27 @@ class PoolReader:
         self._next_listing = float("-inf")
 
     def refresh(self, now: float) -> None:
-        """Notice what other processes have stored and evicted. `now` is in monotonic seconds: new
-        segments are looked for at most every `LISTING_INTERVAL_S`.
+        """Notice new segments. `now` is in monotonic seconds: the folder is looked at at most every
+        `LISTING_INTERVAL_S`.
         """
         if now >= self._next_listing:
             self._next_listing = now + LISTING_INTERVAL_S
             self._list_folder()
-        for segment in self._segments.values():
-            segment.refresh()
 
     def __contains__(self, key: ObjectKey) -> bool:
-        for index in self._indexes:  # noqa: SIM110 - several times faster than any()
-            if key in index:
-                return True
-        return False
+        return any(segment.table.find_row(key) is not None for segment in self._segments.values())
 
     def __len__(self) -> int:
         """The number of rows in all segments; an object that is in two segments counts twice."""
-        return sum(len(segment.index) for segment in self._segments.values())
+        return sum(segment.table.num_ready for segment in self._segments.values())
 
-    def num_leading(self, keys: Sequence[ObjectKey]) -> int:
-        """How many leading keys are stored."""
-        count = 0
-        for index in self._indexes:
-            # The usual case, several times faster: no Python code runs for the single key.
-            count += len(list(takewhile(index.__contains__, keys[count:])))
-        while count < len(keys) and keys[count] in self:
-            count += 1
-        return count
+    def are_stored(self, keys: Sequence[ObjectKey]) -> npt.NDArray[np.bool_]:
+        """Whether each object is stored; much faster than one question for each."""
+        answers = [segment.table.are_stored(keys) for segment in self._segments.values()]
+        return reduce(np.logical_or, answers) if answers else np.zeros(len(keys), np.bool_)
 
     def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:
-        """Where each object is; None if it is not stored now, whatever the last `refresh` saw."""
+        """Where each object is; None if it is not stored."""
         return [self.find_one(key) for key in keys]
 
     def find_one(self, key: ObjectKey) -> StoredRow | None:
@@ -178,7 +133,6 @@ class PoolReader:
     def close(self) -> None:
         """Forget all segments. Each is unmapped once the last `StoredRow` of it is gone."""
         self._segments.clear()
-        self._indexes.clear()
 
     def _list_folder(self) -> None:
         paths = {*segment_paths(self._folder, self._namespace)} - self._but_not
@@ -191,8 +145,7 @@ class PoolReader:
             if opened is None or opened[0].namespace != self._namespace.digest:
                 self._invalid.add(path)
             else:
-                self._segments[path] = _Segment(path, *opened)
-        self._indexes = [segment.index for segment in self._segments.values()]
+                self._segments[path] = _Segment(*opened)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +181,7 @@ def list_segments(folder: Path) -> Iterator[SegmentInfo]:
             namespace_text=header.namespace_text,
             row_bytes=header.layout.row_bytes,
             num_rows=header.layout.num_rows,
-            num_objects=int(np.count_nonzero(table.states == READY)),
+            num_objects=table.num_ready,
             total_bytes=header.layout.total_bytes,
             owner_pid=header.owner_pid,
             is_live=is_locked(path),

@@ -3,11 +3,12 @@
 Each rank of each engine owns one segment and is the only process that writes it; the owner holds an
 flock on the file while it lives. All engines of the user read each other's segments.
 
-    | header | changed | checks | keys | states |  used  |  rows …
-             one entry in each column for each row    page-aligned, from here on
+    | header | order | checks | keys | index | states |  used  |  rows …
+             one entry in each column for each row            page-aligned, from here on
 
-    changed   the number of the owner's change that last touched the entry, ascending
+    order     the number of the store that filled the row, ascending
     checks    the checksum of the row, mixed with its key
+    index     finds the row of a key: a hash table with buckets of eight slots
     states    `RowState`: readers use READY entries only
     used      counts uses by other processes; the only column that readers write
 
@@ -28,7 +29,8 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -65,20 +67,27 @@ __all__ = [
 ]
 
 MAGIC = b"KVFROWS\0"
-SEGMENT_VERSION = 1
+SEGMENT_VERSION = 2
 HEADER_BYTES = 16 * 1024
 HEADER = struct.Struct("<8sIIQQ16sQ")
 """Magic, version, bytes of the namespace's text, row bytes, rows, namespace digest, owner's pid."""
-NUM_CHANGES_AT = 64
+NUM_STORES_AT = 64
 LAST_STORE_AT = 72
 TEXT_AT = 128
-MAX_ROWS = 1 << 32
+MAX_ROWS = (1 << 32) - 1
 MAX_ROW_BYTES = 1 << 40
 MADV_POPULATE_WRITE = 23
 """Maps all pages at once; Python's mmap module does not define the flag yet."""
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Opening a pipe, if one is in the folder, must not wait."""
+SLOTS = 8
+"""In one bucket of the index. A slot holds 32 bits of a key and, in its lower half, the number of
+the key's row + 1. There are at least as many buckets as rows, so about one row in a million finds
+its bucket full. Readers do not find such a row.
+"""
+LOWER_HALF = (1 << 32) - 1
+"""The bits of a slot that are the row's."""
 SUFFIX = ".rows"
 UNFINISHED = ".new-"
 """Prefix of files that are not complete."""
@@ -117,20 +126,29 @@ class SegmentLayout:
         return _whole_pages(self.row_bytes)
 
     @property
-    def changed_at(self) -> int:
+    def num_buckets(self) -> int:
+        """A power of two."""
+        return 1 << (self.num_rows - 1).bit_length()
+
+    @property
+    def order_at(self) -> int:
         return HEADER_BYTES
 
     @property
     def checks_at(self) -> int:
-        return self.changed_at + 8 * self.num_rows
+        return self.order_at + 8 * self.num_rows
 
     @property
     def keys_at(self) -> int:
         return self.checks_at + 8 * self.num_rows
 
     @property
-    def states_at(self) -> int:
+    def index_at(self) -> int:
         return self.keys_at + KEY_BYTES * self.num_rows
+
+    @property
+    def states_at(self) -> int:
+        return self.index_at + 8 * SLOTS * self.num_buckets
 
     @property
     def used_at(self) -> int:
@@ -196,9 +214,7 @@ class SegmentTable:
         count = layout.num_rows
         self.pages = pages
         self.layout = layout
-        self.changed = np.frombuffer(pages, np.uint64, count, layout.changed_at)
-        keys = np.frombuffer(pages, np.uint8, KEY_BYTES * count, layout.keys_at)
-        self.keys: npt.NDArray[np.uint8] = keys.reshape(count, KEY_BYTES)
+        self.order = np.frombuffer(pages, np.uint64, count, layout.order_at)
         self.states = np.frombuffer(pages, np.uint8, count, layout.states_at)
         # A reader maps this column alone with permission to write.
         self.used = (
@@ -206,25 +222,28 @@ class SegmentTable:
             if used is None
             else np.frombuffer(used, np.uint32, count)
         )
-        self.rows_address = int(self.changed.ctypes.data) - layout.changed_at + layout.rows_at
+        self.rows_address = int(self.order.ctypes.data) - layout.order_at + layout.rows_at
         self._row_stride = layout.row_stride
+        slots = np.frombuffer(pages, np.uint64, SLOTS * layout.num_buckets, layout.index_at)
+        self._buckets = slots.reshape(layout.num_buckets, SLOTS)
+        self._bucket_mask = np.uint64(layout.num_buckets - 1)
         # Single entries are read and written through memoryviews: several times faster than numpy.
         whole = memoryview(pages)
         self._checks = whole[layout.checks_at : layout.keys_at].cast("Q")
-        self._keys = whole[layout.keys_at : layout.states_at]
+        self._keys = whole[layout.keys_at : layout.index_at]
+        self._slots = whole[layout.index_at : layout.states_at].cast("Q")
         self._states = whole[layout.states_at : layout.states_at + count]
-        self._num_changes = whole[NUM_CHANGES_AT : NUM_CHANGES_AT + 8].cast("Q")
+        self._num_stores = whole[NUM_STORES_AT : NUM_STORES_AT + 8].cast("Q")
         self._last_store = whole[LAST_STORE_AT : LAST_STORE_AT + 8].cast("d")
-
-    @property
-    def num_changes(self) -> int:
-        """The number of the owner's last change."""
-        return self._num_changes[0]
 
     @property
     def last_store_s(self) -> float:
         """When the owner last stored a row, in seconds since 1970."""
         return self._last_store[0]
+
+    @property
+    def num_ready(self) -> int:
+        return int(np.count_nonzero(self.states == READY))
 
     def address(self, row: int) -> int:
         return self.rows_address + row * self._row_stride
@@ -239,23 +258,74 @@ class SegmentTable:
         """The checksum of a row that holds the object of this key."""
         return mixed_with_key(self._checks[row], key)
 
-    def set_states(self, rows: int | slice | npt.NDArray[np.int64], state: RowState) -> None:
-        """Change the state of some entries. Readers notice the change at their next look."""
-        number = self._num_changes[0] + 1
-        self.states[rows] = int(state)
-        self.changed[rows] = number
-        self._num_changes[0] = number
+    # -- the index --
 
-    def set_state_unnoticed(self, row: int, state: RowState) -> None:
-        """Change the state of an entry that no reader has in its index, and will not have."""
+    def find_row(self, key: ObjectKey) -> int | None:
+        """The READY row with this key."""
+        for slot in self._bucket(key):
+            row = (self._slots[slot] & LOWER_HALF) - 1
+            # Another process has written the slot, so the row may not exist.
+            if 0 <= row < self.layout.num_rows and self.is_ready(row) and self.key(row) == key:
+                return row
+        return None
+
+    def are_stored(self, keys: Sequence[ObjectKey]) -> npt.NDArray[np.bool_]:
+        """Whether the index has each key: `find_row` may disagree, once in billions of keys. Takes
+        a fraction of a microsecond for each key.
+        """
+        words = np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), KEY_BYTES // 8)
+        buckets = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
+        is_match = (buckets ^ words[:, 1:2]) <= LOWER_HALF
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce(is_match, axis=1)
+        return found
+
+    def add_to_index(self, row: int, key: ObjectKey) -> None:
+        for slot in self._bucket(key):
+            if not self._slots[slot]:
+                self._slots[slot] = _slot(row, key)
+                return
+
+    def drop_from_index(self, row: int, key: ObjectKey) -> None:
+        for slot in self._bucket(key):
+            if self._slots[slot] == _slot(row, key):
+                self._slots[slot] = 0
+                return
+
+    def clear_index(self) -> None:
+        self._buckets[:] = 0
+
+    def _bucket(self, key: ObjectKey) -> range:
+        """The slots in which the row of a key is looked for."""
+        number = int.from_bytes(key[:8], sys.byteorder) % self.layout.num_buckets
+        first = number * SLOTS
+        return range(first, first + SLOTS)
+
+    # -- changes, by the owner alone --
+
+    def set_state(self, row: int, state: RowState) -> None:
         self._states[row] = int(state)
 
     def write_entry(self, row: int, key: ObjectKey, checksum: int, now_s: float) -> None:
-        """Fill in a row's entry and make it visible to readers."""
+        """Fill in a row's entry and make it visible to readers. The index comes last, and in
+        `hide_entry` first: if the owner is killed in between, readers do not find the row.
+        """
         self._keys[KEY_BYTES * row : KEY_BYTES * (row + 1)] = key
         self._checks[row] = mixed_with_key(checksum, key)
+        self._num_stores[0] += 1
+        self.order[row] = self._num_stores[0]
         self._last_store[0] = now_s
-        self.set_states(row, RowState.READY)
+        self._states[row] = READY
+        self.add_to_index(row, key)
+
+    def hide_entry(self, row: int, key: ObjectKey, state: RowState) -> None:
+        """Take a READY row away from readers."""
+        self.drop_from_index(row, key)
+        self._states[row] = int(state)
+
+
+def _slot(row: int, key: ObjectKey) -> int:
+    """What a slot of the index holds for a row."""
+    return int.from_bytes(key[8:16], sys.byteorder) & ~LOWER_HALF | (row + 1)
 
 
 def private_segment(row_bytes: int, num_rows: int) -> SegmentTable:
@@ -485,13 +555,35 @@ def _map_for_owner(fd: int, layout: SegmentLayout) -> SegmentTable:
     return SegmentTable(pages, layout)
 
 
-def iter_orphans(folder: Path) -> Iterator[Path]:
-    """The segments of all namespaces that have no owner, the one without stores for longest
-    first. Files that are not valid segments are not among them.
+def iter_orphans(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The segments of all namespaces that have no owner, with their sizes in bytes: first those of
+    other versions of kvferry, then the one without stores for longest. Other files are left out.
     """
     found = []
     for path in segment_paths(folder):
         header = read_header(path)
-        if header is not None and not is_locked(path):
-            found.append((header[1], path))
-    yield from (path for _, path in sorted(found))
+        if header is not None:
+            last_store_s, size = header[1], header[0].layout.total_bytes
+        elif (other := _size_of_other_version(path)) is not None:
+            last_store_s, size = 0.0, other
+        else:
+            continue
+        if not is_locked(path):
+            found.append((last_store_s, path, size))
+    yield from ((path, size) for _, path, size in sorted(found))
+
+
+def _size_of_other_version(path: Path) -> int | None:
+    """The size of a segment of another version of kvferry; None if the file is something else."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, READ_FLAGS)
+        try:
+            found = os.fstat(fd)
+            head = os.pread(fd, 12, 0)
+        finally:
+            os.close(fd)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if is_ours and len(head) == 12 and head[:8] == MAGIC:
+            version = int.from_bytes(head[8:], "little")
+            return found.st_size if version != SEGMENT_VERSION else None
+    return None

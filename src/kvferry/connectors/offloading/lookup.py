@@ -1,6 +1,6 @@
 """Looks up which chunks of a prompt the tiers hold.
 
-The host pool is asked on the engine's thread: a lookup is a dictionary access per chunk. Disks and
+The host pool is asked on the engine's thread: a lookup reads an index in shared memory. Disks and
 object stores are asked on threads of their own, as soon as the request arrives; until they have
 answered, or the deadline is over, the engine is told to ask again.
 
@@ -12,6 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
@@ -99,8 +103,6 @@ class TierLookup:
         self._has_local_attention = any(group.has_local_attention for group in groups)
         self._chunk_tokens = chunk_tokens
         self._pools = pools
-        self._is_fresh = False
-        """Whether the readers have looked at the pool in this step."""
         self._tiers = tiers
         self._timeout_s = timeout_s
         self._clock = clock
@@ -108,20 +110,12 @@ class TierLookup:
         self._nothing: FoundChunks = tuple({} for _ in groups)
         self._threads = TaskThreads("kvferry-lookup", NUM_THREADS if tiers else 0)
 
-    def note_step(self) -> None:
-        """Look at the pool again at the next lookup. Once in a step is enough for all requests."""
-        self._is_fresh = False
-
     def begin(self, request: str, keys: Keys) -> None:
         """Ask the slower tiers for what the pool does not have. Never waits."""
         self.end(request)
         if not self._tiers or not keys[0]:
             return
-        self._refresh()
-        in_pool = tuple(
-            frozenset(index for index, key in enumerate(group) if self._is_in_pool(key))
-            for group in keys
-        )
+        in_pool = tuple(frozenset(np.flatnonzero(found).tolist()) for found in self._in_pool(keys))
         if all(len(group) == len(keys[0]) for group in in_pool):
             return
         query = _Query(tuple(map(tuple, keys)), in_pool, self._clock() + self._timeout_s)
@@ -151,21 +145,20 @@ class TierLookup:
                 return Pending()
             is_complete = query.answer is not None
             found = query.answer or found
-        self._refresh()
+        at_hand = self._in_pool(keys)
+        for is_at_hand, in_tiers in zip(at_hand, found, strict=True):
+            if num_local_chunks:
+                is_at_hand[:num_local_chunks] = True
+            if in_tiers:
+                is_at_hand[list(in_tiers)] = True
         num_chunks = len(keys[0]) if max_chunks is None else min(max_chunks, len(keys[0]))
         if not self._has_local_attention:
-            for group, group_keys in enumerate(keys):
-                num_chunks = self._num_leading(
-                    group_keys, found[group], num_local_chunks, num_chunks
-                )
+            for is_at_hand in at_hand:
+                num_chunks = _num_leading(is_at_hand[:num_chunks])
             return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete)
 
         def has_chunk(group: int, index: int) -> bool:
-            return (
-                index < num_local_chunks
-                or index in found[group]
-                or self._is_in_pool(keys[group][index])
-            )
+            return bool(at_hand[group][index])
 
         num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks, has_chunk)
         if num_chunks and num_chunks * self._chunk_tokens == num_tokens:
@@ -189,27 +182,17 @@ class TierLookup:
 
     # -- the host pool --
 
-    def _refresh(self) -> None:
-        if not self._is_fresh:
-            self._is_fresh = True
-            now = self._clock()
-            for pool in self._pools:
-                pool.refresh(now)
-
-    def _num_leading(
-        self, keys: Sequence[ObjectKey], found: Mapping[int, str], first: int, end: int
-    ) -> int:
-        """The end of the chunks from `first` on that the pool or a slower tier has."""
-        index = min(first, end)
-        while index < end:
-            start = index
-            if self._pools:
-                index += min(pool.num_leading(keys[index:end]) for pool in self._pools)
-            while index < end and index in found:
-                index += 1
-            if index == start:
-                break
-        return index
+    def _in_pool(self, keys: Keys) -> list[npt.NDArray[np.bool_]]:
+        """By group, whether every rank has each chunk in the pool."""
+        now = self._clock()
+        for pool in self._pools:
+            pool.refresh(now)
+        if not self._pools:
+            return [np.zeros(len(group), np.bool_) for group in keys]
+        return [
+            reduce(np.logical_and, [pool.are_stored(group) for pool in self._pools])
+            for group in keys
+        ]
 
     def _has_window_of(
         self, position: int, num_chunks: int, has_chunk: Callable[[int, int], bool]
@@ -222,10 +205,6 @@ class TierLookup:
                 group.first_visible_token(position) // self._chunk_tokens, num_chunks
             )
         )
-
-    def _is_in_pool(self, key: ObjectKey) -> bool:
-        """Whether every rank has the chunk in the pool."""
-        return bool(self._pools) and all(key in pool for pool in self._pools)
 
     # -- lookup threads --
 
@@ -291,3 +270,11 @@ class TierLookup:
                 for position, index in enumerate(wanted)
                 if all(answer[position] for answer in answers)
             )
+
+
+def _num_leading(is_at_hand: npt.NDArray[np.bool_]) -> int:
+    """How many leading chunks are at hand."""
+    if not len(is_at_hand):
+        return 0
+    smallest = int(is_at_hand.argmin())
+    return len(is_at_hand) if is_at_hand[smallest] else smallest

@@ -383,8 +383,6 @@ class OffloadingScheduler:
     ) -> OffloadingMetadata:
         """Build the message of a step that computes `num_tokens` tokens."""
         self._num_steps += 1
-        if self._lookup is not None:
-            self._lookup.note_step()
         for request_id in preempted:
             self._restart(request_id)
         if self._watched:
