@@ -29,17 +29,17 @@ from kvferry.tiers.commands import (
 )
 from kvferry.tiers.contents import TierContents
 from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs import (
-    KNOWN_FOR_S,
+from kvferry.tiers.jobs.jobs import OffloadJobs
+from kvferry.tiers.jobs.tasks import (
     CopyResult,
     LoadRows,
-    OffloadJobs,
     ReadObject,
     SaveRows,
     Task,
     TaskResult,
     WriteObject,
 )
+from kvferry.tiers.jobs.writes import KNOWN_FOR_S
 from kvferry.tiers.policies import LruPolicy
 from kvferry.transports.copy.rows import CpuRowCopier
 from kvferry.types import Region

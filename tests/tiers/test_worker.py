@@ -29,7 +29,7 @@ from kvferry.tiers.commands import (
 from kvferry.tiers.contents import TierContents
 from kvferry.tiers.disk import DiskTier
 from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs import OffloadJobs
+from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import LruPolicy
 from kvferry.tiers.worker import OffloadWorker

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvferry.tiers.base import ObjectKey
 
 __all__ = [
+    "POOL",
     "CancelLoad",
     "Chunk",
     "ChunkTable",
@@ -27,6 +28,9 @@ __all__ = [
     "TierCounts",
     "VoidStores",
 ]
+
+POOL = "cpu"
+"""The name of the host pool in metrics and in `Chunk.tiers`."""
 
 
 @dataclass(frozen=True, slots=True)

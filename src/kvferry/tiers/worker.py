@@ -27,6 +27,7 @@ from kvferry.tiers.base import (
     WatchesObjects,
 )
 from kvferry.tiers.commands import (
+    POOL,
     CancelLoad,
     ContentsChanged,
     EndStores,
@@ -40,11 +41,10 @@ from kvferry.tiers.commands import (
     TierCounts,
 )
 from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs import (
-    POOL,
+from kvferry.tiers.jobs.jobs import OffloadJobs
+from kvferry.tiers.jobs.tasks import (
     CopyResult,
     LoadRows,
-    OffloadJobs,
     ReadObject,
     SaveRows,
     Task,

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import BlocksStored, HashedBlocks, KVEvent
-from kvferry.tiers.jobs import POOL
+from kvferry.tiers.commands import POOL
 from kvferry.vllm.release import find_published_extra_keys
 from kvferry.vllm.translate import VllmRequestView
 

@@ -16,7 +16,7 @@ from kvferry.connectors.offloading.metadata import (
     TIER_LEVELS,
     OffloadStats,
 )
-from kvferry.tiers.jobs import POOL
+from kvferry.tiers.commands import POOL
 from kvferry.vllm.metrics import KVFerryStats
 
 __all__ = ["OffloadPromMetrics", "OffloadVllmStats"]

@@ -525,8 +525,6 @@ class Engine:
             "failed": dict(half._failed),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
             "queries": dict(half._lookup._queries),  # noqa: SLF001
-            "loads": jobs.loading,
-            "stores": jobs.ending,
             "jobs": not jobs.is_idle,
             "streams": len(_own(self.scheduler.connector)._prefills),  # noqa: SLF001
         }

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.tiers.base import ObjectKey, Tier
-from kvferry.tiers.jobs import POOL
+from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool_reader import PoolReader
 from kvferry.tiers.threads import TaskThreads
 

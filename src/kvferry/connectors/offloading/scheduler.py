@@ -44,6 +44,7 @@ from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import (
+    POOL,
     CancelLoad,
     ChunkTable,
     DropAll,
@@ -53,7 +54,6 @@ from kvferry.tiers.commands import (
     StoreChunks,
     VoidStores,
 )
-from kvferry.tiers.jobs import POOL
 from kvferry.tiers.keys import KeyChain, Namespace
 
 __all__ = ["OffloadingScheduler", "SeenChunks"]

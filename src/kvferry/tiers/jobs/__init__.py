@@ -1,0 +1,1 @@
+"""What a rank's offload worker does: its stores, loads, reads and writes. No thread, no I/O."""
