@@ -1,8 +1,9 @@
-"""The offload worker of one rank: a thread that owns the rank's jobs and its host pool, and the
-threads that copy rows, read and write for it.
+"""The offload worker of one rank: a thread that owns the rank's jobs and its host pool.
 
-The engine's thread submits commands and takes events, and never waits. Only the worker's own thread
-calls `OffloadJobs` and `HostPool`; the other threads get tasks and put results into its inbox.
+The engine's thread submits commands and takes reports (`worker_reports.py`), and never waits. Only
+the worker's own thread calls `OffloadJobs` and changes the pool; other threads perform the tasks
+(`task_runner.py`) and put results into the worker's inbox.
+
 If the worker fails, the engine goes on without tiers: outstanding loads are reported as failed as
 soon as no copy is active, and every later command is answered at once.
 """
@@ -11,47 +12,27 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.errors import KVFerryError
-from kvferry.tiers.base import (
-    LoadOutcome,
-    LoadResult,
-    StoreOutcome,
-    StoreResult,
-    Tier,
-    TierUsage,
-    WatchesObjects,
-)
+from kvferry.tiers.base import Tier, TierUsage, WatchesObjects
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
     ContentsChanged,
-    EndStores,
     LoadChunks,
-    LoadEnded,
     OffloadCommand,
     OffloadEvent,
-    StoreChunks,
-    StoresCopied,
-    StoresEnded,
     TierCounts,
 )
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.jobs import OffloadJobs
-from kvferry.tiers.jobs.tasks import (
-    CopyResult,
-    LoadRows,
-    ReadObject,
-    SaveRows,
-    Task,
-    TaskResult,
-    WriteObject,
-)
-from kvferry.tiers.threads import TaskThreads
+from kvferry.tiers.jobs.tasks import TaskResult
+from kvferry.tiers.task_runner import EndedTask, TaskRunner
+from kvferry.tiers.worker_reports import WorkerReports
 from kvferry.transports.base import RowCopier, StreamEvent
 
 __all__ = ["OffloadWorker"]
@@ -77,54 +58,29 @@ class _Batch:
     mark: StreamEvent | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    task_id: int
-    tier: str
-    result: TaskResult
-    seconds: float
-
-
 @dataclass(slots=True)
-class _Trouble:
-    """When the failures of one tier were last logged, and how many were suppressed since."""
+class _TroubleLog:
+    """Logs one reason a minute for each tier and direction: thousands of objects may fail at once,
+    and every reason names another object.
+    """
 
-    logged_at: float = -inf
-    num_suppressed: int = 0
+    _logged_at: dict[tuple[str, type[TaskResult]], float] = field(default_factory=dict)
+    _num_suppressed: Counter[tuple[str, type[TaskResult]]] = field(default_factory=Counter)
 
-
-@dataclass(slots=True)
-class _Unanswered:
-    """What the engine waits for. If the jobs fail, at any line, this is what must be answered."""
-
-    loads: set[str] = field(default_factory=set)
-    ends: set[str] = field(default_factory=set)
-    last_store: int = 0
-
-    def add(self, commands: Sequence[OffloadCommand]) -> None:
-        for command in commands:
-            match command:
-                case LoadChunks(request):
-                    self.loads.add(request)
-                case EndStores(request):
-                    self.ends.add(request)
-                case StoreChunks(number=number):
-                    self.last_store = max(self.last_store, number)
-
-    def remove(self, events: Sequence[OffloadEvent]) -> None:
-        for event in events:
-            match event:
-                case LoadEnded(request):
-                    self.loads.discard(request)
-                case StoresEnded(request):
-                    self.ends.discard(request)
-
-    def answers(self, failure: str) -> list[OffloadEvent]:
-        return [
-            StoresCopied(self.last_store),
-            *(LoadEnded(request, failure) for request in sorted(self.loads)),
-            *(StoresEnded(request) for request in sorted(self.ends)),
-        ]
+    def note(self, tier: str, result: TaskResult, now: float) -> None:
+        if not result.reason:
+            return
+        kind = (tier, type(result))
+        if now - self._logged_at.get(kind, -inf) < LOG_INTERVAL_S:
+            self._num_suppressed[kind] += 1
+            return
+        _log.warning(
+            "KV cannot be stored or loaded tier=%s reason=%s suppressed=%d",
+            tier,
+            result.reason,
+            self._num_suppressed.pop(kind, 0),
+        )
+        self._logged_at[kind] = now
 
 
 class OffloadWorker:
@@ -141,31 +97,21 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._jobs = jobs
-        self._pool = pool
-        self._tiers = tiers
         self._watching = {
             name: tier for name, tier in tiers.items() if isinstance(tier, WatchesObjects)
         }
-        self._copier = copier
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Batch | _Result | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Batch | EndedTask | None] = queue.SimpleQueue()
+        self._runner = TaskRunner(
+            pool, tiers, copier, num_io_threads, name, clock, report=self._inbox.put
+        )
         self._held: deque[_Batch] = deque()
         """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
-        self._unanswered = _Unanswered()
-        self._outbox: deque[OffloadEvent] = deque()
-        self._wake_engine: Callable[[], None] = _no_wakeup
+        self._reports = WorkerReports()
+        self._troubles = _TroubleLog()
         self._is_closing = False
         self._failure = ""
-        self._counts: TierCounts = {}
-        self._counts_lock = threading.Lock()
-        self._usage: dict[str, TierUsage] = {}
-        self._is_busy = False
-        self._troubles: dict[tuple[str, type[TaskResult]], _Trouble] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Loads and stores have a thread each, so that no load waits for the copy of a store.
-        self._saver = TaskThreads(f"{name}-save", 1)
-        self._loader = TaskThreads(f"{name}-load", 1)
-        self._io = TaskThreads(f"{name}-io", num_io_threads if tiers else 0)
 
     # -- the engine's thread --
 
@@ -173,7 +119,7 @@ class OffloadWorker:
         self._thread.start()
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
-        self._wake_engine = wake
+        self._reports.set_wakeup(wake)
 
     def submit(self, commands: Sequence[OffloadCommand], mark: StreamEvent | None = None) -> None:
         """Submit commands without waiting. They run in order, and not before the engine's stream
@@ -183,24 +129,22 @@ class OffloadWorker:
             self._inbox.put(_Batch(tuple(commands), mark))
 
     def take_events(self) -> list[OffloadEvent]:
-        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+        return self._reports.take_events()
 
     def take_counts(self) -> TierCounts:
         """Take the counters since the last call."""
-        with self._counts_lock:
-            counts, self._counts = self._counts, {}
-        return counts
+        return self._reports.take_counts()
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is in progress, or has ended since the last `take_counts`, or an event
         waits for `take_events`.
         """
-        return self._is_busy or bool(self._counts) or bool(self._outbox)
+        return self._reports.is_busy
 
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, as of the worker's last look."""
-        return dict(self._usage)
+        return self._reports.usage()
 
     def close(self) -> None:
         """Stop all threads and close pool, tiers and copier. Idempotent. A thread that hangs in the
@@ -237,15 +181,15 @@ class OffloadWorker:
         match item:
             case _Batch():
                 self._take_batch(item, now)
-            case _Result(task_id, tier, result, seconds):
-                self._note_trouble(tier, result, now)
+            case EndedTask(task_id, tier, result, seconds):
+                self._troubles.note(tier, result, now)
                 self._jobs.complete(task_id, result, seconds, now)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
                 self._jobs.handle(command, now)
         self._jobs.expire(now)
         for task in self._jobs.take_tasks():
-            self._start(task)
+            self._runner.start(task)
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
         self._report(self._jobs.take_events())
@@ -257,7 +201,7 @@ class OffloadWorker:
         blocks. Stores do not: the engine has seen the output of the steps that filled the blocks.
         A `VoidStores` must be handled before the copy that it concerns can end, so it never waits.
         """
-        self._unanswered.add(batch.commands)
+        self._reports.expect(batch.commands)
         loads = tuple(c for c in batch.commands if isinstance(c, LoadChunks | CancelLoad))
         for command in batch.commands:
             if not isinstance(command, LoadChunks | CancelLoad):
@@ -265,7 +209,7 @@ class OffloadWorker:
         if loads:
             self._held.append(_Batch(loads, batch.mark))
 
-    def _next_item(self) -> "_Batch | _Result | None":
+    def _next_item(self) -> _Batch | EndedTask | None:
         try:
             return self._inbox.get(timeout=self._wait_s())
         except queue.Empty:
@@ -280,110 +224,30 @@ class OffloadWorker:
         return min(max(0.0, deadline - self._clock()), REPORT_INTERVAL_S)
 
     def _report(self, events: Sequence[OffloadEvent]) -> None:
-        counts = self._jobs.take_counts()
-        if counts:
-            with self._counts_lock:
-                for tier, row in counts.items():
-                    total = self._counts.setdefault(tier, {})
-                    for name, value in row.items():
-                        total[name] = total.get(name, 0) + value
-        self._is_busy = not self._jobs.is_idle
-        usage = {name: tier.usage() for name, tier in self._tiers.items()}
-        if self._jobs.keeps_rows:
-            usage[POOL] = self._pool.usage()
-        self._usage = usage
+        usage = self._runner.usage()
+        if not self._jobs.keeps_rows:
+            del usage[POOL]
+        self._reports.update(self._jobs.take_counts(), usage, has_work=not self._jobs.is_idle)
         for event in events:
             if isinstance(event, ContentsChanged):
                 for name, watching in self._watching.items():
                     watching.watch(event.stored.get(name, ()))
         if events:
-            self._send(events)
-
-    def _send(self, events: Sequence[OffloadEvent]) -> None:
-        self._unanswered.remove(events)
-        self._outbox.extend(events)
-        self._wake_engine()
-
-    def _note_trouble(self, tier: str, result: TaskResult, now: float) -> None:
-        """Log one reason a minute for each tier and direction: thousands of objects may fail at
-        once, and every reason names another object.
-        """
-        if not result.reason:
-            return
-        trouble = self._troubles.setdefault((tier, type(result)), _Trouble())
-        if now - trouble.logged_at < LOG_INTERVAL_S:
-            trouble.num_suppressed += 1
-            return
-        _log.warning(
-            "KV cannot be stored or loaded tier=%s reason=%s suppressed=%d",
-            tier,
-            result.reason,
-            trouble.num_suppressed,
-        )
-        trouble.logged_at, trouble.num_suppressed = now, 0
-
-    def _start(self, task: Task) -> None:
-        match task:
-            case SaveRows(task_id, rows):
-                self._saver.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
-            case LoadRows(task_id, rows):
-                self._loader.run(lambda: self._copy(task_id, lambda: self._copier.load(rows)))
-            case ReadObject() | WriteObject():
-                self._io.run(lambda: self._transfer(task))
-
-    def _copy(self, task_id: int, copy: Callable[[], list[int]]) -> None:
-        began = self._clock()
-        try:
-            result = CopyResult(copy())
-        # Top of a task: only the rows of this task are lost.
-        except Exception as error:
-            result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
-        self._inbox.put(_Result(task_id, POOL, result, self._clock() - began))
-
-    def _transfer(self, task: ReadObject | WriteObject) -> None:
-        result: LoadResult | StoreResult
-        row = self._pool.row(task.row)[: task.size_bytes]
-        began = self._clock()
-        try:
-            if isinstance(task, ReadObject):
-                result = self._tiers[task.tier].load(task.key, row)
-            else:
-                result = self._tiers[task.tier].store(task.key, row)
-        # Top of a task: a bug of one tier must not lose the row.
-        except Exception as error:
-            _log.exception("tier failed because of a bug tier=%s", task.tier)
-            reason = f"the tier {task.tier} failed: {type(error).__name__}"
-            result = (
-                LoadResult(LoadOutcome.FAILED, reason)
-                if isinstance(task, ReadObject)
-                else StoreResult(StoreOutcome.FAILED, reason)
-            )
-        self._inbox.put(_Result(task.task_id, task.tier, result, self._clock() - began))
+            self._reports.send(events)
 
     def _answer_without_jobs(self) -> None:
         """Answer every command as an engine without tiers would, until `close`."""
         # No copy may read or write blocks whose end is reported.
-        while not (self._loader.close(CLOSE_TIMEOUT_S) and self._saver.close(CLOSE_TIMEOUT_S)):
+        while not self._runner.stop_copies(CLOSE_TIMEOUT_S):
             _log.warning("the offload worker waits for a copy to end")
-        self._send(self._unanswered.answers(self._failure))
+        self._reports.answer_all(self._failure)
         if self._jobs.reports_contents:
-            self._send([ContentsChanged(is_cleared=True)])
+            self._reports.send([ContentsChanged(is_cleared=True)])
         while not self._is_closing:
             item = self._inbox.get()
             if isinstance(item, _Batch):
-                self._unanswered.add(item.commands)
-                self._send(self._unanswered.answers(self._failure))
+                self._reports.expect(item.commands)
+                self._reports.answer_all(self._failure)
 
     def _close_parts(self) -> None:
-        # A copy reads and writes the engine's cache, which the engine frees next: wait for copies.
-        for threads in (self._loader, self._saver):
-            threads.close(CLOSE_TIMEOUT_S)
-        self._io.close(0.0 if self._failure else CLOSE_TIMEOUT_S / 2)
-        for tier in self._tiers.values():
-            tier.close()
-        self._copier.close()
-        self._pool.close()
-
-
-def _no_wakeup() -> None:
-    return None
+        self._runner.close(CLOSE_TIMEOUT_S, 0.0 if self._failure else CLOSE_TIMEOUT_S / 2)

@@ -1,0 +1,120 @@
+"""The threads that copy rows, and that read and write objects, for one rank's offload worker."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult, Tier, TierUsage
+from kvferry.tiers.commands import POOL
+from kvferry.tiers.host_pool import HostPool
+from kvferry.tiers.jobs.tasks import (
+    CopyResult,
+    LoadRows,
+    ReadObject,
+    SaveRows,
+    Task,
+    TaskResult,
+    WriteObject,
+)
+from kvferry.tiers.threads import TaskThreads
+from kvferry.transports.base import RowCopier
+
+__all__ = ["EndedTask", "TaskRunner"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTask:
+    task_id: int
+    tier: str
+    result: TaskResult
+    seconds: float
+
+
+class TaskRunner:
+    """Owns the pool, the tiers, the copier and the threads that use them. `report` is called on
+    these threads, once for each task.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Mapping[str, Tier],
+        copier: RowCopier,
+        num_io_threads: int,
+        name: str,
+        clock: Callable[[], float],
+        report: Callable[[EndedTask], None],
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._copier = copier
+        self._clock = clock
+        self._report = report
+        # Loads and stores have a thread each, so that no load waits for the copy of a store.
+        self._saver = TaskThreads(f"{name}-save", 1)
+        self._loader = TaskThreads(f"{name}-load", 1)
+        self._io = TaskThreads(f"{name}-io", num_io_threads if tiers else 0)
+
+    def start(self, task: Task) -> None:
+        match task:
+            case SaveRows(task_id, rows):
+                self._saver.run(lambda: self._copy(task_id, lambda: self._copier.save(rows)))
+            case LoadRows(task_id, rows):
+                self._loader.run(lambda: self._copy(task_id, lambda: self._copier.load(rows)))
+            case ReadObject() | WriteObject():
+                self._io.run(lambda: self._transfer(task))
+
+    def usage(self) -> dict[str, TierUsage]:
+        """What the tiers and the pool hold."""
+        return {name: tier.usage() for name, tier in self._tiers.items()} | {
+            POOL: self._pool.usage()
+        }
+
+    def stop_copies(self, timeout_s: float) -> bool:
+        """Drop the copies that have not begun, and wait for the others. False if one has not ended
+        in time; then call again.
+        """
+        return self._loader.close(timeout_s) and self._saver.close(timeout_s)
+
+    def close(self, copy_timeout_s: float, io_timeout_s: float) -> None:
+        # A copy reads and writes the engine's cache, which the engine frees next: wait for copies.
+        for threads in (self._loader, self._saver):
+            threads.close(copy_timeout_s)
+        self._io.close(io_timeout_s)
+        for tier in self._tiers.values():
+            tier.close()
+        self._copier.close()
+        self._pool.close()
+
+    # -- the threads of tasks --
+
+    def _copy(self, task_id: int, copy: Callable[[], list[int]]) -> None:
+        began = self._clock()
+        try:
+            result = CopyResult(copy())
+        # Top of a task: only the rows of this task are lost.
+        except Exception as error:
+            result = CopyResult(reason=f"a copy failed: {type(error).__name__}: {error}")
+        self._report(EndedTask(task_id, POOL, result, self._clock() - began))
+
+    def _transfer(self, task: ReadObject | WriteObject) -> None:
+        result: LoadResult | StoreResult
+        row = self._pool.row(task.row)[: task.size_bytes]
+        began = self._clock()
+        try:
+            if isinstance(task, ReadObject):
+                result = self._tiers[task.tier].load(task.key, row)
+            else:
+                result = self._tiers[task.tier].store(task.key, row)
+        # Top of a task: a bug of one tier must not lose the row.
+        except Exception as error:
+            _log.exception("tier failed because of a bug tier=%s", task.tier)
+            reason = f"the tier {task.tier} failed: {type(error).__name__}"
+            result = (
+                LoadResult(LoadOutcome.FAILED, reason)
+                if isinstance(task, ReadObject)
+                else StoreResult(StoreOutcome.FAILED, reason)
+            )
+        self._report(EndedTask(task.task_id, task.tier, result, self._clock() - began))
