@@ -47,8 +47,9 @@ from kvferry.connectors.offloading.metadata import (
     OffloadingHandshakeMetadata,
     OffloadingWorkerMetadata,
 )
-from kvferry.connectors.offloading.scheduler import OffloadingScheduler, SeenChunks
+from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.offloading.settings import open_tiers
+from kvferry.connectors.offloading.stores import SeenChunks
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey

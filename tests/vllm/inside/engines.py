@@ -518,13 +518,14 @@ class Engine:
         }
 
     def _held_for_tiers(self, half: OffloadingScheduler) -> dict[str, Any]:
-        assert half._lookup is not None  # noqa: SLF001
+        loads = half._loads  # noqa: SLF001
+        assert loads._lookup is not None  # noqa: SLF001
         jobs = _own(self.worker)._inner._worker_half._worker._jobs  # noqa: SLF001
         return {
             "tracked": dict(half._tracked),  # noqa: SLF001
-            "failed": dict(half._failed),  # noqa: SLF001
+            "failed": dict(loads._missing),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
-            "queries": dict(half._lookup._queries),  # noqa: SLF001
+            "queries": dict(loads._lookup._queries),  # noqa: SLF001
             "jobs": not jobs.is_idle,
             "streams": len(_own(self.scheduler.connector)._prefills),  # noqa: SLF001
         }

@@ -24,7 +24,7 @@ from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wa
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 
-from kvferry.connectors.offloading import scheduler as scheduler_half
+from kvferry.connectors.offloading import settings as offloading_settings
 from kvferry.connectors.offloading import worker as worker_half
 from kvferry.tiers.pool_segment import read_header, segment_paths
 from kvferry.transports.registry import ConfiguredTransportKit
@@ -349,11 +349,11 @@ class World:
         """
         rng = random.Random(self.rng.random())
         if self.is_faulty:
-            for half, name in (
+            for module, name in (
                 (worker_half, "open_tiers"),
-                (scheduler_half, "open_tiers_to_look_up"),
+                (offloading_settings, "open_tiers_to_look_up"),
             ):
-                opened: Callable[..., Any] = getattr(half, name)
+                opened: Callable[..., Any] = getattr(module, name)
 
                 def open_faulty(
                     *args: Any, opened: Callable[..., Any] = opened
@@ -361,7 +361,7 @@ class World:
                     tiers = opened(*args)
                     return {key: FaultyTier(tier, rng) for key, tier in tiers.items()}
 
-                monkeypatch.setattr(half, name, open_faulty)
+                monkeypatch.setattr(module, name, open_faulty)
         if self.is_slow:
             row_copier = ConfiguredTransportKit.row_copier
             monkeypatch.setattr(

@@ -9,27 +9,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["MIN_STEP_TOKENS", "BreakEven"]
+__all__ = ["BreakEven"]
 
 MIN_STEP_TOKENS = 64
 """Steps with fewer tokens say more about a step's fixed cost than about computing prompts."""
 MIN_SAMPLES = 3
 MAX_SAMPLES = 32
+MAX_TIMED_STEPS = 8
+"""More steps than this are never in flight at once."""
 RETRY_EVERY = 16
 """So often a load is tried although computing was faster: the tier may have become faster."""
 
 
 @dataclass(slots=True)
 class BreakEven:
-    """Medians of the last measurements."""
+    """Medians of the last measurements. `now` is in local monotonic seconds."""
 
     _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     _byte_s: dict[str, deque[float]] = field(default_factory=dict)
     _num_skipped: int = 0
+    _num_steps: int = 0
+    _timed_steps: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """When each step that computes many tokens was built, and how many tokens it computes."""
+    _last_output: float = 0.0
+    """When the engine last reported a step's end."""
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
+    def begin_step(self, num_tokens: int, now: float) -> int | None:
+        """Count a step that is built now. Its number if it is measured, else None."""
+        self._num_steps += 1
+        if num_tokens < MIN_STEP_TOKENS:
+            return None
+        self._timed_steps[self._num_steps] = (now, num_tokens)
+        if len(self._timed_steps) > MAX_TIMED_STEPS:
+            del self._timed_steps[next(iter(self._timed_steps))]
+        return self._num_steps
+
+    def end_step(self, step: int | None, now: float) -> None:
+        """Note that a step has ended; `step` is its number if it was measured."""
+        built, num_tokens = self._timed_steps.pop(step or 0, (now, 0))
+        # With async scheduling, the step before was still running when this one was built.
+        seconds = now - max(built, self._last_output)
+        if num_tokens and seconds > 0:
             self._token_s.append(seconds / num_tokens)
+        self._last_output = now
 
     def note_load(self, seconds: float, bytes_by_tier: Mapping[str, int]) -> None:
         """Count a load for the tier that most of it came from."""

@@ -1,6 +1,7 @@
 """Opens pools and tiers from the settings of `OffloadingConnector`."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvferry.config import (
 )
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig
 from kvferry.connectors.geometry import compatibility_factors
+from kvferry.connectors.offloading.lookup import TierLookup
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes, check_fits
 from kvferry.protocol.layout import Geometry
@@ -24,10 +26,9 @@ from kvferry.tiers.pool_reader import PoolReader
 
 __all__ = [
     "chunk_namespace",
+    "open_lookup",
     "open_pool",
-    "open_pool_reader",
     "open_tiers",
-    "open_tiers_to_look_up",
 ]
 
 STAGING_BYTES = 256 * 1024 * 1024
@@ -85,6 +86,26 @@ def open_pool(
             f"{row_bytes} bytes; make the tier larger"
         )
     return HostPool.open(pool_folder(extra), namespace, row_bytes, num_rows, policy)
+
+
+def open_lookup(
+    config: ConnectorConfig,
+    extra: OffloadingExtraConfig,
+    cache: KVCacheConfig,
+    namespaces: Sequence[Namespace],
+    clock: Callable[[], float],
+) -> TierLookup:
+    """Open the tiers of all ranks, whose namespaces are given, for lookups."""
+    readers = [open_pool_reader(extra, namespace) for namespace in namespaces]
+    opened = [open_tiers_to_look_up(extra, space, config.secret) for space in namespaces]
+    return TierLookup(
+        cache.groups,
+        extra.blocks_of_chunk(cache.block_size) * cache.block_size,
+        [reader for reader in readers if reader is not None],
+        {name: [rank[name] for rank in opened] for name in opened[0]},
+        extra.lookup_timeout,
+        clock,
+    )
 
 
 def open_pool_reader(extra: OffloadingExtraConfig, namespace: Namespace) -> PoolReader | None:
