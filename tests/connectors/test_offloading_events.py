@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connectors.event_reader import Reader
+from tests.connectors.offloading_side import FULL, TOKENS, WINDOW, Slice, Start, known, objects
 from tests.connectors.pair import EngineRequest
 
 from kvferry.connectors.contract import Request
@@ -17,6 +18,7 @@ from kvferry.connectors.offloading.events import (
     HashedBlocks,
     KVEventLog,
 )
+from kvferry.protocol.tickets import HOLE
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import ContentsChanged
 from kvferry.tiers.contents import TierContents
@@ -293,3 +295,57 @@ def test_a_reader_of_the_events_knows_the_chunks_that_all_ranks_hold(
     engine.reset()
     engine.settle()
     assert not engine.reader.known
+
+
+# -- through the connector --
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_events_name_the_blocks_in_each_tier_until_a_reset(
+    start: Start, tp_size: int, blocks_per_chunk: int
+) -> None:
+    side = start(
+        tiers=["cpu", "disk"],
+        tp_size=tp_size,
+        publishes_events=True,
+        extra={"blocks_per_chunk": blocks_per_chunk},
+    )
+    side.run("a", TOKENS, [1, 2, 3, 4, 5])
+    everything = known("cpu", TOKENS, 4) | known("disk", TOKENS, 4)
+    side.step_until(lambda: side.reader.known == everything)
+    side.scheduler.reset_cache()
+    side.step()
+    assert not side.reader.known
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_events_name_blocks_of_an_earlier_engine_once_a_request_has_used_them(
+    start: Start, tier: str
+) -> None:
+    first = start(tiers=["cpu", "disk"])
+    first.run("a", TOKENS, [1, 2, 3, 4, 5])
+    first.step_until(lambda: len(objects(first)) == 4)
+    first.close()
+    side = start(tiers=[tier], publishes_events=True)
+    side.step()
+    assert not side.reader.known
+    request = side.arrive("b", TOKENS)
+    side.load(request, side.ask(request) or 0, [11, 12, 13, 14])
+    side.step(Slice("b", 16, ((11, 12, 13, 14),)))
+    side.step_until(lambda: side.reader.known == known(tier, TOKENS, 4))
+
+
+def test_each_group_has_events_of_its_own(start: Start) -> None:
+    side = start(groups=(FULL, WINDOW), publishes_events=True)
+    side.run("a", TOKENS, [1, 2, 3, 4, 5], [HOLE, HOLE, 6, 7, 8])
+    window = known("cpu", TOKENS, 4, group=1) - known("cpu", TOKENS, 2, group=1)
+    side.step_until(lambda: side.reader.known == known("cpu", TOKENS, 4) | window)
+
+
+def test_an_engine_that_publishes_no_events_makes_none(start: Start) -> None:
+    side = start(tiers=["cpu", "disk"])
+    side.run("a", TOKENS, [1, 2, 3, 4, 5])
+    side.step_until(lambda: len(objects(side)) == 4)
+    assert side.num_contents_reports == 0
+    assert not side.reader.known

@@ -185,7 +185,8 @@ def clear(engine: PoolEngine) -> None:
     engine.pool.clear()
 
 
-def path_of(engine: PoolEngine) -> Path | None:
+def path_of(engine: PoolEngine) -> Path:
+    assert engine.pool.path is not None
     return engine.pool.path
 
 

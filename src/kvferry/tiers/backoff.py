@@ -1,11 +1,17 @@
-"""When to stop asking a storage that fails, and when to try it again. Pure.
+"""When to stop asking a storage that fails, and when to try it again.
 
-The caller passes `now` (local monotonic seconds), and holds a lock if several threads call.
+`FailureBackoff` is pure: the caller passes `now` (local monotonic seconds). `StorageHealth` is for
+tiers, which many threads call.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["FailureBackoff"]
+__all__ = ["FailureBackoff", "StorageFailed", "StorageHealth", "StorageNotAsked"]
+
+FIRST_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -46,3 +52,42 @@ class FailureBackoff:
 
     def succeeded(self) -> None:
         self._num_failures, self._pause_s, self._is_probing = 0, 0.0, False
+
+
+class StorageFailed(Exception):
+    """The storage did not answer, or answered with an error. The text is a sentence for the log."""
+
+
+class StorageNotAsked(Exception):
+    """The storage failed some seconds ago, and is not asked yet. The text is for the log."""
+
+
+class StorageHealth:
+    """The back-off of one storage, or of one kind of request to it. Any thread may call."""
+
+    def __init__(self, clock: Callable[[], float], tolerated: int = 0) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, tolerated)
+
+    def pause_reason(self) -> str | None:
+        """The last failure if the storage must not be asked now; None if it may. A caller that may
+        ask reports `failed` or `succeeded` afterwards.
+        """
+        with self._lock:
+            is_allowed = self._backoff.allows(self._clock())
+            return None if is_allowed else self._backoff.last_reason
+
+    def check(self) -> None:
+        """Raises `StorageNotAsked` if the storage must not be asked now."""
+        reason = self.pause_reason()
+        if reason is not None:
+            raise StorageNotAsked(f"waiting after a failure: {reason}")
+
+    def failed(self, reason: str) -> None:
+        with self._lock:
+            self._backoff.failed(self._clock(), reason)
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._backoff.succeeded()

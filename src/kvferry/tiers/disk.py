@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.backoff import FailureBackoff
+from kvferry.tiers.backoff import StorageHealth
 from kvferry.tiers.base import (
     LoadOutcome,
     LoadResult,
@@ -34,9 +34,9 @@ from kvferry.tiers.base import (
     StoreResult,
     TierUsage,
 )
-from kvferry.tiers.disk_space import NAMESPACE_FILE, DiskSpace, DiskSweeper, draft_name
+from kvferry.tiers.disk_space import DiskSpace, DiskSweeper, draft_name
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
-from kvferry.tiers.keys import Namespace
+from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
 
 __all__ = ["DiskTier"]
 
@@ -44,8 +44,6 @@ PAGE_BYTES = HEADER_BYTES
 """What direct I/O needs at most: addresses, offsets and lengths are multiples of it."""
 TOUCH_INTERVAL_S = 60.0
 """An object's time of last use is as exact as this, so that most loads write nothing."""
-FIRST_PAUSE_S = 5.0
-MAX_PAUSE_S = 60.0
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """ESTALE: another host has removed the object while it was open here."""
@@ -78,9 +76,7 @@ class DiskTier:
         self._folder = f"{root}/{namespace.hex}"
         self._namespace = namespace
         self._envelope = Envelope(secret, namespace.digest)
-        self._clock = clock
-        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-        self._backoff_lock = threading.Lock()
+        self._storing = StorageHealth(clock)
         self._space = DiskSpace(root, max_bytes, self._folder)
         self._sweeper = DiskSweeper(self._space) if max_bytes is not None else None
         self._thread_pages = _ThreadPages()
@@ -121,20 +117,18 @@ class DiskTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal}")
 
     def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
-        with self._backoff_lock:
-            if not self._backoff.allows(self._clock()):
-                return StoreResult(StoreOutcome.DROPPED, self._backoff.last_reason)
+        paused = self._storing.pause_reason()
+        if paused is not None:
+            return StoreResult(StoreOutcome.DROPPED, paused)
         path = self._path(key)
         try:
             result = self._store(path, key, payload)
         except OSError as error:
             advice = "; free space or lower max_bytes" if error.errno == errno.ENOSPC else ""
             reason = f"{path} cannot be written: {error.strerror}{advice}"
-            with self._backoff_lock:
-                self._backoff.failed(self._clock(), reason)
+            self._storing.failed(reason)
             return StoreResult(StoreOutcome.FAILED, reason)
-        with self._backoff_lock:
-            self._backoff.succeeded()
+        self._storing.succeeded()
         return result
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:

@@ -29,7 +29,6 @@ __all__ = [
     "DRAFT_MAX_AGE_S",
     "DRAFT_NAME",
     "FOLDER_NAME",
-    "NAMESPACE_FILE",
     "NAMESPACE_NAME",
     "OBJECT_NAME",
     "DiskSpace",
@@ -37,7 +36,6 @@ __all__ = [
     "draft_name",
 ]
 
-NAMESPACE_FILE = "namespace.json"
 WAKE_FRACTION = 0.975
 """The part of the limit beyond which eviction starts."""
 GOAL_FRACTION = 0.95

@@ -17,12 +17,14 @@ from typing import Any
 
 from kvferry.tiers.base import KEY_BYTES, ObjectKey
 
-__all__ = ["FORMAT_VERSION", "KeyChain", "Namespace"]
+__all__ = ["FORMAT_VERSION", "NAMESPACE_FILE", "KeyChain", "Namespace"]
 
 FORMAT_VERSION = 2
 """The version of the object format and of the order of bytes in a payload. Part of every namespace.
 """
 NAMESPACE_BYTES = 16
+NAMESPACE_FILE = "namespace.json"
+"""The file or object that describes a namespace for people, beside its objects."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvferry.errors import ConfigError, MissingDependency
-from kvferry.tiers.backoff import FailureBackoff
+from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     LoadOutcome,
     LoadResult,
@@ -37,7 +37,7 @@ from kvferry.tiers.base import (
     TierUsage,
 )
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
-from kvferry.tiers.keys import Namespace
+from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
 
 if TYPE_CHECKING:
     from obstore.store import (
@@ -50,14 +50,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "ObjectStoreDeadlines", "ObjectTier", "describe_failure", "open_store"]
 
-NAMESPACE_FILE = "namespace.json"
 MAX_RETRIES = 2
 """Retries by obstore of one request: after 5xx, broken connections, and timeouts of reads."""
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 TOLERATED_FAILURES = 2
-FIRST_PAUSE_S = 5.0
-MAX_PAUSE_S = 60.0
 MAX_PARALLEL_LOOKUPS = 32
 PROBES_PER_ROUND = 16
 """Look-ups in parallel while the end of a prefix is searched: 4,096 keys need three rounds."""
@@ -112,12 +109,11 @@ class ObjectTier:
         self._requests = _Requests(open_store(bucket, self._deadlines))
         self._namespace = namespace
         self._envelope = Envelope(secret, namespace.digest)
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
-        self._store_backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
-        """For stores alone: a bucket that may only be read answers look-ups and loads."""
+        self._asking = StorageHealth(clock, TOLERATED_FAILURES)
+        self._storing = StorageHealth(clock, TOLERATED_FAILURES)
+        """Of stores alone: a bucket that may only be read answers look-ups and loads."""
         self._usage = TierUsage()
+        self._usage_lock = threading.Lock()
         self._has_namespace_file = False
         self._requests.start()
 
@@ -130,7 +126,7 @@ class ObjectTier:
             sizes = self._ask(
                 self._requests.sizes([self._path(key) for key in keys]), self._deadlines.lookup_s
             )
-        except (_StoreFailed, _NotAsked):
+        except (StorageFailed, StorageNotAsked):
             return [False] * len(keys)
         return [size is not None for size in sizes]
 
@@ -138,7 +134,7 @@ class ObjectTier:
         paths = [self._path(key) for key in keys]
         try:
             return self._ask(self._requests.prefix(paths), self._deadlines.lookup_s)
-        except (_StoreFailed, _NotAsked):
+        except (StorageFailed, StorageNotAsked):
             return 0
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
@@ -149,7 +145,7 @@ class ObjectTier:
             )
         except FileNotFoundError:
             return LoadResult(LoadOutcome.MISSING)
-        except (_StoreFailed, _NotAsked) as failure:
+        except (StorageFailed, StorageNotAsked) as failure:
             return LoadResult(LoadOutcome.FAILED, str(failure))
         if stored_bytes == HEADER_BYTES + len(into):
             # numpy copies without the GIL. The check reads the copy, so it covers the copying.
@@ -161,21 +157,16 @@ class ObjectTier:
         return LoadResult(LoadOutcome.REFUSED, f"{path} {refusal.value}")
 
     def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
-        with self._lock:
-            if not self._store_backoff.allows(self._clock()):
-                reason = f"waiting after a failure: {self._store_backoff.last_reason}"
-                return StoreResult(StoreOutcome.DROPPED, reason)
         result = self._store(key, payload)
-        with self._lock:
-            if result.outcome is StoreOutcome.FAILED:
-                self._store_backoff.failed(self._clock(), result.reason)
-            elif result.outcome is not StoreOutcome.DROPPED:
-                self._store_backoff.succeeded()
+        if result.outcome is StoreOutcome.FAILED:
+            self._storing.failed(result.reason)
+        elif result.outcome is not StoreOutcome.DROPPED:
+            self._storing.succeeded()
         return result
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         paths = [self._path(key) for key in keys]
-        with suppress(_StoreFailed, _NotAsked, FileNotFoundError):
+        with suppress(StorageFailed, StorageNotAsked, FileNotFoundError):
             self._ask(self._requests.delete(paths), self._deadlines.transfer_s)
 
     def usage(self) -> TierUsage:
@@ -191,6 +182,7 @@ class ObjectTier:
     def _store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
         path, size_bytes = self._path(key), HEADER_BYTES + len(payload)
         try:
+            self._storing.check()
             # A look-up costs much less than sending an object that is there.
             sizes = self._ask(self._requests.sizes([path]), self._deadlines.lookup_s)
             if sizes == [size_bytes]:
@@ -202,57 +194,43 @@ class ObjectTier:
             self._stored(size_bytes)
         except FileNotFoundError:
             return StoreResult(StoreOutcome.FAILED, "the object store has no such bucket")
-        except _StoreFailed as failure:
+        except StorageFailed as failure:
             return StoreResult(StoreOutcome.FAILED, str(failure))
-        except _NotAsked as pause:
+        except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
         return StoreResult(StoreOutcome.STORED)
 
     def _stored(self, size_bytes: int) -> None:
-        with self._lock:
+        with self._usage_lock:
             self._usage = TierUsage(
                 self._usage.used_bytes + size_bytes, self._usage.num_objects + 1
             )
             is_first, self._has_namespace_file = not self._has_namespace_file, True
         if is_first:
             path, text = f"{self._namespace.hex}/{NAMESPACE_FILE}", self._namespace.text.encode()
-            with suppress(_StoreFailed, _NotAsked):
+            with suppress(StorageFailed, StorageNotAsked):
                 self._ask(
                     self._requests.put(path, text, memoryview(b"")), self._deadlines.transfer_s
                 )
 
     def _ask(self, request: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run a request of `_Requests`. Raises FileNotFoundError for what does not exist, and
-        `_StoreFailed` or `_NotAsked`, whose texts are sentences for the log.
+        `StorageFailed` or `StorageNotAsked`.
         """
-        with self._lock:
-            is_allowed = self._backoff.allows(self._clock())
-        if not is_allowed:
-            request.close()
-            raise _NotAsked(f"waiting after a failure: {self._backoff.last_reason}")
         try:
+            self._asking.check()
             answer = self._requests.run(request, deadline_s)
         except FileNotFoundError:
-            self._backoff_succeeded()
+            self._asking.succeeded()
             raise
-        except _StoreFailed as failure:
-            with self._lock:
-                self._backoff.failed(self._clock(), str(failure))
+        except StorageFailed as failure:
+            self._asking.failed(str(failure))
             raise
-        self._backoff_succeeded()
+        except StorageNotAsked:
+            request.close()
+            raise
+        self._asking.succeeded()
         return answer
-
-    def _backoff_succeeded(self) -> None:
-        with self._lock:
-            self._backoff.succeeded()
-
-
-class _StoreFailed(Exception):
-    """The store did not answer, or answered with an error."""
-
-
-class _NotAsked(Exception):
-    """The store failed some seconds ago, and is not asked yet."""
 
 
 class _Requests:
@@ -281,23 +259,25 @@ class _Requests:
         self._loop.close()
 
     def run(self, request: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Run a request from another thread. Raises FileNotFoundError or `_StoreFailed`."""
+        """Run a request from another thread. Raises FileNotFoundError or `StorageFailed`."""
         from obstore.exceptions import BaseError
 
         if self._is_closed:
             request.close()
-            raise _StoreFailed("the tier is closed")
+            raise StorageFailed("the tier is closed")
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(request, deadline_s), self._loop)
         try:
             return future.result()
         except FileNotFoundError:
             raise
         except CancelledError:
-            raise _StoreFailed("the tier is closed") from None
+            raise StorageFailed("the tier is closed") from None
         except TimeoutError:
-            raise _StoreFailed(f"the object store did not answer within {deadline_s:g} s") from None
+            raise StorageFailed(
+                f"the object store did not answer within {deadline_s:g} s"
+            ) from None
         except (BaseError, OSError) as error:
-            raise _StoreFailed(describe_failure(str(error))) from None
+            raise StorageFailed(describe_failure(str(error))) from None
 
     # -- requests, on the event loop --
 

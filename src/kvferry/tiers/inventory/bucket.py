@@ -15,8 +15,8 @@ from kvferry.tiers.inventory.base import (
     factors_of,
 )
 from kvferry.tiers.inventory.disk import MAX_OBJECT_BYTES, checked
+from kvferry.tiers.keys import NAMESPACE_FILE
 from kvferry.tiers.object_store import (
-    NAMESPACE_FILE,
     Bucket,
     ObjectStoreDeadlines,
     describe_failure,

@@ -14,7 +14,6 @@ from kvferry.tiers.disk_space import (
     DRAFT_MAX_AGE_S,
     DRAFT_NAME,
     FOLDER_NAME,
-    NAMESPACE_FILE,
     NAMESPACE_NAME,
     OBJECT_NAME,
 )
@@ -27,6 +26,7 @@ from kvferry.tiers.inventory.base import (
     NoteProgress,
     factors_of,
 )
+from kvferry.tiers.keys import NAMESPACE_FILE
 
 __all__ = ["DiskInventory", "checked"]
 

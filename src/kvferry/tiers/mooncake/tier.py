@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.tiers.backoff import FailureBackoff
+from kvferry.tiers.backoff import StorageFailed, StorageHealth, StorageNotAsked
 from kvferry.tiers.base import (
     LoadOutcome,
     LoadResult,
@@ -34,8 +34,6 @@ from kvferry.tiers.mooncake.agent_process import AgentFailed, AgentProcess, Lane
 __all__ = ["MooncakeDeadlines", "MooncakeTier"]
 
 TOLERATED_FAILURES = 2
-FIRST_PAUSE_S = 5.0
-MAX_PAUSE_S = 60.0
 MAX_NAMES = 512
 """The most names of one call, which must be smaller than the buffer of a pipe."""
 
@@ -85,12 +83,11 @@ class MooncakeTier:
         self._namespace = namespace
         self._envelope = Envelope(secret, namespace.digest)
         self._deadlines = deadlines or MooncakeDeadlines()
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
-        self._store_backoff = FailureBackoff(FIRST_PAUSE_S, MAX_PAUSE_S, TOLERATED_FAILURES)
-        """For stores alone: a store without room still has objects to load."""
+        self._asking = StorageHealth(clock, TOLERATED_FAILURES)
+        self._storing = StorageHealth(clock, TOLERATED_FAILURES)
+        """Of stores alone: a store without room still has objects to load."""
         self._usage = TierUsage()
+        self._usage_lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -99,7 +96,7 @@ class MooncakeTier:
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
         until = time.monotonic() + self._deadlines.lookup_s
         found: list[bool] = []
-        with suppress(_StoreFailed, _NotAsked):
+        with suppress(StorageFailed, StorageNotAsked):
             for start in range(0, len(keys), MAX_NAMES):
                 found += self._find_some(keys[start : start + MAX_NAMES], until)
         return found + [False] * (len(keys) - len(found))
@@ -107,7 +104,7 @@ class MooncakeTier:
     def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
         until = time.monotonic() + self._deadlines.lookup_s
         count = 0
-        with suppress(_StoreFailed, _NotAsked):
+        with suppress(StorageFailed, StorageNotAsked):
             for start in range(0, len(keys), MAX_NAMES):
                 found = self._find_some(keys[start : start + MAX_NAMES], until)
                 count += found.index(False) if False in found else len(found)
@@ -130,7 +127,7 @@ class MooncakeTier:
                 # Mooncake has this code for other mistakes too.
                 [size_bytes] = _checked(lane.call(size, until), MISSING)
                 if size_bytes == wanted_bytes:
-                    raise _StoreFailed(_sentence(TOO_SMALL))
+                    raise StorageFailed(_sentence(TOO_SMALL))
                 return _refused(Refusal.OTHER_LENGTH)
             # Peers may write to `memory` at any time, but not to the copies, which are checked.
             header = memoryview(bytes(memory[: min(stored_bytes, HEADER_BYTES)]))
@@ -141,35 +138,32 @@ class MooncakeTier:
 
         try:
             result = self._with_lane(get, until)
-        except (_StoreFailed, _NotAsked) as failure:
+        except (StorageFailed, StorageNotAsked) as failure:
             return LoadResult(LoadOutcome.FAILED, str(failure))
         if result.outcome is LoadOutcome.REFUSED:
             self.remove([key])
         return result
 
     def store(self, key: ObjectKey, payload: memoryview) -> StoreResult:
-        with self._lock:
-            if not self._store_backoff.allows(self._clock()):
-                return StoreResult(StoreOutcome.DROPPED, self._store_backoff.last_reason)
+        paused = self._storing.pause_reason()
+        if paused is not None:
+            return StoreResult(StoreOutcome.DROPPED, paused)
         try:
             code = self._write(key, payload)
-        except _StoreFailed as failure:
+        except StorageFailed as failure:
             return StoreResult(StoreOutcome.FAILED, str(failure))
-        except _NotAsked as pause:
+        except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
-        with self._lock:
-            if code in STORES_FAIL:
-                self._store_backoff.failed(self._clock(), _sentence(code))
-            else:
-                self._store_backoff.succeeded()
         if code in STORES_FAIL:
+            self._storing.failed(_sentence(code))
             outcome = StoreOutcome.DROPPED if code == NO_ROOM else StoreOutcome.FAILED
             return StoreResult(outcome, _sentence(code))
+        self._storing.succeeded()
         return StoreResult(StoreOutcome.PRESENT if code in PRESENT else StoreOutcome.STORED)
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         until = time.monotonic() + self._deadlines.transfer_s
-        with suppress(_StoreFailed, _NotAsked):
+        with suppress(StorageFailed, StorageNotAsked):
             for start in range(0, len(keys), MAX_NAMES):
                 names = [self._object_name(key) for key in keys[start : start + MAX_NAMES]]
                 self._ask(Call(Operation.REMOVE, names), until)
@@ -209,7 +203,7 @@ class MooncakeTier:
 
         code = self._with_lane(put, until)
         if code == 0:
-            with self._lock:
+            with self._usage_lock:
                 self._usage = TierUsage(
                     self._usage.used_bytes + size_bytes, self._usage.num_objects + 1
                 )
@@ -219,38 +213,26 @@ class MooncakeTier:
         return self._with_lane(lambda lane: _checked(lane.call(call, until), MISSING), until)
 
     def _with_lane(self, use: Callable[[Lane], T], until: float) -> T:
-        """Use one lane, unless Mooncake has failed some seconds ago. Raises `_StoreFailed` or
-        `_NotAsked`, whose texts are sentences for the log.
+        """Use one lane, unless Mooncake has failed some seconds ago. Raises `StorageFailed` or
+        `StorageNotAsked`.
         """
-        with self._lock:
-            if not self._backoff.allows(self._clock()):
-                raise _NotAsked(f"waiting after a failure: {self._backoff.last_reason}")
+        self._asking.check()
         try:
             with self._agent.lane(until) as lane:
                 answer = use(lane)
-        except (AgentFailed, _StoreFailed, OSError) as failure:
-            with self._lock:
-                self._backoff.failed(self._clock(), str(failure))
-            raise _StoreFailed(str(failure)) from None
-        with self._lock:
-            self._backoff.succeeded()
+        except (AgentFailed, StorageFailed, OSError) as failure:
+            self._asking.failed(str(failure))
+            raise StorageFailed(str(failure)) from None
+        self._asking.succeeded()
         return answer
-
-
-class _StoreFailed(Exception):
-    """Mooncake did not answer, or answered with an error."""
-
-
-class _NotAsked(Exception):
-    """Mooncake failed some seconds ago, and is not asked yet."""
 
 
 def _checked(answer: list[int], allowed: frozenset[int]) -> list[int]:
     if not answer:
-        raise _StoreFailed("the Mooncake master cannot be reached")
+        raise StorageFailed("the Mooncake master cannot be reached")
     for code in answer:
         if code < 0 and code not in allowed:
-            raise _StoreFailed(_sentence(code))
+            raise StorageFailed(_sentence(code))
     return answer
 
 
