@@ -315,6 +315,10 @@ class Producer:
         self._leases.abandon(request)
         self._report_ended()
 
+    def renew(self, requests: Sequence[RequestId], now: float) -> None:
+        """Renew the leases that a stock consumer waits for; others are ignored."""
+        self._leases.renew_all(requests, now)
+
     def revoke(self, request: RequestId) -> None:
         """End a lease even if readers are attached, because the KV is not valid."""
         revoked = self._leases.revoke(request)

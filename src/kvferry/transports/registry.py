@@ -36,11 +36,12 @@ from kvferry.transports.locality import has_rdma
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
+from kvferry.transports.stock_channel import StockDialer, StockListener
 from kvferry.transports.tcp.transport import TcpTransport
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["ConfiguredTransportKit", "nixl_settings"]
+__all__ = ["ConfiguredStockKit", "ConfiguredTransportKit", "nixl_settings"]
 
 TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 """The transports, in order of preference. NIXL without RDMA declares in its offer
@@ -118,11 +119,7 @@ class ConfiguredTransportKit:
         made: list[DataTransport] = []
         for name in self.transports:
             if name == "nixl":
-                reach = (
-                    NetworkReach.THIS_HOST
-                    if is_loopback(self.advertised_host)
-                    else NetworkReach.ANYWHERE
-                )
+                reach = _reach(self.advertised_host)
                 made.append(
                     BounceNixlTransport(
                         NixlTransport(self.backends, self.num_threads, reach),
@@ -188,6 +185,32 @@ class ConfiguredTransportKit:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ConfiguredStockKit:
+    """Makes the transports that speak with vLLM's own connector, if `interop` is set."""
+
+    bind_host: str
+    advertised_host: str
+    port: int
+    backends: tuple[str, ...]
+    num_threads: int
+
+    def listener(self) -> StockListener:
+        try:
+            return StockListener(self.bind_host, self.advertised_host, self.port)
+        except OSError as error:
+            raise ConfigError(
+                f"the side channel for stock peers cannot listen ({error}); choose another "
+                "interop_port"
+            ) from error
+
+    def dialer(self) -> StockDialer:
+        return StockDialer()
+
+    def transport(self) -> NixlTransport:
+        return NixlTransport(self.backends, self.num_threads, _reach(self.advertised_host))
+
+
 def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
     """Return the NIXL settings of the connector, or of the first connector in a MultiConnector that
     has NIXL settings; otherwise the defaults.
@@ -198,6 +221,10 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
         (c.extra for c in transfer.connectors if isinstance(c.extra, NixlExtraConfig)),
         NixlExtraConfig(),
     )
+
+
+def _reach(advertised_host: str) -> NetworkReach:
+    return NetworkReach.THIS_HOST if is_loopback(advertised_host) else NetworkReach.ANYWHERE
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:

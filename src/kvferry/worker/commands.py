@@ -7,6 +7,7 @@ transfer worker of every rank. Plain data; pure.
 from dataclasses import dataclass
 
 from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.protocol.stock_dialect import StockSource
 from kvferry.types import Address, RequestId
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OpenStream",
     "PrepareLoad",
     "PrepareOptionalLoad",
+    "PrepareStockLoad",
     "ProducerCommand",
     "PublishTicket",
     "RegisterForPush",
@@ -55,6 +57,17 @@ class PrepareOptionalLoad:
 
     request: RequestId
     ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStockLoad:
+    """A request whose KV a stock vLLM holds has arrived: shake hands, keep the lease alive.
+
+    The scheduler has checked that the producer's address is among the engine's configured `peers`.
+    """
+
+    request: RequestId
+    source: StockSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,7 @@ class ReleasePushTicket:
 ConsumerCommand = (
     PrepareLoad
     | PrepareOptionalLoad
+    | PrepareStockLoad
     | RegisterForPush
     | RegisterForPushByAddress
     | StartLoad
