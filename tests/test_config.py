@@ -250,6 +250,12 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
             'peers has "10.0.0.7", which is not an address; write host:port, for example '
             "10.0.0.7:5600",
         ),
+        ({"interop": "vllm-0.31"}, 'interop is "vllm-0.31"; did you mean vllm-0.32?'),
+        (
+            {"interop": "vllm-0.32", "bidirectional_kv_xfer": True},
+            "interop cannot be used with bidirectional_kv_xfer: a stock peer cannot ask for a "
+            "retained turn; remove one of them",
+        ),
     ],
 )
 def test_a_wrong_extra_setting_is_named_by_its_dotted_key(

@@ -15,7 +15,7 @@ from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, u
 from tests.router.stubs import StubEngine, prefills, stub_engine
 from tests.vllm.abused_cluster import SOON_S, fresh
 from tests.vllm.conftest import Trio
-from tests.vllm.fleet import ROOT, ready
+from tests.vllm.fleet import ROOT, Fleet, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
 from kvferry.bench.router.contestants import Tools, missing_packages
@@ -89,6 +89,10 @@ def _start_toy(trio: Trio) -> Engine:
 
 
 def _start_vllm_router(trio: Trio) -> Engine:
+    return start_vllm_router(trio.fleet, trio.p, trio.d)
+
+
+def start_vllm_router(fleet: Fleet, p: Engine, d: Engine) -> Engine:
     if not VLLM_ROUTER.exists():
         pytest.skip("vllm-router is not installed here; make setup-vllm does it")
     port, prometheus = free_ports(2)
@@ -106,11 +110,11 @@ def _start_vllm_router(trio: Trio) -> Engine:
         "--kv-connector",
         "nixl",
         "--prefill",
-        trio.p.url,
+        p.url,
         "--decode",
-        trio.d.url,
+        d.url,
     ]
-    return trio.fleet.router(
+    return fleet.router(
         "vllm-router",
         [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"],
         port,

@@ -15,6 +15,7 @@ from kvferry.config.fields import (
     LeaseSeconds,
     Natural,
     Number,
+    Port,
     Seconds,
     Settings,
     Text,
@@ -38,6 +39,7 @@ __all__ = [
     "register_extra_config",
 ]
 
+INTEROPS = ("vllm-0.32",)
 PUSH_WRITES = ("fenced", "always", "never")
 KNOWN_TRANSPORTS = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
@@ -136,7 +138,15 @@ class NixlExtraConfig(ExtraConfig):
     peers: Texts = ()
     """In push behind a router that does not sign: the side channels (host:port) of engines that are
     trusted without a ticket (on D its P's, on P its D's). The two legs are then matched by their
-    request id.
+    request id. With `interop`: the side channels of the stock P's that D may load from.
+    """
+    interop: Text | None = None
+    """The release of vLLM with whose own NixlConnector this engine exchanges KV: vllm-0.32; null:
+    none. A stock peer cannot confirm a read; docs/interop.md lists the protection that remains.
+    """
+    interop_port: Port = 0
+    """With `interop`: the port where P answers the handshakes of stock D's; 0: any free port. Each
+    further data-parallel rank takes the next port.
     """
     force_host_buffer: Flag = False
     """Use a host buffer as with `kv_buffer_device: cpu`, even if the cache is in host memory; for
@@ -181,6 +191,15 @@ class NixlExtraConfig(ExtraConfig):
             )
         for peer in self.peers:
             _check_peer(peer)
+        if self.interop is not None and self.interop not in INTEROPS:
+            raise ConfigError(
+                f"interop is {shown(self.interop)}; {nearest(self.interop, INTEROPS)}"
+            )
+        if self.interop and self.bidirectional_kv_xfer:
+            raise ConfigError(
+                "interop cannot be used with bidirectional_kv_xfer: a stock peer cannot ask for a "
+                "retained turn; remove one of them"
+            )
 
     @property
     def lease_extension_s(self) -> float:

@@ -21,7 +21,8 @@ from kvferry.connectors.metadata import NixlConnectorMetadata
 from kvferry.connectors.push_mode import PushMode
 from kvferry.connectors.scheduler import NixlConnectorScheduler
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
-from kvferry.connectors.transfer_mode import PullMode, TicketIssuer
+from kvferry.connectors.stock import StockPullMode, check_interop
+from kvferry.connectors.transfer_mode import PullMode, TicketIssuer, TransferMode
 from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.connectors.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
@@ -45,6 +46,7 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         super().__init__(config, role, kv_cache_config)
         extra = config.kv_transfer.extra
         assert isinstance(extra, NixlExtraConfig)
+        check_interop(config, extra, self.transfer_mode)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = (
             self._make_scheduler(config, kv_cache_config, extra) if is_scheduler else None
@@ -59,7 +61,9 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
     ) -> NixlConnectorScheduler:
         issuer = TicketIssuer(config, cache, TicketKey(config.secret), extra.kv_lease_duration)
         pushes = cls.transfer_mode == "push"
-        mode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
+        mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
+        if config.stock is not None:
+            mode = StockPullMode(issuer, extra.peer_addresses)
         return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:

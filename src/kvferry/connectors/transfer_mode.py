@@ -128,6 +128,8 @@ class TicketIssuer:
     serial: int = 0
     weights: str = ""
     """The version of this engine's weights; empty for the weights of its start."""
+    stock_address: Address | None = None
+    """Where stock decode sides find this engine; None without `interop`."""
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -184,6 +186,20 @@ class TicketIssuer:
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
             "ticket": self.key.sign(ticket),
+            **self._stock_keys(ticket),
+        }
+
+    def _stock_keys(self, ticket: Ticket) -> dict[str, Any]:
+        """With `interop`, the address for stock decode sides, and beside it the port of our own
+        side channel, where routers release the ticket. A stock peer cannot compare versions of
+        weights, so an engine whose weights were replaced is not found by stock decode sides.
+        """
+        if self.stock_address is None or self.weights:
+            return {}
+        return {
+            "remote_host": self.stock_address.host,
+            "remote_port": self.stock_address.port,
+            "side_channel_port": ticket.port,
         }
 
 

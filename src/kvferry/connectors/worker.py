@@ -29,6 +29,7 @@ from kvferry.connectors.metadata import (
     NixlWorkerMetadata,
 )
 from kvferry.connectors.stats import TransferStats
+from kvferry.connectors.stock import make_stock_part
 from kvferry.errors import ConfigError
 from kvferry.events import (
     BytesMoved,
@@ -106,8 +107,14 @@ class NixlConnectorWorker:
         factors = compatibility_factors(self._config, self._cache)
         uses_host_buffer = self._host_buffer is not None
         layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
+        stock = make_stock_part(self._config, self._extra, geometry.regions, uses_host_buffer)
         self._handshake = NixlHandshakeMetadata(
-            geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer
+            geometry.tp_rank,
+            layout,
+            factors,
+            self._config.epoch,
+            uses_host_buffer,
+            b"" if stock is None else stock.payload,
         )
         store = self._block_store(own, geometry)
         fenced = frozenset(
@@ -116,7 +123,14 @@ class NixlConnectorWorker:
         settings = transfer_worker_settings(
             self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced
         )
-        transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
+        transfer_worker = TransferWorker(
+            settings,
+            transports,
+            control,
+            store,
+            time.monotonic,
+            None if stock is None else stock.dialect,
+        )
         self._thread = TransferWorkerThread(
             transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}"
         )

@@ -44,6 +44,7 @@ from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.salts import CacheSalts
+from kvferry.vllm.stock_interop import with_interop
 from kvferry.vllm.translate import (
     BlocksView,
     VllmRequestView,
@@ -278,6 +279,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if not is_worker and vllm_config.lora_config is not None:
             self._salts.adapters.watch_engine()
         cache = cache_config(vllm_config, kv_cache_config, formats)
+        config = with_interop(config, cache, vllm_config, kv_cache_config, is_worker)
         self._needs = BlockDemand(cache.block_size, len(cache.groups))
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()

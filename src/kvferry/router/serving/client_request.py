@@ -324,6 +324,8 @@ class _Params(msgspec.Struct, gc=False):
     ticket: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
+    side_channel_port: int | None = None
+    """Set by a P with `interop`, whose `remote_port` is for stock decode sides."""
     transfer_mode: str | None = None
     remote_engine_id: str | None = None
     remote_epoch: str | None = None
@@ -366,9 +368,10 @@ def _push_source(params: _Params, address: Address | None) -> PushSource | None:
 
 
 def _side_channel(params: _Params) -> Address | None:
-    if not params.remote_host or params.remote_port is None or not 0 < params.remote_port < 65536:
+    port = params.side_channel_port or params.remote_port
+    if not params.remote_host or port is None or not 0 < port < 65536:
         return None
-    return Address(params.remote_host, params.remote_port)
+    return Address(params.remote_host, port)
 
 
 def _several_prompts(fields: _Fields) -> tuple[msgspec.Raw, ...] | InvalidRequest:
