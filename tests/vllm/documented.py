@@ -1,4 +1,4 @@
-"""Parses the commands in docs/vllm.md, so that the tests run what operators copy."""
+"""Parses the commands in the pages of docs, so that the tests run what operators copy."""
 
 import json
 import shlex
@@ -24,10 +24,10 @@ class Documented:
         return found
 
 
-def documented(section: str) -> list[Documented]:
+def documented(section: str, page: str = "vllm.md") -> list[Documented]:
     """Return the commands of one section, in the order of the page."""
     text = (
-        (ROOT / "docs" / "vllm.md")
+        (ROOT / "docs" / page)
         .read_text(encoding="utf-8")
         .split(f"## {section}\n")[1]
         .split("\n## ")[0]

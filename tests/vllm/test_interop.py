@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, ask_all, metrics, new_session, prefill
 from tests.vllm.abused_cluster import kill
-from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
+from tests.vllm.documented import documented
+from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
 from tests.vllm.test_routers import start_vllm_router
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
@@ -53,8 +54,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Mix
         stock = fleet.vllm(
             "stock", transfer=STOCK_TRANSFER, extra=lease, ports=(http, side_channel)
         )
-        interop = {"interop": "vllm-0.32", "peers": [f"127.0.0.1:{side_channel}"]}
-        ours = fleet.vllm("ours", transfer=BY_MODULE_PATH, extra={**lease, **interop}, cores="1")
+        [command] = documented("How to turn it on", "interop.md")
+        peers = {"peers": [f"localhost:{side_channel}"]}
+        ours = fleet.vllm("ours", transfer=command.transfer, extra={**lease, **peers}, cores="1")
         ready(stock, ours)
         yield Mixed(fleet, stock, ours)
 
@@ -184,7 +186,7 @@ def test_a_killed_stock_engine_costs_its_requests_and_no_block(mixed: Mixed) -> 
             )
             from_stock = fresh(300, "from the killed")
             lost = await prefill(session, mixed.stock, from_stock)
-            # P's lease is renewed by nobody from here on.
+            # No D will ask for this one.
             kept = await prefill(session, mixed.ours, fresh(200, "for the killed"))
             assert kept["remote_engine_id"] == params["remote_engine_id"]
             await asyncio.to_thread(kill, mixed.stock)

@@ -227,6 +227,21 @@ def test_a_read_after_the_lease_may_have_run_out_has_failed(
     assert "may have run out" in consumer.reason()
 
 
+def test_the_time_that_a_request_waited_in_the_server_counts(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    consumer.execute(replace(prepare(producer), age_s=16.0), start())
+    consumer.clock.advance(4)
+    run(producer, consumer, lambda: bool(consumer.ends()))
+    assert "may have run out" in consumer.reason()
+
+
+def test_a_load_with_blocks_is_not_skipped(producer: StockProducer, consumer: Consumer) -> None:
+    consumer.execute(prepare(producer), start(), SkipLoad(RequestId("d")))
+    run(producer, consumer, lambda: bool(consumer.ends()))
+    assert consumer.ends() == [TransferFinished(RequestId("d"))]
+
+
 def test_a_read_that_ends_after_the_lease_may_have_run_out_has_failed(
     producer: StockProducer, consumer: Consumer
 ) -> None:

@@ -63,7 +63,7 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         pushes = cls.transfer_mode == "push"
         mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
         if config.stock is not None:
-            mode = StockPullMode(issuer, extra.peer_addresses)
+            mode = StockPullMode(issuer, extra.peer_addresses, config.stock.request_age_s)
         return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ Used only if `interop` is set. A composition root puts a `StockInterop` into the
 configuration; without it no stock message is sent or understood. See docs/interop.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,6 +44,10 @@ class StockKit(Protocol):
     def transport(self) -> StockTransport: ...
 
 
+def _just_now(request: Request) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class StockInterop:
     """How this engine exchanges KV with stock peers."""
@@ -51,6 +55,10 @@ class StockInterop:
     kit: StockKit
     identity: StockIdentity | None = None
     """WORKER only."""
+    request_age_s: Callable[[Request], float] = _just_now
+    """How long ago a request arrived at the engine's server. The prefill side's lease runs
+    meanwhile.
+    """
 
 
 def check_interop(config: ConnectorConfig, extra: NixlExtraConfig, transfer_mode: str) -> None:
@@ -74,7 +82,8 @@ def check_interop(config: ConnectorConfig, extra: NixlExtraConfig, transfer_mode
 class StockPullMode(PullMode):
     """Pull, and decode legs whose prefill side is a stock vLLM: these have no ticket."""
 
-    peer_addresses: frozenset[str] = frozenset()
+    peer_addresses: frozenset[str]
+    request_age_s: Callable[[Request], float]
 
     def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         if role.ticket is not None or role.push_ticket is not None:
@@ -99,8 +108,9 @@ class StockPullMode(PullMode):
         # The tokens themselves are not in the parameters: the router is trusted to send the same
         # prompt to both legs.
         num_tokens = min(source.num_tokens, request.num_prompt_tokens)
+        source = replace(source, address=address)
         return LoadPlan(
-            (PrepareStockLoad(request_id, replace(source, address=address)),),
+            (PrepareStockLoad(request_id, source, self.request_age_s(request)),),
             LoadOffer(num_tokens, (source.engine, "stock", source.request)),
         )
 

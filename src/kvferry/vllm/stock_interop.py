@@ -4,17 +4,19 @@ The hash is computed by vLLM's own function, so that it is equal whenever vLLM's
 agree. See docs/interop.md.
 """
 
+import time
 from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
 from kvferry.config import NixlExtraConfig
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, Request
 from kvferry.connectors.stock import StockInterop
 from kvferry.errors import ConfigError
 from kvferry.protocol.stock_dialect import StockIdentity
 from kvferry.transports.registry import ConfiguredStockKit
+from kvferry.vllm.translate import VllmRequestView
 
 __all__ = ["with_interop"]
 
@@ -50,7 +52,12 @@ def with_interop(
         extra.num_threads,
     )
     identity = _identity(vllm_config, kv_cache_config, cache.block_size) if is_worker else None
-    return replace(config, stock=StockInterop(kit, identity))
+    return replace(config, stock=StockInterop(kit, identity, _request_age_s))
+
+
+def _request_age_s(request: Request) -> float:
+    assert isinstance(request, VllmRequestView)
+    return max(0.0, time.time() - float(request.request.arrival_time))
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, block_size: int) -> StockIdentity:

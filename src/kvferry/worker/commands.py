@@ -68,6 +68,8 @@ class PrepareStockLoad:
 
     request: RequestId
     source: StockSource
+    age_s: float = 0.0
+    """How long ago the request arrived at this engine's server."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,12 +199,15 @@ class StockDialect:
     def execute(self, command: WorkerCommand, now: float) -> bool:
         """Carry out a command about a load from a stock producer; False if it is about another."""
         match command:
-            case PrepareStockLoad(request, source):
-                self._prepare(request, source, now)
+            case PrepareStockLoad(request, source, age_s):
+                lease = StockLease.assumed(self._settings.lease_s, now - age_s)
+                self._prepare(request, source, lease, now)
             case StartLoad(request) if request in self._loads:
                 self._start(request, command, now)
             case SkipLoad(request) if request in self._loads:
-                self._finish(request)
+                # A load that has blocks ends with its read.
+                if self._loads[request].pairs is None:
+                    self._finish(request)
             case AbortLoad(request, reason) if request in self._loads:
                 self._abort(request, reason)
             case _:
@@ -231,8 +234,9 @@ class StockDialect:
         events, self._events = self._events, []
         return events
 
-    def _prepare(self, request: RequestId, source: StockSource, now: float) -> None:
-        lease = StockLease.assumed(self._settings.lease_s, now)
+    def _prepare(
+        self, request: RequestId, source: StockSource, lease: StockLease, now: float
+    ) -> None:
         peer = self._peers.get(source.engine)
         is_usable = peer is not None and (not peer.error or now < peer.asked_at + RETRY_S)
         if not is_usable:
