@@ -108,7 +108,7 @@ class Consumer(Cache):
             queue_timeout_s=480.0,
             step_timeout_s=60.0,
         )
-        self.dialect = StockDialect(settings, self.transport, StockDialer())
+        self.dialect = StockDialect(settings, self.transport, StockDialer(), clock)
         self.events: list[Event] = []
 
     def execute(self, *commands: WorkerCommand) -> None:

@@ -4,6 +4,7 @@ Used only if `interop` is set. A composition root puts a `StockInterop` into the
 configuration; without it no stock message is sent or understood. See docs/interop.md.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -159,6 +160,6 @@ def make_stock_part(
     engine = EngineId(config.kv_transfer.engine_id)
     metadata = describe_rank(engine, agent_metadata, identity, regions)
     return StockPart(
-        StockDialect(settings, transport, config.stock.kit.dialer()),
+        StockDialect(settings, transport, config.stock.kit.dialer(), time.monotonic),
         encode_payload(identity, metadata),
     )

@@ -11,7 +11,7 @@ docs/decisions/059-interop.md.
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -134,8 +134,13 @@ class StockDialect:
     """Loads from stock producers, and the notifications of stock consumers."""
 
     def __init__(
-        self, settings: StockSettings, transport: NotifyingTransport, questions: StockQuestions
+        self,
+        settings: StockSettings,
+        transport: NotifyingTransport,
+        questions: StockQuestions,
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._settings = settings
         self._transport = transport
         self._questions = questions
@@ -227,7 +232,7 @@ class StockDialect:
         for request in list(self._loads):
             self._advance_load(request, now)
         for completion in self._transport.poll_posted():
-            self._take_completion(completion, now)
+            self._take_completion(completion)
         if now < engine_seen_at + self._settings.step_timeout_s:
             self._send_heartbeats(now)
         self._send_completions(now)
@@ -288,7 +293,7 @@ class StockDialect:
         except KVFerryError as error:
             load.error = str(error)
 
-    def _take_completion(self, completion: Completion, now: float) -> None:
+    def _take_completion(self, completion: Completion) -> None:
         request = next(r for r, load in self._loads.items() if load.handle == completion.handle)
         load = self._loads[request]
         self._events.append(
@@ -303,8 +308,8 @@ class StockDialect:
                 request,
             )
         )
-        # Judged after the last byte has arrived: the producer may reuse the blocks from then on.
-        load.error = load.error or completion.error or self._expired(load, now)
+        # Judged at the present time, because the poll itself may have copied for a while.
+        load.error = load.error or completion.error or self._expired(load, self._clock())
         self._end_read(request)
 
     def _expired(self, load: _Load, now: float) -> str:
