@@ -21,6 +21,7 @@ VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
 VLLM_TESTS := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),-m vllm,$(patsubst %,tests/vllm/test_%.py,inside tokens abuse push stock_tiers))
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.kvferry-setup
+LMCACHE_VENV := .venv-lmcache
 ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
@@ -46,7 +47,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export KVFERRY_TEST_VLLM_VENV := $(VLLM_VENV)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-mooncake screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -71,11 +72,11 @@ check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: environments setup-browser setup-nginx setup-mooncake  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: environments setup-browser setup-nginx setup-mooncake setup-lmcache  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-all: environments setup-browser setup-nginx setup-mooncake  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
+test-all: environments setup-browser setup-nginx setup-mooncake setup-lmcache  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
 	@$(COMPILE)
 	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
 	@$(if $(TEST_EXTRAS),for version in $(VLLM_OLDER); do $(MAKE) --no-print-directory test-vllm VLLM_VERSION=$$version || exit 1; done)
@@ -107,6 +108,9 @@ setup-nginx:  ## nginx for the test of a router behind it, where it is missing a
 setup-mooncake:  ## libibverbs for the tests of the tier mooncake, where it is missing and can be installed (Debian, Ubuntu: as root)
 	@sh scripts/setup_mooncake.sh
 
+setup-lmcache: environments  ## LMCache beside vLLM's packages in .venv-lmcache, for the tests of LMCacheMPConnector, where it can be installed
+	@sh scripts/setup_lmcache.sh $(VLLM_VENV) $(LMCACHE_VENV)
+
 screenshots: $(STAMP) setup-browser  ## take the pictures in docs/images from real engines and a router under load (two minutes)
 	$(BIN)/python -m tests.dashboard
 
@@ -131,7 +135,7 @@ constraints: $(STAMP)  ## write constraints.txt from what is installed
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(GPU_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(GPU_VENV) $(LMCACHE_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 

@@ -44,6 +44,8 @@ def test_a_name_finds_its_class() -> None:
 def test_a_near_miss_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean NixlConnector"):
         KVConnectorFactory.get_connector_class(config("NixlConector"))
+    with pytest.raises(ConfigError, match="did you mean LMCacheMPConnector"):
+        KVConnectorFactory.get_connector_class(config("LMCacheMPConector"))
     with pytest.raises(ConfigError, match="available: "):
         KVConnectorFactory.get_connector_class(config("zzz"))
 
@@ -51,6 +53,22 @@ def test_a_near_miss_is_named() -> None:
 def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> None:
     with pytest.raises(ConfigError, match="MooncakeConnector is not supported yet"):
         KVConnectorFactory.get_connector_class(config("MooncakeConnector"))
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [
+        ("LMCacheConnectorV1", "pip install lmcache"),
+        ("LMCacheMPConnector", "a running lmcache server"),
+        ("MoRIIOConnector", "package mori"),
+    ],
+)
+def test_a_connector_that_only_vllm_can_load_says_so(name: str, need: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is a connector of vLLM .*{need}.*use Offload"):
+        KVConnectorFactory.get_connector_class(config(name))
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+    with pytest.raises(ConfigError, match=r"cannot be imported .*check the path"):
+        KVConnectorFactory.get_connector_class(config(name, module))
 
 
 def test_a_module_path_wins_and_is_checked() -> None:

@@ -204,7 +204,7 @@ def test_a_child_that_never_answers_runs_out_of_time() -> None:
     assert not lookups.note_pending("r", 1, now=14)
     assert lookups.note_pending("r", 0, now=15)
     assert not lookups.note_pending("r", 1, now=15)
-    lookups.note_answer("r", 0)
+    assert lookups.note_answer("r", 0, now=16) == 6
     assert not lookups.note_pending("r", 0, now=100)
     lookups.end("r")
     assert len(lookups) == 0

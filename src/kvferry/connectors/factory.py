@@ -17,7 +17,7 @@ from kvferry.connectors.contract import (
 )
 from kvferry.errors import ConfigError
 
-__all__ = ["KVConnectorFactory"]
+__all__ = ["ONLY_IN_VLLM", "KVConnectorFactory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ class KVConnectorFactory:
                 f"kv_connector {name} is not supported yet; use NixlConnector, or set "
                 "kv_connector_module_path to load a connector of your own"
             )
+        if name in ONLY_IN_VLLM and entry is None:
+            raise ConfigError(
+                f"kv_connector {name} is a connector of vLLM and does not run in this engine; "
+                f"inside vLLM it needs {ONLY_IN_VLLM[name]}, and kvferry's MultiConnector combines "
+                "it with ours (docs/connectors.md); here use OffloadingConnector or NixlConnector"
+            )
         if entry is None:
             raise ConfigError(
                 f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}"
@@ -85,7 +91,6 @@ class KVConnectorFactory:
 PLANNED = (
     "DecodeBenchConnector",
     "ExampleConnector",
-    "LMCacheConnectorV1",
     "MooncakeConnector",
     "P2pNcclConnector",
 )
@@ -94,9 +99,19 @@ would mislead the operator, so the error names the missing connector.
 """
 
 
+ONLY_IN_VLLM = {
+    "LMCacheConnectorV1": "the package lmcache (pip install lmcache)",
+    "LMCacheMPConnector": "the package lmcache (pip install lmcache) and a running lmcache server",
+    "MoRIIOConnector": "AMD GPUs and AMD's package mori",
+}
+"""Connectors that only vLLM can load, with what they need there. An operator who names one of them
+has not mistyped a name of ours.
+"""
+
+
 def _suggestion(name: str, names: list[str]) -> str:
     """The end of the error message for an unknown name."""
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, [*names, *ONLY_IN_VLLM], n=1)
     hint = f"did you mean {near[0]}?" if near else f"available: {', '.join(names)}"
     return f"{hint} (to load a connector of your own, set kv_connector_module_path)"
 

@@ -49,14 +49,30 @@ __all__ = ["ChildConfig", "MultiConnector", "child_configs", "traits_of"]
 NAME = "MultiConnector"
 OWN_PACKAGE = "kvferry.vllm"
 DEFAULT_LOOKUP_TIMEOUT_S = 30.0
-STOCK_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-STOCK_TRAITS: Mapping[str, ChildTraits] = {
+BETWEEN_ENGINES = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.moriio",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+)
+"""The modules of vLLM's own connectors between engines."""
+KNOWN_TRAITS: Mapping[str, ChildTraits] = {
     "OffloadingConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "MooncakeStoreConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "DecodeBenchConnector": ChildTraits(0, provides_dummy_kv=True),
+    "LMCacheConnectorV1": ChildTraits(0, loads_are_optional=True),
+    "LMCacheMPConnector": ChildTraits(
+        0,
+        honours_token_range=True,
+        loads_are_optional=True,
+        reports_failed_blocks=True,
+        timeouts_are_harmless=True,
+    ),
 }
-"""What is known of vLLM's own connectors, which cannot say it themselves: which of them load
-exactly the tokens they are asked for, only save computation, or provide dummy KV.
+"""What is known of the connectors of vLLM and LMCache, which cannot say it themselves."""
+DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "LMCacheMPConnector": {"lmcache.mp.mq_timeout": 5.0, "lmcache.mp.heartbeat_interval": 2.0}
+}
+"""Settings of children whose own defaults would let a dead server block the engine's thread for
+minutes (docs/decisions/054-foreign-children.md). An operator's setting takes precedence.
 """
 
 _log = logging.getLogger(__name__)
@@ -131,7 +147,12 @@ def _child_transfer(parent: Any, index: int, entry: Mapping[str, Any]) -> Any:
         )
     if module is None and name in our_package.__all__:
         module = OWN_PACKAGE
-    return KVTransferConfig(**{**entry, **shared, "kv_connector_module_path": module})
+    own = entry.get("kv_connector_extra_config") or {}
+    settings = {
+        "kv_connector_extra_config": {**DEFAULT_SETTINGS.get(str(name), {}), **own},
+        "kv_connector_module_path": module,
+    }
+    return KVTransferConfig(**{**entry, **shared, **settings})
 
 
 def _lookup_timeout_s(extra: Mapping[str, Any]) -> float:
@@ -142,9 +163,9 @@ def _lookup_timeout_s(extra: Mapping[str, Any]) -> float:
 
 def traits_of(index: int, connector_class: Any) -> ChildTraits:
     """How a child of this class may be combined with others."""
-    is_stock = str(connector_class.__module__).startswith("vllm.")
-    if is_stock and connector_class.__name__ in STOCK_TRAITS:
-        return replace(STOCK_TRAITS[connector_class.__name__], index=index)
+    is_foreign = str(connector_class.__module__).startswith(("vllm.", "lmcache."))
+    if is_foreign and connector_class.__name__ in KNOWN_TRAITS:
+        return replace(KNOWN_TRAITS[connector_class.__name__], index=index)
     return ChildTraits(
         index,
         bool(getattr(connector_class, "honours_token_range", False)),
@@ -156,7 +177,7 @@ def traits_of(index: int, connector_class: Any) -> ChildTraits:
 def _opens_side_channel(connector_class: Any) -> bool:
     return bool(getattr(connector_class, "opens_side_channel", False)) or str(
         connector_class.__module__
-    ).startswith(STOCK_NIXL)
+    ).startswith(BETWEEN_ENGINES)
 
 
 def _check(configs: Collection[ChildConfig]) -> str | None:
@@ -326,9 +347,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for child, part in self._children.call_each("get_kv_connector_stats"):
             if part is not None and not part.is_empty():
                 stats.add(self._children.names[child], type(self._children[child]), part)
-        failures = self._children.take_failures()
-        if failures:
-            stats.counts["child_failures"] = failures
+        stats.counts |= self._children.take_counts()
         if self._scheduler_half is not None:
             stats.counts |= self._scheduler_half.take_counts()
         return None if stats.is_empty() else stats

@@ -5,10 +5,15 @@ its traceback, every exception is counted. A child is disabled, which means that
 more, if the same call fails `MAX_FAILURES` times in a row, or once in a decisive call: a call after
 whose failure nobody can say what the child has begun.
 
+A call that blocks cannot be ended from outside: it runs on the engine's thread, and a child that is
+left alone in the middle of a call could write into the cache later. Slow calls are counted and
+logged, so that an operator sees which child delays the engine.
+
 Not thread-safe: owned by the thread that calls the connector.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +25,8 @@ from kvferry.errors import ConfigError
 __all__ = ["MAX_FAILURES", "ChildHealth", "Children", "check_children", "name_children"]
 
 MAX_FAILURES = 3
+SLOW_CALL_S = 1.0
+"""A call that takes longer delays every request of the engine visibly."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +57,11 @@ class Children:
     """The connectors that a `MultiConnector` combines, in order of preference."""
 
     def __init__(
-        self, connectors: Sequence[Any], names: Sequence[str], traits: Sequence[ChildTraits]
+        self,
+        connectors: Sequence[Any],
+        names: Sequence[str],
+        traits: Sequence[ChildTraits],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.names = tuple(names)
         self.traits = tuple(traits)
@@ -58,6 +69,8 @@ class Children:
         self._health = ChildHealth()
         self._logged: set[tuple[int, str]] = set()
         self._failures: Counter[str] = Counter()
+        self._slow_calls: Counter[str] = Counter()
+        self._clock = clock
         self._closed: set[int] = set()
         self._on_disabled: Callable[[int, str], None] = lambda child, reason: None
 
@@ -111,14 +124,34 @@ class Children:
         """As `call`, with a function that is given the child; `name` names the call in the log."""
         if child in self._health.disabled:
             return default
+        began = self._clock()
         try:
             result = call(self._connectors[child])
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
+            if isinstance(error, TimeoutError) and self.traits[child].timeouts_are_harmless:
+                is_decisive = False
             self.note_failure(child, name, error, is_decisive=is_decisive)
             return default
+        finally:
+            self.note_duration(child, name, self._clock() - began)
         self._health.note_success(child, name)
         return result
+
+    def note_duration(self, child: int, call: str, duration_s: float) -> None:
+        """Count and log a call or a lookup that took long."""
+        if duration_s < SLOW_CALL_S:
+            return
+        name = self.names[child]
+        self._slow_calls[name] += 1
+        if (child, f"slow {call}") not in self._logged:
+            self._logged.add((child, f"slow {call}"))
+            _log.warning(
+                "child connector is slow child=%s call=%s duration_s=%.1f",
+                name,
+                call,
+                duration_s,
+            )
 
     def call_each(
         self, method: str, *args: Any, default: Any = None, is_decisive: bool = False
@@ -171,10 +204,14 @@ class Children:
         self.close(child)
         self._on_disabled(child, reason)
 
-    def take_failures(self) -> dict[str, int]:
-        """The number of exceptions of each child since the last call."""
-        failures, self._failures = dict(self._failures), Counter()
-        return failures
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """The exceptions and the slow calls of each child since the last call."""
+        counts = {
+            "child_failures": dict(self._failures),
+            "child_slow_calls": dict(self._slow_calls),
+        }
+        self._failures, self._slow_calls = Counter(), Counter()
+        return {name: rows for name, rows in counts.items() if rows}
 
     def close(self, child: int) -> Exception | None:
         """Shut a child down once. Returns the exception of a child that could not stop."""
@@ -216,8 +253,9 @@ def check_children(
     if len(with_side_channel) > 1:
         listed = " and ".join(names[child] for child in sorted(with_side_channel))
         raise ConfigError(
-            f"connectors lists {listed}, but an engine has one side channel and one set of NIXL "
-            "registrations, so only one of them can transfer KV between engines; remove the others"
+            f"connectors lists {listed}, but an engine has one side channel and a request one set "
+            "of transfer parameters, so only one of them can transfer KV between engines; remove "
+            "the others"
         )
     required = [(name, layout) for name, layout in zip(names, layouts, strict=True) if layout]
     for name, layout in required[1:]:

@@ -33,6 +33,10 @@ class ChildTraits:
     honours_token_range: bool = False
     loads_are_optional: bool = False
     provides_dummy_kv: bool = False
+    reports_failed_blocks: bool = False
+    """The child names the blocks of a failed load between steps, not the request."""
+    timeouts_are_harmless: bool = False
+    """After a `TimeoutError` of any call, the child touches no block for that call any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +166,9 @@ class PendingLookups:
         since = self._since.setdefault(request, {}).setdefault(child, now)
         return now - since >= self.timeout_s
 
-    def note_answer(self, request: str, child: int) -> None:
-        if request in self._since:
-            self._since[request].pop(child, None)
+    def note_answer(self, request: str, child: int, now: float) -> float:
+        """Note an answer; returns for how many seconds the request waited for it."""
+        return now - self._since.get(request, {}).pop(child, now)
 
     def end(self, request: str) -> None:
         """Forget a request that the engine has admitted or that has ended."""

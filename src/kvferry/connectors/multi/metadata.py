@@ -23,6 +23,8 @@ class MultiMetadata(KVConnectorMetadata):
     """Each child's own message; None for a child that is not called in this step."""
     loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Requests whose load between steps begins, with the children that load."""
+    load_blocks: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """The blocks of those of these requests for which a child loads that reports failed blocks."""
     sends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Finished requests whose blocks are kept, with the children that asked for it."""
     sync_blocks: Mapping[int, frozenset[int]] = field(default_factory=dict)

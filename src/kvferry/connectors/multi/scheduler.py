@@ -51,6 +51,7 @@ class MultiScheduler:
         self._lookups = PendingLookups(lookup_timeout_s)
         self._next = _NextStep()
         self._num_timed_out: Counter[str] = Counter()
+        self._num_failed_loads: Counter[str] = Counter()
         self._newly_disabled: list[str] = []
         self._logged_timeouts: set[int] = set()
         self._logged_keys: set[str] = set()
@@ -97,8 +98,22 @@ class MultiScheduler:
             int(request.num_tokens),
             self._block_size,
         )
+        if state.is_barred:
+            self._ask_after_failure(request, state, num_computed_tokens)
         self._requests.offer(request_id, num_computed_tokens, plan or LoadPlan())
         return (None, False) if plan is None else (plan.num_tokens, plan.is_async)
+
+    def _ask_after_failure(
+        self, request: Any, state: RequestState, num_computed_tokens: int
+    ) -> None:
+        """Ask the children that report failed blocks, and ignore the answers: in vLLM alone, being
+        asked again tells such a child that its load failed and that its block ids are void.
+        """
+        for child in self._children.enabled:
+            if self._children.traits[child].reports_failed_blocks and child not in state.excluded:
+                self._children.call(
+                    child, "get_num_new_matched_tokens", request, num_computed_tokens
+                )
 
     def _ask(self, child: int, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count, is_async = self._children.guard(
@@ -111,7 +126,8 @@ class MultiScheduler:
         )
         request_id = str(request.request_id)
         if count is not None:
-            self._lookups.note_answer(request_id, child)
+            waited_s = self._lookups.note_answer(request_id, child, self._clock())
+            self._children.note_duration(child, "lookup", waited_s)
             return count, is_async
         if not self._lookups.note_pending(request_id, child, self._clock()):
             return None, False
@@ -133,6 +149,11 @@ class MultiScheduler:
         accepted = self._requests.admit(request_id, num_external_tokens, dummies)
         if accepted.is_async:
             self._next.loads[request_id] = tuple(part.child for part in accepted.ranges)
+            if any(
+                self._children.traits[part.child].reports_failed_blocks for part in accepted.ranges
+            ):
+                ids = {block for group in blocks.get_block_ids() for block in group}
+                self._next.load_blocks[request_id] = frozenset(ids)
         else:
             self._note_sync_blocks(accepted, blocks)
         counts = {part.child: part.num_tokens for part in accepted.ranges}
@@ -243,6 +264,7 @@ class MultiScheduler:
         report = report or MultiWorkerMetadata()
         for request, failed in report.failed.items():
             self._requests.note_failed(request, failed)
+            self._num_failed_loads.update(self._children.names[child] for child in failed)
         for request, given_up in report.given_up.items():
             self._requests.note_given_up(request, given_up)
         for child, reason in report.disabled.items():
@@ -378,9 +400,11 @@ class MultiScheduler:
         """The own counters of this role since the last call, by child."""
         counts = {
             "child_lookup_timeouts": dict(self._num_timed_out),
+            "child_failed_loads": dict(self._num_failed_loads),
             "child_disabled": dict.fromkeys(self._newly_disabled, 1),
         }
-        self._num_timed_out, self._newly_disabled = Counter(), []
+        self._num_timed_out, self._num_failed_loads = Counter(), Counter()
+        self._newly_disabled = []
         return {name: rows for name, rows in counts.items() if rows}
 
 
@@ -403,9 +427,17 @@ class _NextStep:
 
     def __init__(self) -> None:
         self.loads: dict[str, tuple[int, ...]] = {}
+        self.load_blocks: dict[str, frozenset[int]] = {}
         self.sends: dict[str, tuple[int, ...]] = {}
         self.sync_blocks: dict[int, frozenset[int]] = {}
         self.disabled: dict[int, str] = {}
 
     def message(self, parts: list[Any]) -> MultiMetadata:
-        return MultiMetadata(tuple(parts), self.loads, self.sends, self.sync_blocks, self.disabled)
+        return MultiMetadata(
+            parts=tuple(parts),
+            loads=self.loads,
+            load_blocks=self.load_blocks,
+            sends=self.sends,
+            sync_blocks=self.sync_blocks,
+            disabled=self.disabled,
+        )

@@ -12,6 +12,8 @@ __all__ = ["CHILD_COUNTERS", "MultiStats", "OwnCounts"]
 
 CHILD_COUNTERS: Mapping[str, str] = {
     "child_failures": "Exceptions of a child of MultiConnector, which other children survived.",
+    "child_failed_loads": "Loads of a child of MultiConnector that failed.",
+    "child_slow_calls": "Calls and lookups of a child of MultiConnector that took over 1 s.",
     "child_lookup_timeouts": "Requests that a child of MultiConnector kept waiting for too long.",
     "child_disabled": "1 for a child of MultiConnector that was disabled because it failed.",
 }

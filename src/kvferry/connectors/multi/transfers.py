@@ -6,7 +6,7 @@ part; a report of a child that was not announced, or that reports twice, changes
 block is freed or used while a child may still write into it or read it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["FinishedLoad", "RankTransfers"]
@@ -24,6 +24,7 @@ class FinishedLoad:
 @dataclass(slots=True)
 class _Load:
     waiting: set[int]
+    blocks: frozenset[int] = frozenset()
     failures: dict[int, str] = field(default_factory=dict)
 
 
@@ -39,9 +40,12 @@ class RankTransfers:
     def __len__(self) -> int:
         return len(self._loads) + len(self._sends)
 
-    def begin_load(self, request: str, children: Iterable[int]) -> None:
+    def begin_load(
+        self, request: str, children: Iterable[int], blocks: frozenset[int] = frozenset()
+    ) -> None:
         load = self._loads.setdefault(request, _Load(set()))
         load.waiting |= set(children)
+        load.blocks = blocks
 
     def begin_send(self, request: str, children: Iterable[int]) -> None:
         """Wait for the children that asked the engine to keep a finished request's blocks."""
@@ -62,6 +66,17 @@ class RankTransfers:
             del self._loads[request]
             self._loaded.append(FinishedLoad(request, load.failures))
         return True
+
+    def fail_blocks(self, child: int, blocks: Collection[int], failure: str) -> set[int]:
+        """Let the loads fail that a child makes into these blocks, once the child has reported
+        them. Returns the blocks of no such load.
+        """
+        left = set(blocks)
+        for load in self._loads.values():
+            if child in load.waiting and not load.blocks.isdisjoint(blocks):
+                load.failures[child] = failure
+                left -= load.blocks
+        return left
 
     def end_send(self, child: int, request: str) -> bool:
         """Record that a child has read a finished request's blocks. False if the child did not ask

@@ -59,7 +59,8 @@ class MultiWorker:
         self._is_forward_over = self._has_saved_layer = self._has_failed_sync_load = False
         self._sync_blocks = metadata.sync_blocks
         for request, children in metadata.loads.items():
-            self._transfers.begin_load(request, children)
+            blocks = metadata.load_blocks.get(request, frozenset())
+            self._transfers.begin_load(request, children, blocks)
         for request, children in metadata.sends.items():
             self._transfers.begin_send(request, children)
         for child, reason in metadata.disabled.items():
@@ -119,6 +120,10 @@ class MultiWorker:
                 # step may be incomplete as well.
                 self._invalid_blocks |= self._sync_blocks.get(child, frozenset())
                 continue
+            if self._children.traits[child].reports_failed_blocks:
+                # A child may name blocks before those that it loads, which other requests use.
+                failure = f"{self._children.names[child]}: the child reported failed blocks"
+                errors = self._transfers.fail_blocks(child, errors, failure)
             self._invalid_blocks |= errors
             self._absorb(child, part, results)
         excused = {
@@ -160,6 +165,10 @@ class MultiWorker:
             if request in part.failed_recving:
                 failure = f"{name}: {reasons.get(request, 'the child gave no reason')}"
             self._transfers.end_load(child, request, failure)
+            if self._children.traits[child].reports_failed_blocks:
+                # A request that ended while it loaded has nothing to save, and LMCache reports
+                # only the end of such a load.
+                self._transfers.end_send(child, request)
         for request in part.finished_sending:
             self._transfers.end_send(child, request)
         for request, times in getattr(part, "recving_times", {}).items():
