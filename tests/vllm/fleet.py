@@ -28,19 +28,17 @@ START_S = 240.0
 TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"
 OUR_ROUTER = "kvferry router"
-VLLM = ForkServer(
-    PYTHON,
-    (
-        "vllm.entrypoints.openai.api_server",
-        "vllm.v1.engine.core",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.qwen3",
-        "vllm.model_executor.layers.quantization.online.base",
-        "kvferry.vllm.connector",
-        "kvferry.connectors.nixl",
-    ),
-    {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.layers.quantization.online.base",
+    "kvferry.vllm.connector",
+    "kvferry.connectors.nixl",
 )
+VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+VLLM = ForkServer(PYTHON, MODULES, VARIABLES)
 BY_MODULE_PATH = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": "kvferry.vllm",
@@ -52,12 +50,13 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 class Fleet(ProcessRegistry):
     python = PYTHON
     """The interpreter that has vLLM."""
+    forkserver = VLLM
 
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: the secret of another fleet, so that members of both can transfer KV; empty:
         members find a secret by themselves.
         """
-        super().__init__(directory, 20.0, VLLM)
+        super().__init__(directory, 20.0, self.forkserver)
         self._model = model
         chosen = secrets.token_hex(32) if secret is None else secret.decode()
         self._secret = {"KVFERRY_SECRET": chosen} if chosen else {}

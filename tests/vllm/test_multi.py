@@ -19,7 +19,23 @@ from tests.vllm.vllm_asking import assert_free
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-DUMMY = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+STOCK = "vllm.distributed.kv_transfer.kv_connector.v1"
+DUMMY = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_connector_module_path": f"{STOCK}.decode_bench_connector",
+    "kv_role": "kv_both",
+}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_module_path": f"{STOCK}.offloading_connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 1 << 28,
+        "spec_name": "HostSpec",
+        "spec_module_path": "tests.vllm.inside.host_spec",
+    },
+}
+"""vLLM's own offloading, with copies in host memory that work without a GPU."""
 SAVED = (len(TOKENS) - 2) // BLOCK * BLOCK
 """How many tokens of the prompt vLLM's ExampleConnector saves."""
 
@@ -28,6 +44,7 @@ def example(folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     return {
         "kv_connector": "ExampleConnector",
+        "kv_connector_module_path": f"{STOCK}.example_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
@@ -106,6 +123,14 @@ def test_a_store_beside_our_connector(tmp_path: Path, model: Path, right_tokens:
     )
     assert [answer["tokens"] for answer in answers] == [right_tokens] * 3
     assert answers[1]["cached"] == SAVED
+
+
+def test_vllms_offloading_beside_our_connector(
+    tmp_path: Path, model: Path, right_tokens: list[int]
+) -> None:
+    answers = run_offline(tmp_path, model, multi(NIXL, OFFLOADING), "ask", "forget", "ask")
+    assert [answer["tokens"] for answer in answers] == [right_tokens] * 2
+    assert [answer["cached"] for answer in answers] == [0, len(TOKENS) // BLOCK * BLOCK]
 
 
 @pytest.mark.parametrize("path", ["kvferry.vllm", None])

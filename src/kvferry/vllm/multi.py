@@ -8,8 +8,8 @@ by its name, so the class must have that name. See docs/decisions/053-multi-conn
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import vllm as our_package
 from kvferry.config.fields import Seconds, converted, refuse_unknown_keys, shown
+from kvferry.connectors.factory import ONLY_IN_VLLM
 from kvferry.connectors.multi.children import Children, check_children, name_children
 from kvferry.connectors.multi.connector import common_finished_count
 from kvferry.connectors.multi.lookup import ChildTraits
@@ -58,12 +59,13 @@ KNOWN_TRAITS: Mapping[str, ChildTraits] = {
     "OffloadingConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "MooncakeStoreConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "DecodeBenchConnector": ChildTraits(0, provides_dummy_kv=True),
-    "LMCacheConnectorV1": ChildTraits(0, loads_are_optional=True),
+    "LMCacheConnectorV1": ChildTraits(0, loads_are_optional=True, follows_lookups=True),
     "LMCacheMPConnector": ChildTraits(
         0,
         honours_token_range=True,
         loads_are_optional=True,
         reports_failed_blocks=True,
+        follows_lookups=True,
         timeouts_are_harmless=True,
     ),
 }
@@ -72,7 +74,7 @@ DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "LMCacheMPConnector": {"lmcache.mp.mq_timeout": 5.0, "lmcache.mp.heartbeat_interval": 2.0}
 }
 """Settings of children whose own defaults would let a dead server block the engine's thread for
-minutes (docs/decisions/054-foreign-children.md). An operator's setting takes precedence.
+minutes (docs/decisions/053-multi-connector.md). An operator's setting takes precedence.
 """
 
 _log = logging.getLogger(__name__)
@@ -102,9 +104,24 @@ def child_configs(vllm_config: Any) -> list[ChildConfig]:
     for name, transfer in zip(names, transfers, strict=True):
         child = copy(vllm_config)
         child.kv_transfer_config = transfer
-        found = KVConnectorFactory.get_connector_class(transfer)
+        with _naming_missing_package(transfer.kv_connector):
+            found = KVConnectorFactory.get_connector_class(transfer)
         configs.append(ChildConfig(name, found, child))
     return configs
+
+
+@contextmanager
+def _naming_missing_package(connector: str) -> Iterator[None]:
+    """Let the `ImportError` of a connector that needs another package say which one."""
+    try:
+        yield
+    except ImportError as error:
+        need = ONLY_IN_VLLM.get(connector)
+        if need is None:
+            raise
+        raise ConfigError(
+            f"{connector} cannot be loaded ({error}); in vLLM's environment it needs {need}"
+        ) from error
 
 
 def _listed(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -166,12 +183,12 @@ def traits_of(index: int, connector_class: Any) -> ChildTraits:
     is_foreign = str(connector_class.__module__).startswith(("vllm.", "lmcache."))
     if is_foreign and connector_class.__name__ in KNOWN_TRAITS:
         return replace(KNOWN_TRAITS[connector_class.__name__], index=index)
-    return ChildTraits(
-        index,
-        bool(getattr(connector_class, "honours_token_range", False)),
-        bool(getattr(connector_class, "loads_are_optional", False)),
-        bool(getattr(connector_class, "provides_dummy_kv", False)),
-    )
+    stated = {
+        field.name: bool(getattr(connector_class, field.name, False))
+        for field in fields(ChildTraits)
+        if field.name != "index"
+    }
+    return ChildTraits(index, **stated)
 
 
 def _opens_side_channel(connector_class: Any) -> bool:
@@ -285,9 +302,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         with ExitStack() as undo:
             connectors = []
             for child in configs:
-                connector = KVConnectorFactory.create_connector(
-                    child.vllm_config, role, kv_cache_config
-                )
+                with _naming_missing_package(child.vllm_config.kv_transfer_config.kv_connector):
+                    connector = KVConnectorFactory.create_connector(
+                        child.vllm_config, role, kv_cache_config
+                    )
                 undo.callback(connector.shutdown)
                 connectors.append(connector)
             undo.pop_all()

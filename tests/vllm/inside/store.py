@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-__all__ = ["STORES", "ForeignStore", "Store", "StoreConnector"]
+__all__ = ["STORES", "BlockReportingStore", "ForeignStore", "Store", "StoreConnector"]
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Store:
     holds_loads: bool = False
     holds_saves: bool = False
     fails_loads: bool = False
+    times_out: bool = False
     raising: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
     num_loaded_blocks: int = 0
@@ -46,6 +47,8 @@ class Job:
 class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
+    before: dict[str, list[int]] = field(default_factory=dict)
+    """All blocks of the requests that load."""
 
 
 class ForeignStore(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -189,3 +192,67 @@ class StoreConnector(ForeignStore):
 
     honours_token_range = True
     loads_are_optional = True
+
+
+class BlockReportingStore(StoreConnector):
+    """Follows requests and reports a failed load as LMCache does: it learns of a request when it is
+    asked, adds the blocks that are new to those that it knows, and reports the blocks of a failed
+    load and those before them.
+    """
+
+    reports_failed_blocks = True
+    follows_lookups = True
+    timeouts_are_harmless = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._known: dict[str, list[int]] = {}
+        self._before: dict[str, list[int]] = {}
+        self._errors: set[int] = set()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.num_preemptions:
+            self._known.pop(request.request_id, None)
+        self._known.setdefault(request.request_id, [])
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        known = self._known[request.request_id]
+        known += blocks.get_block_ids()[0][len(known) :]
+        if num_external_tokens:
+            self._next.before[request.request_id] = list(known)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        for new in scheduler_output.scheduled_new_reqs:
+            known = self._known[new.req_id]
+            assert known[: len(new.block_ids[0])] == new.block_ids[0], "these blocks are outdated"
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        del self._known[request.request_id]
+        return super().request_finished_all_groups(request, block_ids)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._before |= self._connector_metadata.before
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        self._errors = {
+            block for request in results.failed_recving for block in self._before[request]
+        }
+        results.failed_recving = set()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        errors, self._errors = self._errors, set()
+        return errors
+
+    def wait_for_save(self) -> None:
+        if self._store.times_out:
+            raise TimeoutError("the store did not answer")

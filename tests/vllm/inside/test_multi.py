@@ -20,6 +20,7 @@ from tests.vllm.inside.store import STORES, Store
 from tests.vllm.inside.test_life_cycle import finish, greedy, prompt, settle, wait_for_load
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instance_metrics import read_metrics
@@ -145,6 +146,60 @@ def test_a_failed_load_from_a_store_is_computed_and_one_of_a_foreign_child_follo
         assert (tokens, d.answers["b"].finish) == ([], "error")
     else:
         assert tokens == greedy(prompt(100), 4)
+    settle(d)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_blocks_that_a_store_reports_as_failed_are_computed_and_harm_no_other_request(
+    start_engine: StartEngine, store: Store, is_async: bool
+) -> None:
+    """The store also names the first block, which vLLM has itself and which another request
+    uses.
+    """
+    d = start_engine("d", is_async=is_async, kv=multi(PULL, kept_in("d", "BlockReportingStore")))
+    put(d, store, 96)
+    d.add("other", prompt(40), max_tokens=64)
+    run_until(lambda: len(d.answers["other"].tokens) > 4, d)
+    store.fails_loads = True
+    d.add("b", prompt(100))
+    assert finish(d, "b") == greedy(prompt(100), 4)
+    assert finish(d, "other") == greedy(prompt(40), 64)
+    settle(d)
+    assert d.worker.children.disabled == d.scheduler.connector.children.disabled == {}
+    store.fails_loads = False
+    assert d.scheduler.reset_prefix_cache()
+    d.add("c", prompt(100))
+    assert finish(d, "c") == greedy(prompt(100), 4)
+    settle(d)
+
+
+def test_a_store_that_follows_lookups_is_asked_even_if_another_one_has_everything(
+    start_engine: StartEngine, store: Store
+) -> None:
+    STORES["other"] = Store()
+    d = start_engine("d", kv=multi(kept_in("d"), kept_in("other", "BlockReportingStore")))
+    put(d, store, 96)
+    d.add("b", prompt(97))
+    assert finish(d, "b") == greedy(prompt(97), 4)
+    assert (store.num_loaded_blocks, STORES["other"].num_loaded_blocks) == (3, 0)
+    assert d.scheduler.connector.children.take_counts() == {}
+    settle(d)
+
+
+def test_one_timeout_of_a_store_that_leaves_nothing_behind_does_not_disable_it(
+    start_engine: StartEngine, store: Store
+) -> None:
+    d = start_engine("d", kv=multi(PULL, kept_in("d", "BlockReportingStore")))
+    put(d, store, 64)
+    store.times_out = True
+    d.add("b", prompt(100), max_tokens=1)
+    finish(d, "b")
+    store.times_out = False
+    settle(d)
+    assert d.scheduler.reset_prefix_cache()
+    d.add("c", prompt(100))
+    assert finish(d, "c") == greedy(prompt(100), 4)
+    assert store.num_loaded_blocks > 2
     settle(d)
 
 
@@ -309,6 +364,17 @@ def test_a_plain_name_means_our_connector_and_a_module_path_vllms(model: Path) -
     assert classes(PULL, DUMMY)[0] is KVFerryConnector
     assert classes(STOCK_NIXL)[0].__module__.startswith("vllm.")
     assert classes(DUMMY)[0].__module__.startswith("vllm.")
+
+
+@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheMPConnector", "MoRIIOConnector"])
+def test_a_connector_whose_package_is_missing_says_what_to_install(model: Path, name: str) -> None:
+    config = copy(_config(model, multi(PULL)))
+    config.scheduler_config = copy(config.scheduler_config)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    child = {"kv_connector": name, "kv_role": "kv_both"}
+    config.kv_transfer_config = KVTransferConfig(**{**multi(child), "kv_role": "kv_both"})
+    with pytest.raises(ConfigError, match=f"{name} cannot be loaded .* it needs "):
+        MultiConnector(config, KVConnectorRole.SCHEDULER, None)
 
 
 def _config(model: Path, kv: dict[str, Any]) -> Any:

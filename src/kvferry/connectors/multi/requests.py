@@ -43,6 +43,8 @@ class RequestState:
     """Children whose load will fail but may still write into the blocks."""
     excluded: set[int] = field(default_factory=set)
     """Children that refused to accept the request; they are told nothing more about it."""
+    outdated: set[int] = field(default_factory=set)
+    """Children that still know the blocks that the request had before it started over."""
     dummy_child: int | None = None
     """The child that filled blocks of this request with dummy KV."""
     has_unknown_prefix: bool = False
@@ -59,7 +61,11 @@ class RequestState:
 
     def is_hidden_from(self, child: int) -> bool:
         """Whether a child must not learn which blocks hold this request's KV."""
-        return child in self.excluded or (self.has_dummy_kv and child != self.dummy_child)
+        return (
+            child in self.excluded
+            or child in self.outdated
+            or (self.has_dummy_kv and child != self.dummy_child)
+        )
 
     def part_of(self, child: int) -> TokenRange | None:
         return next((part for part in self.admitted.ranges if part.child == child), None)
@@ -85,6 +91,8 @@ class FinishedTransfers:
 class RequestTable:
     """The requests of one engine."""
 
+    follow_lookups: frozenset[int] = frozenset()
+    """Children with the trait of that name."""
     _states: dict[str, RequestState] = field(default_factory=dict, init=False)
     _has_loaded_dummy: bool = field(default=False, init=False)
 
@@ -140,7 +148,11 @@ class RequestTable:
     def bar(self, request: str) -> None:
         """Let the engine compute a request from now on."""
         if request in self._states:
-            self._states[request].is_barred = True
+            self._bar(self._states[request])
+
+    def _bar(self, state: RequestState) -> None:
+        state.is_barred = True
+        state.outdated = set(self.follow_lookups)
 
     def note_failed(self, request: str, children: Iterable[int]) -> None:
         state = self._states.get(request)
@@ -187,7 +199,7 @@ class RequestTable:
                 news.by_child_failed.setdefault(child, set()).add(request)
         if state.failed & state.loading:
             news.unusable.add(request)
-            state.is_barred = True
+            self._bar(state)
         else:
             state.is_complete = True
         state.loading = set()

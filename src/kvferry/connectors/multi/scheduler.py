@@ -47,7 +47,9 @@ class MultiScheduler:
         self._view = view
         self._block_size = block_size
         self._clock = clock
-        self._requests = RequestTable()
+        self._requests = RequestTable(
+            frozenset(child.index for child in children.traits if child.follows_lookups)
+        )
         self._lookups = PendingLookups(lookup_timeout_s)
         self._next = _NextStep()
         self._num_timed_out: Counter[str] = Counter()
@@ -91,29 +93,22 @@ class MultiScheduler:
             for child in self._children.traits
             if child.index in enabled and state.may_load_from(child.index)
         ]
+        asked: set[int] = set()
+
+        def ask(child: int, count: int) -> tuple[int | None, bool]:
+            asked.add(child)
+            return self._ask(child, request, count)
+
         plan = find_plan(
-            traits,
-            lambda child, count: self._ask(child, request, count),
-            num_computed_tokens,
-            int(request.num_tokens),
-            self._block_size,
+            traits, ask, num_computed_tokens, int(request.num_tokens), self._block_size
         )
-        if state.is_barred:
-            self._ask_after_failure(request, state, num_computed_tokens)
+        for child in traits:
+            if child.follows_lookups and child.index not in asked:
+                self._children.call(
+                    child.index, "get_num_new_matched_tokens", request, num_computed_tokens
+                )
         self._requests.offer(request_id, num_computed_tokens, plan or LoadPlan())
         return (None, False) if plan is None else (plan.num_tokens, plan.is_async)
-
-    def _ask_after_failure(
-        self, request: Any, state: RequestState, num_computed_tokens: int
-    ) -> None:
-        """Ask the children that report failed blocks, and ignore the answers: in vLLM alone, being
-        asked again tells such a child that its load failed and that its block ids are void.
-        """
-        for child in self._children.enabled:
-            if self._children.traits[child].reports_failed_blocks and child not in state.excluded:
-                self._children.call(
-                    child, "get_num_new_matched_tokens", request, num_computed_tokens
-                )
 
     def _ask(self, child: int, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count, is_async = self._children.guard(
