@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.connectors.contract import KVConnectorTransferResults
 from kvferry.connectors.multi.children import (
     MAX_FAILURES,
+    SLOW_CALL_S,
     ChildHealth,
+    Children,
     check_children,
     name_children,
 )
@@ -24,8 +27,10 @@ from kvferry.connectors.multi.lookup import (
     TokenRange,
     find_plan,
 )
+from kvferry.connectors.multi.metadata import MultiMetadata
 from kvferry.connectors.multi.requests import RequestTable
 from kvferry.connectors.multi.transfers import RankTransfers
+from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
 
 BLOCK = 4
@@ -210,7 +215,104 @@ def test_a_child_that_never_answers_runs_out_of_time() -> None:
     assert len(lookups) == 0
 
 
+# -- calls --
+
+
+class Sluggish:
+    """A connector whose calls take as long as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.duration_s = 0.0
+        self.error: Exception | None = None
+
+    def wait_for_save(self) -> None:
+        self.now += self.duration_s
+        if self.error is not None:
+            raise self.error
+
+    def shutdown(self) -> None: ...
+
+
+def test_calls_that_take_long_are_counted_whether_they_fail_or_not() -> None:
+    child = Sluggish()
+    children = Children([child], ["Sluggish"], [ChildTraits(0)], clock=lambda: child.now)
+    for duration_s, error in ((SLOW_CALL_S / 2, None), (SLOW_CALL_S, None), (9.0, OSError())):
+        child.duration_s, child.error = duration_s, error
+        children.call(0, "wait_for_save")
+    assert children.take_counts() == {
+        "child_failures": {"Sluggish": 1},
+        "child_slow_calls": {"Sluggish": 2},
+    }
+    assert children.take_counts() == {}
+
+
+@pytest.mark.parametrize("is_harmless", [True, False])
+def test_a_harmless_timeout_disables_a_child_only_if_it_comes_again_and_again(
+    is_harmless: bool,
+) -> None:
+    child = Sluggish()
+    child.error = TimeoutError()
+    traits = ChildTraits(0, timeouts_are_harmless=is_harmless)
+    children = Children([child], ["Sluggish"], [traits])
+    children.call(0, "wait_for_save", is_decisive=True)
+    assert bool(children.disabled) != is_harmless
+    for _ in range(MAX_FAILURES):
+        children.call(0, "wait_for_save", is_decisive=True)
+    assert children.disabled
+
+
 # -- the transfers of a rank --
+
+
+def test_failed_blocks_fail_the_loads_into_them_when_the_child_reports() -> None:
+    rank = RankTransfers()
+    rank.begin_load("a", [0, 1], frozenset({1, 2, 3}))
+    rank.begin_load("b", [0], frozenset({1, 4}))
+    rank.begin_load("c", [1], frozenset({5}))
+    assert rank.fail_blocks(0, {2, 3, 9}, "broken") == {9}
+    assert rank.fail_blocks(0, {5}, "not the child of that load") == {5}
+    assert rank.take_loaded() == []
+    for child, request in ((0, "a"), (1, "a"), (0, "b"), (1, "c")):
+        rank.end_load(child, request)
+    assert {load.request: dict(load.failures) for load in rank.take_loaded()} == {
+        "a": {0: "broken"},
+        "b": {},
+        "c": {},
+    }
+
+
+class Loader:
+    """A connector that reports the end of a load, and nothing else."""
+
+    def bind_connector_metadata(self, metadata: object) -> None: ...
+
+    def get_transfer_results(self, finished: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(finished_recving={"r"})
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+def test_the_end_of_lmcaches_load_is_also_the_end_of_its_send() -> None:
+    traits = ChildTraits(0, reports_failed_blocks=True)
+    worker = MultiWorker(Children([Loader()], ["Loader"], [traits]), num_groups=1)
+    worker.bind(MultiMetadata((object(),), loads={"r": (0,)}, sends={"r": (0,)}))
+    results, _ = worker.get_transfer_results({"r"})
+    assert results.finished_recving == results.finished_sending == {"r"}
+    assert worker.num_transfers == 0
+
+
+def test_a_child_that_follows_lookups_sees_no_request_that_starts_over() -> None:
+    table = RequestTable(frozenset({1}))
+    for request in ("failed", "reset", "fine"):
+        table.offer(request, 0, LoadPlan((TokenRange(1, 0, 8),), is_async=True))
+        table.admit(request, 8, [])
+    table.note_failed("failed", [1])
+    table.take_finished(["failed", "fine"], [])
+    table.bar("reset")
+    assert table.hidden_from(1) == {"failed", "reset"}
+    assert table.hidden_from(0) == set()
 
 
 @given(st.data())

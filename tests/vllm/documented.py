@@ -1,4 +1,4 @@
-"""Parses the commands in the pages of docs, so that the tests run what operators copy."""
+"""Parses the commands in docs/, so that the tests run what operators copy."""
 
 import json
 import shlex

@@ -12,16 +12,15 @@ import aiohttp
 import pytest
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
 from tests.vllm.fleet import LOOPBACK, START_S, Fleet, ready
-from tests.vllm.lmcache import (
+from tests.vllm.lmcache_fleet import (
     CHUNK,
     LMCacheFleet,
     listening,
-    lmcache_child,
     shared_memory,
     skip_without_lmcache,
+    transfer_beside,
 )
 from tests.vllm.right import PROMPTS, Right
-from tests.vllm.test_multi import NIXL, multi
 from tests.vllm.vllm_asking import assert_free
 
 from kvferry.bench.vllm.servers import free_ports
@@ -57,9 +56,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Be
     with LMCacheFleet(folders[0], model) as fleet, Fleet(folders[1], model, fleet.secret) as others:
         server = fleet.lmcache_server()
         listening(server)
-        p = fleet.vllm(
-            "prefill", transfer=multi(NIXL, lmcache_child(server.address)), environment=DEV_MODE
-        )
+        p = fleet.vllm("prefill", transfer=transfer_beside(server.address), environment=DEV_MODE)
         d = others.vllm("decode", cores="1")
         router = others.kvferry_router([p], [d])
         ready(p, d, router)
@@ -137,26 +134,6 @@ def test_hundred_prompts_through_p_and_d_from_lmcache(beside: Beside, right: Rig
             await assert_free(session, beside.p, beside.d)
 
     asyncio.run(check())
-
-
-def test_damaged_kv_gives_other_tokens(beside: Beside, right: Right) -> None:
-    """The control: what LMCache gives back is used. LMCache has no checksums."""
-
-    async def check() -> None:
-        async with new_session(120) as session:
-            await ask_all(beside.p, FEW, cache_salt="damaged")
-            await forget(session, beside.p)
-            memory = shared_memory(beside.server.address)
-            memory.write_bytes(os.urandom(1 << 20) * (memory.stat().st_size >> 20))
-            before = await loaded_tokens(session, beside.p)
-            answers = await ask_all(beside.p, FEW, cache_salt="damaged")
-            assert answers != expected(right, FEW)
-            assert await loaded_tokens(session, beside.p) > before
-            await forget(session, beside.p)
-
-    asyncio.run(check())
-    beside.server.kill()
-    restart(beside)
 
 
 def test_a_server_that_is_killed_costs_no_request_and_is_used_again_after_its_restart(
@@ -246,7 +223,7 @@ def test_a_slow_server_costs_no_request(beside: Beside, right: Right) -> None:
 
 @pytest.mark.exhaustive
 def test_a_new_engine_loads_what_a_killed_engine_stored(beside: Beside, right: Right) -> None:
-    transfer = multi(NIXL, lmcache_child(beside.server.address))
+    transfer = transfer_beside(beside.server.address)
 
     async def check(engine: Engine, is_new: bool) -> None:
         async with new_session(120) as session:
@@ -272,10 +249,28 @@ def test_without_a_server_vllm_stops_at_start_and_says_how_to_start_one(
     skip_without_lmcache()
     with LMCacheFleet(tmp_path, model) as fleet:
         (port,) = free_ports(1)
-        child = lmcache_child(Address(LOOPBACK, port))
-        engine = fleet.vllm("alone", transfer=multi(NIXL, child))
+        engine = fleet.vllm("alone", transfer=transfer_beside(Address(LOOPBACK, port)))
         with pytest.raises(KVFerryError):
             engine.process.wait(START_S)
         said = "\n".join(engine.process.tail(400))
     assert "Cannot reach the LMCache MP server" in said
     assert "lmcache server --l1-size-gb" in said
+
+
+def test_damaged_kv_gives_other_tokens(beside: Beside, right: Right) -> None:
+    """The control: what LMCache gives back is used, without a checksum. The last test of all, because
+    the server's memory stays damaged.
+    """
+
+    async def check() -> None:
+        async with new_session(120) as session:
+            await ask_all(beside.p, FEW, cache_salt="damaged")
+            await forget(session, beside.p)
+            memory = shared_memory(beside.server.address)
+            memory.write_bytes(os.urandom(1 << 20) * (memory.stat().st_size >> 20))
+            before = await loaded_tokens(session, beside.p)
+            answers = await ask_all(beside.p, FEW, cache_salt="damaged")
+            assert answers != expected(right, FEW)
+            assert await loaded_tokens(session, beside.p) > before
+
+    asyncio.run(check())

@@ -204,8 +204,8 @@ class BlockReportingStore(StoreConnector):
     follows_lookups = True
     timeouts_are_harmless = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._known: dict[str, list[int]] = {}
         self._before: dict[str, list[int]] = {}
         self._errors: set[int] = set()

@@ -177,12 +177,12 @@ def test_a_store_that_follows_lookups_is_asked_even_if_another_one_has_everythin
     start_engine: StartEngine, store: Store
 ) -> None:
     STORES["other"] = Store()
-    d = start_engine("d", kv=multi(kept_in("d"), kept_in("other", "BlockReportingStore")))
+    d = start_engine("d", kv=multi(PULL, kept_in("d"), kept_in("other", "BlockReportingStore")))
     put(d, store, 96)
     d.add("b", prompt(97))
     assert finish(d, "b") == greedy(prompt(97), 4)
     assert (store.num_loaded_blocks, STORES["other"].num_loaded_blocks) == (3, 0)
-    assert d.scheduler.connector.children.take_counts() == {}
+    assert d.scheduler.connector.children.disabled == {}
     settle(d)
 
 

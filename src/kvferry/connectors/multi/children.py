@@ -22,7 +22,14 @@ from typing import Any
 from kvferry.connectors.multi.lookup import ChildTraits
 from kvferry.errors import ConfigError
 
-__all__ = ["MAX_FAILURES", "ChildHealth", "Children", "check_children", "name_children"]
+__all__ = [
+    "MAX_FAILURES",
+    "SLOW_CALL_S",
+    "ChildHealth",
+    "Children",
+    "check_children",
+    "name_children",
+]
 
 MAX_FAILURES = 3
 SLOW_CALL_S = 1.0

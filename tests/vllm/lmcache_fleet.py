@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.e2e.harness import Engine
 from tests.forkserver.client import ForkServer
+from tests.vllm.documented import documented
 from tests.vllm.fleet import LOOPBACK, MODULES, ROOT, START_S, TAIL_LINES, VARIABLES, Fleet
 
 from kvferry.bench.vllm.servers import free_ports
@@ -16,6 +17,7 @@ from kvferry.types import Address
 
 ENVIRONMENT = ROOT / ".venv-lmcache"
 PYTHON = ENVIRONMENT / "bin" / "python"
+PAGE, SECTION = "connectors.md", "LMCacheMPConnector"
 CHUNK = 64
 """Tokens of one object in LMCache; a multiple of the block size."""
 
@@ -42,18 +44,19 @@ class LMCacheFleet(Fleet):
             path.unlink(missing_ok=True)
 
     def lmcache_server(self, port: int | None = None) -> Engine:
-        """Start LMCache's server for engines on CPUs; `listening` waits for it."""
+        """Start LMCache's server as documented, for engines on CPUs; `listening` waits for it."""
         (http,) = free_ports(1)
         if port is None:
             (port,) = free_ports(1)
-        command = [str(ENVIRONMENT / "bin" / "lmcache"), "server", "--disable-observability"]
-        command += ["--host", LOOPBACK, "--port", str(port), "--http-port", str(http)]
-        command += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--no-l1-use-lazy"]
-        command += ["--chunk-size", str(CHUNK), "--supported-transfer-mode", "engine_driven"]
         memory = shared_memory(Address(LOOPBACK, port))
         self._memory.add(memory)
-        command += ["--shm-name", memory.name]
-        return self.router("lmcache", command, port)
+        words = list(documented(SECTION, PAGE)[0].words)
+        words[words.index("--port") + 1] = str(port)
+        words[words.index("--l1-size-gb") + 1] = "1"
+        words += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(CHUNK)]
+        words += ["--no-l1-use-lazy", "--shm-name", memory.name]
+        words += ["--http-port", str(http), "--disable-observability"]
+        return self.router("lmcache", [str(ENVIRONMENT / "bin" / words[0]), *words[1:]], port)
 
 
 def shared_memory(server: Address) -> Path:
@@ -72,14 +75,10 @@ def listening(server: Engine) -> None:
     raise AssertionError("\n".join(server.process.tail(TAIL_LINES)))
 
 
-def lmcache_child(server: Address, **settings: Any) -> dict[str, Any]:
-    """LMCacheMPConnector as a child of a MultiConnector."""
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": f"tcp://{server.host}",
-            "lmcache.mp.port": server.port,
-            **settings,
-        },
-    }
+def transfer_beside(server: Address) -> dict[str, Any]:
+    """The documented configuration: LMCacheMPConnector beside kvferry's NixlConnector."""
+    found = documented(SECTION, PAGE)[1].transfer
+    _, child = found["kv_connector_extra_config"]["connectors"]
+    assert child["kv_connector"] == "LMCacheMPConnector"
+    child["kv_connector_extra_config"]["lmcache.mp.port"] = server.port
+    return found
