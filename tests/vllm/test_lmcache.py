@@ -258,16 +258,18 @@ def test_without_a_server_vllm_stops_at_start_and_says_how_to_start_one(
 
 
 def test_damaged_kv_gives_other_tokens(beside: Beside, right: Right) -> None:
-    """The control: what LMCache gives back is used, without a checksum. The last test of all, because
-    the server's memory stays damaged.
+    """The control: what LMCache gives back is used; LMCache has no checksums. This is the last test
+    here, because the server's memory stays damaged.
     """
 
     async def check() -> None:
         async with new_session(120) as session:
             await ask_all(beside.p, FEW, cache_salt="damaged")
             await forget(session, beside.p)
-            memory = shared_memory(beside.server.address)
-            memory.write_bytes(os.urandom(1 << 20) * (memory.stat().st_size >> 20))
+            noise, memory = os.urandom(1 << 20), shared_memory(beside.server.address)
+            with memory.open("r+b") as file:
+                for _ in range(memory.stat().st_size // len(noise)):
+                    file.write(noise)
             before = await loaded_tokens(session, beside.p)
             answers = await ask_all(beside.p, FEW, cache_salt="damaged")
             assert answers != expected(right, FEW)
