@@ -43,7 +43,7 @@ class Hit:
 
     num_chunks: int
     num_tokens: int
-    """All tokens of these chunks, or all but the last: see `TierLookup.result`."""
+    """All tokens of these chunks, or all but the last: see `TierLookup._windowed_prefix`."""
     found: FoundChunks
     is_complete: bool = True
     """False if a tier did not answer in time."""
@@ -133,10 +133,6 @@ class TierLookup:
     ) -> Hit | Pending:
         """The longest prefix of a sequence of `num_tokens` tokens that can be loaded now, at most
         `max_chunks` chunks. The engine itself has the first `num_local_chunks` chunks.
-
-        An engine always computes the last token itself. If some group has local attention, a hit
-        leaves the last token out: the engine decides from the number of loaded tokens which blocks
-        it needs, and the last token attends further back than the token after it.
         """
         query = self._queries.get(request)
         found, is_complete = self._nothing, True
@@ -160,12 +156,8 @@ class TierLookup:
         def has_chunk(group: int, index: int) -> bool:
             return bool(at_hand[group][index])
 
-        num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks, has_chunk)
-        if num_chunks and num_chunks * self._chunk_tokens == num_tokens:
-            if self._has_window_of(num_tokens - 1, num_chunks, has_chunk):
-                return Hit(num_chunks, num_tokens - 1, found, is_complete)
-            num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks - 1, has_chunk)
-        return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete)
+        num_chunks, num_loadable = self._windowed_prefix(num_chunks, num_tokens, has_chunk)
+        return Hit(num_chunks, num_loadable, found, is_complete)
 
     def end(self, request: str) -> None:
         query = self._queries.pop(request, None)
@@ -193,6 +185,22 @@ class TierLookup:
             reduce(np.logical_and, [pool.are_stored(group) for pool in self._pools])
             for group in keys
         ]
+
+    def _windowed_prefix(
+        self, num_chunks: int, num_tokens: int, has_chunk: Callable[[int, int], bool]
+    ) -> tuple[int, int]:
+        """The longest usable prefix in chunks and in tokens, if some group has local attention.
+
+        An engine always computes the last token itself, so a hit leaves it out: the engine decides
+        from the number of loaded tokens which blocks it needs, and the last token attends further
+        back than the token after it.
+        """
+        num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks, has_chunk)
+        if num_chunks and num_chunks * self._chunk_tokens == num_tokens:
+            if self._has_window_of(num_tokens - 1, num_chunks, has_chunk):
+                return num_chunks, num_tokens - 1
+            num_chunks = usable_prefix(self._groups, self._chunk_tokens, num_chunks - 1, has_chunk)
+        return num_chunks, num_chunks * self._chunk_tokens
 
     def _has_window_of(
         self, position: int, num_chunks: int, has_chunk: Callable[[int, int], bool]
@@ -228,7 +236,7 @@ class TierLookup:
                 length = min(length, self._find_prefix(query, number, found[number], length))
         for number, group in enumerate(self._groups):
             if group.has_local_attention:
-                # One token more than the next token needs: see `result`.
+                # One token more than the next token needs: see `_windowed_prefix`.
                 first = group.first_visible_token(max(0, length * self._chunk_tokens - 1))
                 self._find_each(query, number, found[number], first // self._chunk_tokens, length)
         return found

@@ -5,7 +5,6 @@ Runs on the worker process's main thread and never blocks there.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 
 from kvferry.config import OffloadingExtraConfig
@@ -68,24 +67,16 @@ class OffloadingWorker:
         pool = open_pool(self._extra, namespace, max(row_bytes), block_bytes, tp_size)
         copier.pin(pool.address, pool.size_bytes)
         tiers = open_tiers(self._extra, namespace, self._config.secret, tp_size)
-        has_cpu_tier = self._extra.cpu_bytes(block_bytes * tp_size) > 0
         jobs = OffloadJobs(
             pool,
             row_bytes,
             tuple(tiers),
             self._extra.load_timeout,
-            keeps_rows=has_cpu_tier,
+            keeps_rows=self._extra.cpu_bytes(block_bytes * tp_size) > 0,
             contents=TierContents() if self._config.publishes_kv_events else None,
         )
-        self._worker = OffloadWorker(
-            jobs,
-            pool,
-            tiers,
-            copier,
-            self._extra.io_threads,
-            f"kvferry-offload{rank}",
-            time.monotonic,
-        )
+        name = f"kvferry-offload{rank}"
+        self._worker = OffloadWorker(jobs, pool, tiers, copier, self._extra.io_threads, name)
         if self._wake_engine is not None:
             self._worker.set_wakeup(self._wake_engine)
         self._worker.start()
