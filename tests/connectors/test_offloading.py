@@ -25,6 +25,7 @@ from tests.connectors.pair import (
 from kvferry.config import OffloadingExtraConfig
 from kvferry.connectors.offloading.settings import open_tiers
 from kvferry.errors import ConfigError
+from kvferry.host_memory import available_bytes
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import StoreChunks
 from kvferry.tiers.disk import DiskTier
@@ -241,3 +242,12 @@ def test_a_rank_that_would_lend_mooncake_too_little_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="lends 16252928 bytes of each rank"):
         open_tiers(extra, Namespace({}), b"secret", 2)
+
+
+def test_memory_that_a_rank_does_not_have_is_not_lent() -> None:
+    size = 2 * available_bytes()
+    extra = OffloadingExtraConfig.from_mapping(
+        {"tiers": [{"mooncake": {"master": "127.0.0.1:9", "size": size}}]}, "OffloadingConnector"
+    )
+    with pytest.raises(ConfigError, match="free in this host or container"):
+        open_tiers(extra, Namespace({}), b"secret", 1)

@@ -5,167 +5,41 @@ tasks, in any order and with any outcome.
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiers.job_rank import (
+    NUM_BLOCKS,
+    ROW_BYTES,
+    TIMEOUT_S,
+    Rank,
+    chunk,
+    key_of,
+    store,
+)
 
-from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
     ChunkTable,
-    ContentsChanged,
     DropAll,
     EndStores,
     LoadChunks,
     LoadEnded,
-    OffloadCommand,
-    OffloadEvent,
     StoreChunks,
     StoresCopied,
     StoresEnded,
     VoidStores,
 )
-from kvferry.tiers.contents import TierContents
-from kvferry.tiers.host_pool import HostPool
-from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.jobs.tasks import (
     CopyResult,
     LoadRows,
     ReadObject,
     SaveRows,
-    Task,
-    TaskResult,
     WriteObject,
 )
 from kvferry.tiers.jobs.writes import KNOWN_FOR_S
-from kvferry.tiers.policies import LruPolicy
-from kvferry.transports.copy.rows import CpuRowCopier
-from kvferry.types import Region
-
-BLOCK_BYTES, NUM_BLOCKS, LAYERS = 512, 24, 2
-ROW_BYTES = BLOCK_BYTES * LAYERS
-TIMEOUT_S = 10.0
-
-
-def key_of(number: int) -> ObjectKey:
-    return ObjectKey(number.to_bytes(32, "big"))
-
-
-@dataclass
-class Rank:
-    """A rank's cache, its pool and its jobs; `disk` and `object` are dictionaries."""
-
-    num_rows: int = 8
-    tiers: tuple[str, ...] = ("disk", "object")
-    keeps_rows: bool = True
-    now: float = 100.0
-    stored: dict[tuple[str, ObjectKey], bytes] = field(default_factory=dict)
-    tasks: list[Task] = field(default_factory=list)
-    events: list[OffloadEvent] = field(default_factory=list)
-    reported: set[tuple[str, ObjectKey]] = field(default_factory=set)
-    """What the tiers hold, as the events say."""
-
-    def __post_init__(self) -> None:
-        self.cache = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-        regions = [
-            Region(
-                f"layer.{n}", int(self.cache[n].ctypes.data), BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS
-            )
-            for n in range(LAYERS)
-        ]
-        self.copier = CpuRowCopier(regions)
-        self.pool = HostPool.private(ROW_BYTES, self.num_rows, LruPolicy)
-        self.jobs = OffloadJobs(
-            self.pool,
-            (ROW_BYTES,),
-            self.tiers,
-            TIMEOUT_S,
-            keeps_rows=self.keeps_rows,
-            contents=TierContents(),
-        )
-
-    def contents(self, key: ObjectKey) -> bytes:
-        """The KV of a chunk: what the engine computes for it."""
-        return random.Random(key).randbytes(ROW_BYTES)
-
-    def fill(self, block: int, key: ObjectKey) -> None:
-        data = np.frombuffer(self.contents(key), np.uint8).reshape(LAYERS, BLOCK_BYTES)
-        self.cache[:, block] = data
-
-    def block(self, block: int) -> bytes:
-        return self.cache[:, block].tobytes()
-
-    def send(self, *commands: OffloadCommand) -> None:
-        for command in commands:
-            self.jobs.handle(command, self.now)
-        self._collect()
-
-    def perform(self, task: Task) -> TaskResult:
-        """Do what a task says, with the tiers in good health."""
-        match task:
-            case SaveRows(_, rows):
-                return CopyResult(self.copier.save(rows))
-            case LoadRows(_, rows):
-                return CopyResult(self.copier.load(rows))
-            case ReadObject(_, tier, key, row, size):
-                if (tier, key) not in self.stored:
-                    return LoadResult(LoadOutcome.MISSING)
-                self.pool.row(row)[:size] = self.stored[tier, key]
-                return LoadResult(LoadOutcome.LOADED)
-            case WriteObject(_, tier, key, row, size):
-                self.stored[tier, key] = bytes(self.pool.row(row)[:size])
-                return StoreResult(StoreOutcome.STORED)
-
-    def finish(self, task: Task, result: TaskResult | None = None) -> None:
-        self.tasks.remove(task)
-        self.jobs.complete(task.task_id, result or self.perform(task), 0.001, self.now)
-        self._collect()
-
-    def finish_all(self) -> None:
-        while self.tasks:
-            self.finish(self.tasks[0])
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.jobs.expire(self.now)
-        self._collect()
-
-    def task(self, kind: type[Task]) -> Task:
-        (found,) = [task for task in self.tasks if isinstance(task, kind)]
-        return found
-
-    def counts(self) -> dict[str, dict[str, float]]:
-        return self.jobs.take_counts()
-
-    def _collect(self) -> None:
-        self.tasks += self.jobs.take_tasks()
-        for event in self.jobs.take_events():
-            if isinstance(event, ContentsChanged):
-                self._note_contents(event)
-            else:
-                self.events.append(event)
-
-    def _note_contents(self, event: ContentsChanged) -> None:
-        if event.is_cleared:
-            self.reported.clear()
-        for tier, keys in event.removed.items():
-            self.reported -= {(tier, key) for key in keys}
-        for tier, keys in event.stored.items():
-            self.reported |= {(tier, key) for key in keys}
-
-
-def chunk(number: int, block: int, *tiers: str) -> Chunk:
-    return Chunk(key_of(number), 0, (block,), tiers)
-
-
-def store(rank: Rank, number: int, *tiers: str) -> None:
-    """Store one chunk, completely, and wipe the block."""
-    rank.fill(0, key_of(number))
-    rank.send(StoreChunks("storing", (chunk(number, 0, *tiers),)))
-    rank.finish_all()
-    rank.cache[:, 0] = 0
 
 
 def test_a_stored_chunk_is_loaded_into_other_blocks() -> None:

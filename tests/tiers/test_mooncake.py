@@ -34,6 +34,7 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKey, StoreOutcome, StoreResult
+from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.tiers.mooncake.agent import Call, Operation
 from kvferry.tiers.mooncake.agent_process import (
     NUM_LANES,
@@ -124,6 +125,53 @@ def test_the_engine_does_not_load_mooncake(master: MooncakeMaster) -> None:
     with opened(master.address) as tier:
         tier.find([new_key()])
     assert "mooncake.store" not in sys.modules
+
+
+# -- codes that real stores answer with rarely --
+
+STORE_THAT_ANSWERS_MINUS_600 = """
+class MooncakeDistributedStore:
+    def setup(self, *settings): return 0
+    def register_buffer(self, address, size_bytes): return 0
+    def get_into(self, name, address, size_bytes): return -600
+    def get_size(self, name): return {stored_bytes}
+    def batch_remove(self, names, is_forced):
+        open({removed!r}, "a").writelines(names)
+        return [0] * len(names)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stored_bytes", "outcome", "reason"),
+    [
+        (HEADER_BYTES + PAYLOAD_BYTES + 1, LoadOutcome.REFUSED, "has another length"),
+        (HEADER_BYTES + PAYLOAD_BYTES, LoadOutcome.FAILED, "Mooncake answered with code -600"),
+    ],
+)
+def test_an_object_is_removed_for_its_length_only_if_it_has_another_length(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored_bytes: int,
+    outcome: LoadOutcome,
+    reason: str,
+) -> None:
+    """Mooncake answers -600 for objects that are too large, and for other mistakes."""
+    removed = tmp_path / "removed"
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(
+        STORE_THAT_ANSWERS_MINUS_600.format(stored_bytes=stored_bytes, removed=str(removed))
+    )
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as master,
+        opened(Address(*master.getsockname())) as tier,
+    ):
+        result = load(tier, new_key())
+    assert result.outcome is outcome
+    assert reason in result.reason
+    assert removed.exists() == (outcome is LoadOutcome.REFUSED)
 
 
 # -- the master --

@@ -7,6 +7,7 @@ import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +16,13 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, key, path_
 
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
+from kvferry.tiers import host_pool
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import ArcPolicy, LruPolicy
 from kvferry.tiers.pool_reader import PoolReader, list_segments
+from kvferry.tiers.pool_segment import OwnedSegment, create_segment
 
 A, B, C, D, E = (key(number) for number in range(5))
 
@@ -103,6 +106,25 @@ def test_a_pool_that_can_never_fit_costs_no_other_segment(folder: Path) -> None:
     with pytest.raises(ConfigError, match="free in this host or container"):
         HostPool.open(folder, Namespace({"another": 1}), 1 << 30, 1 << 20, LruPolicy)
     assert sorted(folder.iterdir()) == before
+
+
+def test_ranks_allocate_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two that allocate at once would find enough memory for itself alone."""
+    num_refused = 0
+
+    def create_while_another_rank_opens(*place: Any) -> OwnedSegment:
+        nonlocal num_refused
+        monkeypatch.setattr(host_pool, "create_segment", create_segment)
+        with pytest.raises(ConfigError, match="another engine has been allocating"):
+            PoolEngine.open(folder, 3)
+        num_refused += 1
+        return create_segment(*place)
+
+    monkeypatch.setattr(host_pool, "create_segment", create_while_another_rank_opens)
+    monkeypatch.setattr(host_pool, "ALLOCATION_WAIT_S", 0.0)
+    first, second = (PoolEngine.open(folder, 3) for _ in range(2))
+    assert num_refused == 1
+    assert path_of(first) != path_of(second)
 
 
 def test_segments_are_described_for_people(folder: Path) -> None:
