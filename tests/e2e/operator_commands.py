@@ -19,16 +19,17 @@ class OperatorCommand:
     variables: Mapping[str, str]
     flags: tuple[str, ...]
 
-    @property
-    def port(self) -> int | None:
-        return int(self.flags[self.flags.index("--port") + 1]) if "--port" in self.flags else None
-
-    def at_port(self, port: int) -> tuple[str, ...]:
-        """The flags with another port, because the port of the command may be in use here."""
+    def without_port(self) -> tuple[str, ...]:
+        """The flags without `--port`: the port of the command may be in use here."""
         words = list(self.flags)
         if "--port" in words:
             del words[words.index("--port") : words.index("--port") + 2]
-        return (*words, "--port", str(port))
+        return tuple(words)
+
+    @property
+    def names_libfabric(self) -> bool:
+        """NIXL's plugin for libfabric starts only where the machine has such a network."""
+        return "LIBFABRIC" in " ".join(self.flags)
 
     def with_kvferry(self) -> "OperatorCommand":
         """The command with the key that lets vLLM load kvferry's connector."""

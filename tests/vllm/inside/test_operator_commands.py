@@ -8,7 +8,6 @@ import pytest
 from tests.e2e.operator_commands import ALONE, HOSTS, PAIRS, OperatorCommand
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvferry.config import KVTransferConfig
@@ -19,8 +18,8 @@ COMMANDS = [*ALONE, *PAIRS, *HOSTS]
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_vllm_finds_our_connector_in_a_command(model: Path, command: OperatorCommand) -> None:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    words = [str(model), *command.with_kvferry().flags]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    words = ["--model", str(model), *command.with_kvferry().without_port()]
     transfer = EngineArgs.from_cli_args(parser.parse_args(words)).kv_transfer_config
     assert KVConnectorFactory.get_connector_class(transfer) is KVFerryConnector
     ours = KVTransferConfig.from_mapping(
