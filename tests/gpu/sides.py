@@ -2,6 +2,7 @@
 that a spawned process can make them too.
 """
 
+import os
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,12 +14,16 @@ from kvferry.transports.base import DataTransport
 from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
 from kvferry.transports.nixl.transport import NixlTransport
+from kvferry.transports.torch_dist.settings import DistSettings
+from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import MemoryKind, Region
 
 __all__ = [
     "DeviceBytes",
     "bounce_nixl_side",
     "cuda_ipc_side",
+    "gloo_side",
+    "nccl_side",
     "nixl_side",
     "over_device",
     "roomy_bounce_nixl_side",
@@ -74,6 +79,17 @@ def over_device(transport: DataTransport) -> TransportSide:
     regions = vram_regions(memory.tensor.data_ptr())
     assert transport.register(regions)
     return TransportSide(transport, cast(Bytes, memory), regions, lambda: None)
+
+
+def gloo_side() -> TransportSide:
+    """With one GPU the transport chooses gloo by itself: NCCL refuses two members on one GPU."""
+    return over_device(DistTransport("127.0.0.1", "127.0.0.1"))
+
+
+def nccl_side() -> TransportSide:
+    """NCCL takes the two processes for two hosts, so it does not notice that they share a GPU."""
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+    return over_device(DistTransport("127.0.0.1", "127.0.0.1", DistSettings(backend="nccl")))
 
 
 def cuda_ipc_side() -> TransportSide:

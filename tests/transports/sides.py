@@ -13,11 +13,13 @@ from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, Bounce
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
+from kvferry.transports.torch_dist.transport import DistTransport
 
 __all__ = [
     "bounce_nixl_side",
     "corrupting_side",
     "delaying_side",
+    "dist_side",
     "failing_side",
     "memory_side",
     "nixl_side",
@@ -93,6 +95,10 @@ def slow_bounce_side() -> TransportSide:
 
 def tcp_side() -> TransportSide:
     return _over_numpy(TcpTransport("127.0.0.1", "127.0.0.1"))
+
+
+def dist_side() -> TransportSide:
+    return _over_numpy(DistTransport("127.0.0.1", "127.0.0.1"))
 
 
 def _registered(transport: DataTransport, memory: SharedMemory) -> TransportSide:

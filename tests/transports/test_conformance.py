@@ -11,6 +11,7 @@ from tests.transports.sides import (
     bounce_nixl_side,
     corrupting_side,
     delaying_side,
+    dist_side,
     failing_side,
     memory_side,
     nixl_side,
@@ -39,10 +40,11 @@ SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[Spawn
     "shm-without-compiler": (shm_side_without_compiler, SpawnedFarSide),
     "tcp-one-process": (tcp_side, InProcessFarSide),
     "tcp": (tcp_side, SpawnedFarSide),
+    "dist": (dist_side, SpawnedFarSide),
     "nixl": (nixl_side, SpawnedFarSide),
     "bounce-nixl": (bounce_nixl_side, SpawnedFarSide),
 }
-WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp")
+WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp", "dist")
 IMMORTAL = ("shm-one-process",)
 """Sources whose far side runs in our process and cannot be killed alone."""
 

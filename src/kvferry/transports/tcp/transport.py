@@ -32,7 +32,7 @@ from kvferry.transports.tcp.server import TcpServer, TcpWriteGrants
 from kvferry.transports.write_grants import check_grant_id
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["TcpTransport"]
+__all__ = ["TcpTransport", "listening_on"]
 
 POLL_INTERVAL_S = 0.001
 BACKLOG = 512
@@ -68,7 +68,7 @@ class TcpTransport:
         ranges = wire.Ranges(regions)
         if any(region.memory is not MemoryKind.DRAM for region in regions) or not ranges.size_bytes:
             return False
-        listener = _listening_on(self._bind_host, self._advertised_host)
+        listener = listening_on(self._bind_host, self._advertised_host)
         self._port = listener.getsockname()[1]
         self._memory = AddressedMemory(ranges.first, ranges.size_bytes)
         self._regions = tuple(regions)
@@ -224,7 +224,7 @@ class TcpTransport:
             loop.call(partial(dialler.drop, link, why))
 
 
-def _listening_on(host: str, advertised_host: str) -> socket.socket:
+def listening_on(host: str, advertised_host: str) -> socket.socket:
     """Open a listening socket. A wildcard listens on IPv4 and IPv6 if the advertised address is an
     IPv6 address.
     """

@@ -1,0 +1,1 @@
+"""The `dist` data transport: moves bytes in process groups of `torch.distributed`."""

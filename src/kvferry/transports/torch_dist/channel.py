@@ -1,0 +1,182 @@
+"""The authenticated connection beside each process group of the `dist` transport.
+
+Requests, refusals, the rendezvous of the group and the tags of the bytes travel here; only the
+bytes travel in the group. Both sides prove that they know the producer's token, with the messages
+of `tcp/wire.py`. One thread owns a channel; any thread may `shut` it. Every wait has a deadline.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import msgspec
+from blake3 import blake3
+
+from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.transports.tcp import wire
+from kvferry.transports.tcp.loop import tune
+
+__all__ = ["STALL_TIMEOUT_S", "TAG_BYTES", "Channel", "DistOffer"]
+
+STALL_TIMEOUT_S = 10.0
+"""A transfer fails if one batch does not arrive within this time. Requests have deadlines of their
+own; a cancelled transfer does not wait for this timeout.
+"""
+PROOF_TIMEOUT_S = 5.0
+TAG_BYTES = 32
+MAX_FRAME_BYTES = 65536
+"""Most bytes of a key or value of the rendezvous: gloo needs 200, NCCL needs 128."""
+_FRAME = struct.Struct("<II")
+
+
+class DistOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transport listens, and the token that a dialler must prove to know."""
+
+    host: str
+    port: int
+    token: bytes
+    nccl_device: str = ""
+    """Identity of the GPU that holds the cache; empty if the side can only use gloo."""
+
+
+class Channel:
+    """One connection after both sides have proved that they know the token."""
+
+    def __init__(self, connection: socket.socket, key: bytes) -> None:
+        self._socket = connection
+        self._key = key
+        self._num_tags = 0
+
+    @classmethod
+    def dial(cls, offer: DistOffer) -> "Channel":
+        """OSError if the peer cannot be reached, RemoteProtocolError if it is not the peer."""
+        connection = socket.create_connection((offer.host, offer.port), PROOF_TIMEOUT_S)
+        try:
+            tune(connection)
+            deadline = time.monotonic() + PROOF_TIMEOUT_S
+            nonce = secrets.token_bytes(wire.NONCE_BYTES)
+            greeting = _receive(connection, wire.GREETING_BYTES, deadline)
+            nonces = wire.nonce_in(greeting) + nonce
+            proof = wire.prove(offer.token, wire.HandshakeRole.DIALLER, nonces)
+            _send(connection, nonce + proof, deadline)
+            answer = _receive(connection, wire.PROOF_BYTES, deadline)
+            if not wire.is_proof(answer, offer.token, wire.HandshakeRole.PRODUCER, nonces):
+                raise RemoteProtocolError(
+                    f"the process at {offer.host}:{offer.port} does not know the token of its offer"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, _tag_key(offer.token, nonces))
+
+    @classmethod
+    def accept(cls, connection: socket.socket, token: bytes) -> "Channel":
+        """OSError or RemoteProtocolError if the client does not authenticate in time. The caller
+        closes the connection.
+        """
+        tune(connection)
+        deadline = time.monotonic() + PROOF_TIMEOUT_S
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        _send(connection, wire.greeting(nonce), deadline)
+        answer = _receive(connection, wire.NONCE_BYTES + wire.PROOF_BYTES, deadline)
+        nonces = nonce + answer[: wire.NONCE_BYTES]
+        if not wire.is_proof(answer[wire.NONCE_BYTES :], token, wire.HandshakeRole.DIALLER, nonces):
+            raise RemoteProtocolError("the client does not know this transport's token")
+        _send(connection, wire.prove(token, wire.HandshakeRole.PRODUCER, nonces), deadline)
+        return cls(connection, _tag_key(token, nonces))
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host at which the other side of the channel can reach it."""
+        return str(self._socket.getsockname()[0]).removeprefix("::ffff:")
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        _send(self._socket, b"".join(parts), time.monotonic() + STALL_TIMEOUT_S)
+
+    def receive(self, size: int) -> bytes:
+        return _receive(self._socket, size, time.monotonic() + STALL_TIMEOUT_S)
+
+    def receive_next(self, size: int) -> bytes | None:
+        """Wait without a deadline for the peer's next request; None if the peer has closed the
+        channel. TCP keepalive ends the wait if the peer's host is gone.
+        """
+        self._socket.settimeout(None)
+        first = self._socket.recv(1)
+        return first + self.receive(size - 1) if first else None
+
+    def send_frame(self, key: str, value: bytes | memoryview) -> None:
+        name = key.encode()
+        self.send(_FRAME.pack(len(name), len(memoryview(value))), name, value)
+
+    def receive_frame(self) -> tuple[str, bytes]:
+        name_bytes, value_bytes = _FRAME.unpack(self.receive(_FRAME.size))
+        if max(name_bytes, value_bytes) > MAX_FRAME_BYTES:
+            raise RemoteProtocolError(f"a frame has {max(name_bytes, value_bytes)} bytes: too many")
+        name = self.receive(name_bytes)
+        return name.decode(errors="replace"), self.receive(value_bytes)
+
+    def receive_reply(self) -> str:
+        """Return why the peer does not grant a write; empty if it has accepted the request.
+        TransportError if the peer refuses the request for any other reason.
+        """
+        reply = self.receive(wire.REPLY_BYTES)
+        text = self.receive(wire.text_bytes_in(reply)).decode(errors="replace")
+        if text and not wire.is_not_granted(reply):
+            raise TransportError(f"the peer refused a transfer: {text}")
+        return text
+
+    def next_tag(self, data: bytes | memoryview) -> bytes:
+        """Compute the tag of the next batch. Both sides count the batches, so that the bytes of one
+        batch are not valid as another.
+        """
+        self._num_tags += 1
+        number = self._num_tags.to_bytes(8, "little")
+        return blake3(data, key=self._key).update(number).digest()
+
+    def shut(self) -> None:
+        """End every wait on the channel, also one in another thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut()
+        self._socket.close()
+
+
+def _tag_key(token: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, b"tags" + nonces, hashlib.sha256)
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    with _deadline(connection, deadline):
+        connection.sendall(data)
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    received = bytearray(size)
+    view = memoryview(received)
+    while view:
+        with _deadline(connection, deadline):
+            moved = connection.recv_into(view)
+        if not moved:
+            raise ConnectionError("the other side has closed the connection")
+        view = view[moved:]
+    return bytes(received)
+
+
+@contextlib.contextmanager
+def _deadline(connection: socket.socket, deadline: float) -> Iterator[None]:
+    """Bound the one call inside the block. TransportError if it does not return in time."""
+    left_s = deadline - time.monotonic()
+    try:
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        yield
+    except TimeoutError:
+        raise TransportError("the other side was silent for too long") from None

@@ -1,0 +1,150 @@
+"""Staging buffers: the bytes of one batch, contiguous, as process groups send and receive them.
+
+Received bytes stay in a staging buffer until their tag is verified; only then are they copied to
+the cache. A buffer belongs to one thread at a time.
+"""
+
+import hmac
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from kvferry.errors import TransportError
+from kvferry.transports.copy.gather import AddressCopier, AddressCopies
+from kvferry.transports.copy.segments import Offsets
+from kvferry.transports.nixl.bounce.memory import copier_for
+from kvferry.transports.tcp.wire import MAX_BATCH_BYTES
+from kvferry.transports.torch_dist.channel import STALL_TIMEOUT_S, TAG_BYTES, Channel
+from kvferry.transports.torch_dist.group import Backend, PairGroup
+from kvferry.types import MemoryKind, Region
+
+__all__ = ["StagingBuffer", "StagingPool"]
+
+COPY_PAUSE_S = 20e-6
+
+
+class StagingBuffer:
+    """Memory for one batch, beside the cache; with a cache on a GPU also pinned host memory, which
+    gloo needs.
+    """
+
+    def __init__(self, like: Region) -> None:
+        is_device = like.memory is MemoryKind.VRAM
+        device = torch.device("cuda", like.device) if is_device else torch.device("cpu")
+        self._beside = torch.empty(MAX_BATCH_BYTES, dtype=torch.uint8, device=device)
+        self._host = (
+            torch.empty(MAX_BATCH_BYTES, dtype=torch.uint8, pin_memory=True) if is_device else None
+        )
+        self._copier: AddressCopier = copier_for(like)
+
+    def gather(self, addresses: Offsets, sizes: Offsets) -> None:
+        """Copy segments of the cache into the buffer, one after the other."""
+        self._copy(addresses, self._beside.data_ptr() + _starts(sizes), sizes)
+
+    def scatter(self, addresses: Offsets, sizes: Offsets) -> None:
+        """Copy the buffer's bytes to segments of the cache."""
+        self._copy(self._beside.data_ptr() + _starts(sizes), addresses, sizes)
+
+    def send(self, channel: Channel, group: PairGroup, size_bytes: int) -> None:
+        if group.backend is Backend.NCCL:
+            group.send(self._beside[:size_bytes])
+            return
+        payload = self._beside[:size_bytes]
+        if self._host is not None:
+            payload = self._host[:size_bytes].copy_(payload)
+        channel.send(channel.next_tag(payload.numpy().data))
+        group.send(payload)
+
+    def receive(self, channel: Channel, group: PairGroup, size_bytes: int) -> None:
+        """TransportError if the bytes are not those that the peer sent."""
+        if group.backend is Backend.NCCL:
+            group.receive(self._beside[:size_bytes])
+            return
+        tag = channel.receive(TAG_BYTES)
+        payload = (self._beside if self._host is None else self._host)[:size_bytes]
+        group.receive(payload)
+        if not hmac.compare_digest(tag, channel.next_tag(payload.numpy().data)):
+            raise TransportError("the bytes that arrived are not the bytes that the peer sent")
+        if self._host is not None:
+            self._beside[:size_bytes].copy_(payload)
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _copy(self, sources: Offsets, targets: Offsets, sizes: Offsets) -> None:
+        job = self._copier.start(_by_size(sources, targets, sizes))
+        deadline = time.monotonic() + STALL_TIMEOUT_S
+        while not job.is_done():
+            if time.monotonic() > deadline:
+                raise TransportError("the device has not copied a batch in time")
+            self._copier.pause(COPY_PAUSE_S)
+
+
+class StagingPool:
+    """The staging buffers of one transport for one purpose, at most `max_bytes` of them."""
+
+    def __init__(self, like: Region, max_bytes: int) -> None:
+        self._like = like
+        self._max_buffers = max(1, max_bytes // MAX_BATCH_BYTES)
+        self._free: list[StagingBuffer] = []
+        self._num_buffers = 0
+        self._changed = threading.Condition()
+
+    def enter_device(self) -> None:
+        """Make the cache's device current in the calling thread, which is going to use buffers."""
+        if self._like.memory is MemoryKind.VRAM:
+            # Imported only for device memory: the module needs torch with CUDA.
+            from kvferry.transports.copy.cuda import enter_device
+
+            enter_device(self._like.device)
+
+    @contextmanager
+    def buffer(self) -> Iterator[StagingBuffer]:
+        """Lend a buffer. TransportError if none is returned in time."""
+        taken = self._take()
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free.append(taken)
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            for each in self._free:
+                each.close()
+            self._free.clear()
+
+    def _take(self) -> StagingBuffer:
+        with self._changed:
+            if not self._changed.wait_for(self._is_available, STALL_TIMEOUT_S):
+                raise TransportError(
+                    f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
+                )
+            if self._free:
+                return self._free.pop()
+            self._num_buffers += 1
+        try:
+            return StagingBuffer(self._like)
+        except (RuntimeError, MemoryError) as error:  # torch's class for lack of memory
+            with self._changed:
+                self._num_buffers -= 1
+            raise TransportError(f"no memory for a staging buffer: {error}") from error
+
+    def _is_available(self) -> bool:
+        return bool(self._free) or self._num_buffers < self._max_buffers
+
+
+def _starts(sizes: Offsets) -> Offsets:
+    return np.cumsum(sizes) - sizes
+
+
+def _by_size(sources: Offsets, targets: Offsets, sizes: Offsets) -> Sequence[AddressCopies]:
+    return [
+        AddressCopies(int(size), sources[sizes == size], targets[sizes == size])
+        for size in np.unique(sizes)
+    ]
