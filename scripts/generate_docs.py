@@ -24,6 +24,7 @@ from kvferry.config import (
     NixlExtraConfig,
     ObjectTierConfig,
     OffloadingExtraConfig,
+    P2pNcclExtraConfig,
     TierConfig,
 )
 from kvferry.config.fields import described
@@ -64,6 +65,7 @@ def generated_pages() -> dict[Path, str]:
         "configuration.md": {
             "transfer": settings_table(KVTransferConfig),
             "nixl": settings_table(NixlExtraConfig),
+            "p2p-nccl": settings_table(P2pNcclExtraConfig),
             "multi": settings_table(MultiExtraConfig),
             "offloading": settings_table(OffloadingExtraConfig),
             **{
@@ -144,14 +146,14 @@ def transition_table() -> str:
 
 def settings_table(settings: type) -> str:
     """Kinds and defaults as users write them; the meaning is the sentence below a field, and every
-    field has one.
+    field has one. Inherited settings are in the table of the class that has them.
     """
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     hints = get_type_hints(settings, include_extras=True)
     source = next(classes(Path(inspect.getfile(settings)), settings.__name__))
     meanings = dict(fields(source))
     for field in dataclasses.fields(settings):
-        if not field.init:
+        if not field.init or field.name not in meanings:
             continue
         if not meanings[field.name]:
             raise SystemExit(

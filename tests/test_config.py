@@ -22,6 +22,7 @@ from kvferry.config import (
     MultiExtraConfig,
     NixlExtraConfig,
     OffloadingExtraConfig,
+    P2pNcclExtraConfig,
     SideChannelConfig,
     fault_spec_from_environment,
     ignored_variables,
@@ -735,3 +736,76 @@ def test_the_example_of_the_seeds_is_valid() -> None:
 def test_peers_are_known_by_one_spelling_of_the_loopback() -> None:
     extra = nixl(peers=["localhost:5600", "10.0.0.7:5601", "[::1]:5602"])
     assert extra.peer_addresses == {"127.0.0.1:5600", "10.0.0.7:5601", "[::1]:5602"}
+
+
+# -- P2pNcclConnector --
+
+
+def p2p(**settings: object) -> dict[str, object]:
+    return {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": settings,
+    }
+
+
+def test_a_configuration_of_vllms_p2p_connector_is_accepted_as_it_was_written() -> None:
+    transfer = KVTransferConfig.from_mapping(
+        {
+            **p2p(
+                proxy_ip="10.0.1.1",
+                proxy_port="30001",
+                http_port="20001",
+                send_type="PUT_ASYNC",
+                mem_pool_size_gb="0.5",
+                nccl_num_channels="16",
+                kv_buffer_size="8e9",
+            ),
+            "kv_buffer_size": "8e9",
+            "kv_port": 21001,
+        }
+    )
+    extra = transfer.extra
+    assert isinstance(extra, P2pNcclExtraConfig)
+    assert (extra.router_url, extra.http_port) == ("http://10.0.1.1:30001", 20001)
+    assert (extra.mem_pool_bytes, extra.kv_buffer_size) == (1 << 29, 8e9)
+    assert extra.nccl_num_channels == 16
+    assert (extra.transfer_mode, extra.transports) == ("push", ("dist",))
+
+
+@pytest.mark.parametrize(
+    ("send_type", "mode"), [("PUT", "push"), ("PUT_ASYNC", "push"), ("GET", "pull")]
+)
+def test_the_send_type_chooses_push_or_pull(send_type: str, mode: str) -> None:
+    extra = KVTransferConfig.from_mapping(p2p(send_type=send_type)).extra
+    assert isinstance(extra, P2pNcclExtraConfig)
+    assert extra.transfer_mode == mode
+    assert extra.router_url is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"send_type": "PUT_SYNC"}, 'send_type is "PUT_SYNC"; did you mean PUT_ASYNC?'),
+        ({"backend": "mpi"}, 'backend is "mpi"; remove it, or use one of auto, gloo, nccl'),
+        ({"proxy_ip": "10.0.0.1"}, "proxy_port is missing"),
+        ({"proxy_port": "x"}, 'proxy_port is "x", which is not a number'),
+        ({"mem_pool_size_gb": 0}, "mem_pool_size_gb must be a number of GiB above 0"),
+        ({"mem_pool_size_gb": "nan"}, "mem_pool_size_gb must be a number of GiB above 0"),
+        ({"nccl_num_channels": -1}, "nccl_num_channels must be"),
+        ({"sent_type": "GET"}, "did you mean send_type?"),
+    ],
+)
+def test_a_wrong_setting_of_p2p_nccl_is_named(settings: dict[str, object], sentence: str) -> None:
+    found = refusal(p2p(**settings))
+    assert sentence in found, found
+
+
+def test_an_engine_of_both_roles_cannot_register_for_one() -> None:
+    found = refusal({**p2p(proxy_ip="10.0.0.1", proxy_port=80), "kv_role": "kv_both"})
+    assert "set kv_role to kv_producer or kv_consumer" in found
+
+
+def test_the_buffer_size_must_be_a_number() -> None:
+    for size in ("much", "nan", "inf", "-1"):
+        assert "extra_config.kv_buffer_size " in refusal(p2p(kv_buffer_size=size))

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from kvferry.cli.arguments import Parser
 from kvferry.cli.runtime import configure_logs
-from kvferry.config import ClusterSecret
+from kvferry.config import ClusterSecret, KVRole, KVTransferConfig
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
 from kvferry.router.fleet.registration import (
@@ -30,7 +30,15 @@ from kvferry.router.fleet.registration import (
     Statement,
 )
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Registration", "add_arguments", "check_router_url", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "Registration",
+    "add_arguments",
+    "check_router_url",
+    "role_of",
+    "run",
+]
 
 
 _log = logging.getLogger(__name__)
@@ -60,6 +68,11 @@ def check_router_url(url: str) -> str:
     if not is_good:
         raise ConfigError(f"{url!r:.200} is not the address of a router; give http://HOST:PORT")
     return url.rstrip("/")
+
+
+def role_of(transfer: KVTransferConfig) -> Role:
+    """The role in which an engine with this `kv_role` joins a fleet."""
+    return Role.PREFILL if transfer.kv_role is KVRole.PRODUCER else Role.DECODE
 
 
 @dataclass(slots=True)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
-from kvferry.cli.register import Registration, check_router_url
+from kvferry.cli.register import Registration, check_router_url, role_of
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
     NixlExtraConfig,
+    P2pNcclExtraConfig,
     SideChannelConfig,
     find_checkpoint,
     ignored_variables,
@@ -275,6 +276,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_before_start(options, address)
     for sentence in [*ignored_variables(os.environ), *open_to_all(address.host, api_keys)]:
         logging.getLogger(__name__).warning(sentence)
+    _register_with_proxy(arguments, options.kv_transfer)
     on_listening = _listening if not arguments.router else _registering(arguments, side_channel)
     # Imported here, as below, because `kvferry serve --help` must work without the extra [engine].
     from kvferry.engine.api.serve import run_on_fast_loop
@@ -372,6 +374,17 @@ def open_to_all(host: str, api_keys: ApiKeys) -> list[str]:
         f"the API listens on {host} without API keys, so every machine that can reach it can use "
         "it; give --api-key-file"
     ]
+
+
+def _register_with_proxy(arguments: argparse.Namespace, transfer: KVTransferConfig | None) -> None:
+    """Take the router and the role from the settings of P2pNcclConnector, unless `--router` names
+    routers.
+    """
+    for connector in transfer.connectors if transfer is not None else ():
+        if isinstance(connector.extra, P2pNcclExtraConfig) and not arguments.router:
+            url = connector.extra.router_url
+            arguments.router = [] if url is None else [url]
+            arguments.router_role = role_of(connector).value
 
 
 def _registering(

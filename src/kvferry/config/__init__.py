@@ -25,6 +25,7 @@ from kvferry.config.offloading import (
     OffloadingExtraConfig,
     TierConfig,
 )
+from kvferry.config.p2p_nccl import P2pNcclExtraConfig
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
 from kvferry.config.transfer import (
@@ -50,6 +51,7 @@ __all__ = [
     "NixlExtraConfig",
     "ObjectTierConfig",
     "OffloadingExtraConfig",
+    "P2pNcclExtraConfig",
     "SideChannelConfig",
     "TierConfig",
     "fault_spec_from_environment",

@@ -120,11 +120,11 @@ class NixlExtraConfig(ExtraConfig):
     """
     push_write: Text = "fenced"
     """In push: when P writes into D's blocks instead of D reading from P: fenced (only where D
-    itself can revoke the write grant: over tcp), always, never.
+    itself can revoke the write grant: over tcp and dist), always, never.
     """
     transports: Texts = ()
-    """The data transports to use, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that
-    work here.
+    """The data transports to use, in order of preference: shm, cuda_ipc, nixl, tcp, dist; empty:
+    all that work here, except dist.
     """
     bounce_max_segment_bytes: Natural | None = None
     """Over NIXL, a transfer whose segments are smaller than this on average uses a bounce buffer;

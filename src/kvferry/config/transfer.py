@@ -34,6 +34,7 @@ from kvferry.config.fields import (
     refuse_unknown_keys,
     shown,
 )
+from kvferry.config.p2p_nccl import P2pNcclExtraConfig
 from kvferry.errors import ConfigError
 from kvferry.types import FailurePolicy
 
@@ -69,7 +70,8 @@ class KVTransferConfig:
 
     kv_connector: Text
     """The connector: NixlConnector (also called NixlPullConnector), NixlPushConnector,
-    MultiConnector, which combines several, or the class name of your own connector.
+    P2pNcclConnector, MultiConnector, which combines several, or the class name of your own
+    connector.
     """
     kv_role: KVRole
     """Whether this engine sends KV, receives KV, or does both."""
@@ -100,7 +102,9 @@ class KVTransferConfig:
     kv_parallel_size: Count = 1
     """Accepted because vLLM has it; no effect here."""
     kv_buffer_size: Bytes | Text = 1e9
-    """Accepted because vLLM has it, as a number or a text; no effect here."""
+    """Accepted because vLLM had it, as a number or a text; no effect here: it is now a setting of
+    P2pNcclConnector.
+    """
     kv_ip: Text = "127.0.0.1"
     """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST sets the address of
     this engine.
@@ -128,6 +132,8 @@ class KVTransferConfig:
             extra = extra.under(self)
         if isinstance(extra, NixlExtraConfig):
             self._check_nixl(extra)
+        if isinstance(extra, P2pNcclExtraConfig):
+            self._check_p2p_nccl(extra)
         object.__setattr__(self, "extra", extra)
 
     @classmethod
@@ -174,6 +180,13 @@ class KVTransferConfig:
             "enable_permute_local_kv",
             self.enable_permute_local_kv or extra.enable_permute_local_kv,
         )
+
+    def _check_p2p_nccl(self, extra: P2pNcclExtraConfig) -> None:
+        if extra.proxy_ip is not None and self.kv_role is KVRole.BOTH:
+            raise ConfigError(
+                "kv_connector_extra_config.proxy_ip registers this engine with a router for one "
+                "role, but kv_role is kv_both; set kv_role to kv_producer or kv_consumer"
+            )
 
 
 @dataclass(frozen=True)

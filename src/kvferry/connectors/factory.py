@@ -92,7 +92,6 @@ PLANNED = (
     "DecodeBenchConnector",
     "ExampleConnector",
     "MooncakeConnector",
-    "P2pNcclConnector",
 )
 """Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
 would mislead the operator, so the error names the missing connector.
@@ -145,6 +144,9 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector"
+)
+KVConnectorFactory.register_connector(
+    "P2pNcclConnector", "kvferry.connectors.nixl", "P2pNcclConnector"
 )
 KVConnectorFactory.register_connector(
     "OffloadingConnector", "kvferry.connectors.offloading.connector", "OffloadingConnector"

@@ -1,4 +1,4 @@
-"""`NixlConnector` and `NixlPushConnector`: their two halves, put together.
+"""`NixlConnector`, `NixlPushConnector` and `P2pNcclConnector`: their two halves, put together.
 
 Pull: the decode side reads the blocks of a finished prefill leg. Push: the decode side registers
 before the prefill leg has finished, and receives the blocks as soon as they are computed. Both have
@@ -9,7 +9,7 @@ the same scheduler half (`scheduler.py`), which owns a transfer mode (`transfer_
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from kvferry.config import NixlExtraConfig
+from kvferry.config import NixlExtraConfig, P2pNcclExtraConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
@@ -27,7 +27,7 @@ from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.connectors.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
 
-__all__ = ["NixlConnector", "NixlPushConnector"]
+__all__ = ["NixlConnector", "NixlPushConnector", "P2pNcclConnector"]
 
 
 class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWorker]):
@@ -36,9 +36,6 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
     honours_token_range = True
     opens_side_channel = True
     transfer_mode: ClassVar[Literal["pull", "push"]] = "pull"
-    """The mode that engines advertise on `/metrics`: a router starts both legs at once if both
-    sides push.
-    """
 
     def __init__(
         self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -60,11 +57,18 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         cls, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig
     ) -> NixlConnectorScheduler:
         issuer = TicketIssuer(config, cache, TicketKey(config.secret), extra.kv_lease_duration)
-        pushes = cls.transfer_mode == "push"
+        pushes = cls.transfer_mode_of(extra) == "push"
         mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
         if config.stock is not None:
             mode = StockPullMode(issuer, extra.peer_addresses, config.stock.request_age_s)
         return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
+
+    @classmethod
+    def transfer_mode_of(cls, extra: NixlExtraConfig) -> Literal["pull", "push"]:
+        """The mode with these settings, which engines advertise on `/metrics`: a router starts both
+        legs at once if both sides push.
+        """
+        return cls.transfer_mode
 
     def set_wakeup(self, wake: Callable[[], None]) -> None:
         (self._scheduler_half or self._worker).set_wakeup(wake)
@@ -108,3 +112,12 @@ class NixlPushConnector(NixlConnector):
     """The push connector: the decode side registers for a prefill leg before it has finished."""
 
     transfer_mode = "push"
+
+
+class P2pNcclConnector(NixlConnector):
+    """Pulls or pushes, as `send_type` says, over process groups of `torch.distributed`."""
+
+    @classmethod
+    def transfer_mode_of(cls, extra: NixlExtraConfig) -> Literal["pull", "push"]:
+        assert isinstance(extra, P2pNcclExtraConfig)
+        return extra.transfer_mode

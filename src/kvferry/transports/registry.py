@@ -14,6 +14,7 @@ from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
     NixlExtraConfig,
+    P2pNcclExtraConfig,
     SideChannelConfig,
     fault_spec_from_environment,
     is_loopback,
@@ -38,6 +39,7 @@ from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.stock_channel import StockDialer, StockListener
 from kvferry.transports.tcp.transport import TcpTransport
+from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import MemoryKind, Region
 
@@ -47,7 +49,8 @@ TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 """The transports, in order of preference. NIXL without RDMA declares in its offer
 (`TransportOffer.near`) that it is good on one host only; between hosts `tcp` is then preferred.
 """
-
+ON_REQUEST = ("dist",)
+"""Transports that are used only if the operator, or the connector's default, names them."""
 
 NIXL_OVER_TCP = (
     "`transports` names nixl without tcp, and UCX has only TCP to reach other hosts from "
@@ -74,6 +77,7 @@ class ConfiguredTransportKit:
     num_threads: int = 4
     """Threads of the NIXL agent."""
     bounce: BounceSettings = field(default_factory=BounceSettings)
+    dist: DistSettings = field(default_factory=DistSettings)
     transports: tuple[str, ...] = TRANSPORTS
     faults: str = ""
     """Specification of faults that data transports inject on purpose, for negative controls."""
@@ -88,10 +92,10 @@ class ConfiguredTransportKit:
     ) -> Self:
         nixl = nixl_settings(transfer)
         for transport in nixl.transports:
-            if transport not in TRANSPORTS:
+            if transport not in (*TRANSPORTS, *ON_REQUEST):
                 raise ConfigError(
                     f"kv_connector_extra_config.transports names {transport}, which is not "
-                    f"supported yet; use {', '.join(TRANSPORTS)}"
+                    f"supported yet; use {', '.join((*TRANSPORTS, *ON_REQUEST))}"
                 )
         faults = fault_spec_from_environment(environ)
         if faults:
@@ -105,6 +109,7 @@ class ConfiguredTransportKit:
             backends=nixl.backends,
             num_threads=nixl.num_threads,
             bounce=BounceSettings(nixl.bounce_max_segment_bytes, nixl.bounce_buffer_bytes),
+            dist=_dist_settings(transfer),
             transports=nixl.transports or TRANSPORTS,
             faults=faults,
         )
@@ -135,6 +140,11 @@ class ConfiguredTransportKit:
                     _log.warning(NIXL_OVER_TCP)
             elif name == "tcp":
                 made.append(TcpTransport(self.bind_host, self.advertised_host))
+            elif name == "dist":
+                # Imported only on request: the module needs torch.
+                from kvferry.transports.torch_dist.transport import DistTransport
+
+                made.append(DistTransport(self.bind_host, self.advertised_host, self.dist))
             elif name == "cuda_ipc":
                 made.append(CudaIpcTransport())
             elif isinstance(memory, SharedMemory):
@@ -225,6 +235,18 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
 
 def _reach(advertised_host: str) -> NetworkReach:
     return NetworkReach.THIS_HOST if is_loopback(advertised_host) else NetworkReach.ANYWHERE
+
+
+def _dist_settings(transfer: KVTransferConfig | None) -> DistSettings:
+    for connector in transfer.connectors if transfer is not None else ():
+        if isinstance(connector.extra, P2pNcclExtraConfig):
+            return DistSettings(
+                host_pool_bytes=connector.extra.mem_pool_bytes,
+                device_pool_bytes=int(connector.extra.kv_buffer_size),
+                backend=connector.extra.backend,
+                num_channels=connector.extra.nccl_num_channels,
+            )
+    return DistSettings()
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:

@@ -263,7 +263,9 @@ def _transfer_mode(options: EngineOptions) -> str:
     if options.kv_transfer is None:
         return ""
     modes = (
-        getattr(KVConnectorFactory.get_connector_class(connector), "transfer_mode", "")
+        # P2pNcclConnector has the mode in its settings.
+        getattr(connector.extra, "transfer_mode", "")
+        or getattr(KVConnectorFactory.get_connector_class(connector), "transfer_mode", "")
         for connector in options.kv_transfer.connectors
     )
     return next(filter(None, modes), "")

@@ -1,0 +1,118 @@
+"""Settings of `P2pNcclConnector`, under the names that vLLM's former connector used. Pure.
+
+The docstrings under the fields are copied into docs/configuration.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self
+
+from msgspec import Meta
+
+from kvferry.config.extra import NixlExtraConfig, register_extra_config
+from kvferry.config.fields import (
+    Bytes,
+    Natural,
+    Port,
+    Text,
+    Texts,
+    nearest,
+    refuse_unknown_keys,
+    shown,
+)
+from kvferry.errors import ConfigError
+from kvferry.types import Address
+
+__all__ = ["P2pNcclExtraConfig"]
+
+SEND_TYPES = ("PUT", "GET", "PUT_ASYNC")
+BACKENDS = ("auto", "gloo", "nccl")
+NUMBERS = {
+    "proxy_port": int,
+    "http_port": int,
+    "nccl_num_channels": int,
+    "mem_pool_size_gb": float,
+    "kv_buffer_size": float,
+}
+"""Settings that vLLM's examples write as text."""
+GiB = 1 << 30
+
+Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20, description="a number of GiB above 0")]
+
+
+@dataclass(frozen=True)
+class P2pNcclExtraConfig(NixlExtraConfig):
+    """Settings of P2pNcclConnector, in addition to those of NixlConnector."""
+
+    send_type: Text = "PUT_ASYNC"
+    """PUT or PUT_ASYNC: P sends the blocks while it computes the prompt, as NixlPushConnector does;
+    both never make P wait. GET: D fetches the blocks after P has computed the prompt, as
+    NixlConnector does.
+    """
+    backend: Text = "auto"
+    """The library that moves the bytes: nccl, gloo, or auto: NCCL if both caches are on different
+    GPUs, otherwise gloo.
+    """
+    mem_pool_size_gb: Gibibytes = 32.0
+    """The most memory for staging buffers of a cache in host memory, in GiB; allocated when needed,
+    16 MiB at a time.
+    """
+    kv_buffer_size: Bytes = 1e9
+    """The most memory for staging buffers of a cache on a GPU, in bytes; allocated when needed,
+    16 MiB at a time.
+    """
+    nccl_num_channels: Natural = 0
+    """The number of channels of each NCCL group; 0: NCCL decides."""
+    proxy_ip: Text | None = None
+    """The host of the kvferry router with which this engine registers; null: the engine does not
+    register. Needs proxy_port, and kv_role kv_producer (prefill) or kv_consumer (decode).
+    """
+    proxy_port: Port = 0
+    """The HTTP port of that router."""
+    http_port: Port = 0
+    """The port of this engine's HTTP server, at which the router reaches it. Needed in vLLM; the
+    embedded engine knows its port.
+    """
+    transports: Texts = ("dist",)
+    """The data transports to use, in order of preference: dist, and those of NixlConnector."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, known in (("send_type", SEND_TYPES), ("backend", BACKENDS)):
+            value = getattr(self, key)
+            if value not in known:
+                raise ConfigError(f"{key} is {shown(value)}; {nearest(value, known)}")
+        if self.proxy_ip is not None and not self.proxy_port:
+            raise ConfigError("proxy_port is missing; proxy_ip needs it: the router's HTTP port")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
+        return cls(**{key: _number(key, value) for key, value in mapping.items()})
+
+    @property
+    def transfer_mode(self) -> Literal["pull", "push"]:
+        return "pull" if self.send_type == "GET" else "push"
+
+    @property
+    def router_url(self) -> str | None:
+        """The router with which the engine registers."""
+        if self.proxy_ip is None:
+            return None
+        return f"http://{Address(self.proxy_ip.strip('[]'), self.proxy_port)}"
+
+    @property
+    def mem_pool_bytes(self) -> int:
+        return int(self.mem_pool_size_gb * GiB)
+
+
+def _number(key: str, value: Any) -> Any:
+    if key not in NUMBERS or not isinstance(value, str):
+        return value
+    try:
+        return NUMBERS[key](value)
+    except ValueError:
+        raise ConfigError(f"{key} is {shown(value)}, which is not a number") from None
+
+
+register_extra_config("P2pNcclConnector", P2pNcclExtraConfig)
