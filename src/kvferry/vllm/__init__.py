@@ -16,6 +16,7 @@ __all__ = [
     "NixlPullConnector",
     "NixlPushConnector",
     "OffloadingConnector",
+    "P2pNcclConnector",
 ]
 
 
@@ -28,6 +29,10 @@ def __getattr__(name: str) -> Any:
             from kvferry.vllm.multi import MultiConnector
 
             return MultiConnector
+        if name == "P2pNcclConnector":
+            from kvferry.vllm.p2p_nccl import P2pNcclConnector
+
+            return P2pNcclConnector
         from kvferry.vllm import connector
 
         return getattr(connector, name)

@@ -40,6 +40,7 @@ __all__ = [
     "null_blocks_as_holes",
     "publishes_kv_events",
     "strip_transfer_params",
+    "transfer_config",
 ]
 
 # vLLM reserves block 0 as its null block.
@@ -212,13 +213,11 @@ def publishes_kv_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def connector_config(
-    vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
-) -> ConnectorConfig:
-    """The contract's configuration. Only workers know the `attention_backends`."""
+def transfer_config(vllm_config: Any, connector: str) -> KVTransferConfig:
+    """kvferry's settings of KV transfer, with kvferry's name of the connector."""
     theirs = vllm_config.kv_transfer_config
     assert theirs is not None
-    transfer = KVTransferConfig.from_mapping(
+    return KVTransferConfig.from_mapping(
         {
             "kv_connector": connector,
             "kv_role": theirs.kv_role,
@@ -230,6 +229,13 @@ def connector_config(
             "kv_connector_extra_config": theirs.kv_connector_extra_config,
         }
     )
+
+
+def connector_config(
+    vllm_config: Any, connector: str, tp_rank: int, attention_backends: str
+) -> ConnectorConfig:
+    """The contract's configuration. Only workers know the `attention_backends`."""
+    transfer = transfer_config(vllm_config, connector)
     side_channel = _side_channel(vllm_config)
     secret = ClusterSecret.load(os.environ)
     secret.check_reach(side_channel)

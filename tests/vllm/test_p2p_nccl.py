@@ -1,0 +1,188 @@
+"""Tests P2pNcclConnector in real vLLM over gloo: servers that register themselves with kvferry's
+router give the tokens of a plain vLLM; strangers on their ports and kill -9 of each side cost
+errors at most.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from tests.e2e.forgeries import knock
+from tests.e2e.harness import Answer, Engine, ask, ask_all, metrics, new_session, until
+from tests.vllm.abused_cluster import kill
+from tests.vllm.documented import Documented, documented
+from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
+from tests.vllm.right import PROMPTS, Right
+from tests.vllm.vllm_asking import assert_free, random_prompts
+
+from kvferry.bench.vllm.servers import free_ports
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
+SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
+
+
+@dataclass(frozen=True)
+class Registered:
+    """P and D as documented, and the router with which they have registered."""
+
+    fleet: Fleet
+    p: Engine
+    d: Engine
+    router: Engine
+
+
+def start(fleet: Fleet, name: str, router: Engine, command: Documented, cores: str) -> Engine:
+    """Start a server as documented, with the ports of this test."""
+    http, side_channel = free_ports(2)
+    ports = {"proxy_port": str(router.address.port), "http_port": str(http)}
+    return fleet.vllm(
+        name,
+        transfer=command.transfer,
+        extra={**SHORT, **ports},
+        cores=cores,
+        ports=(http, side_channel),
+    )
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Registered]:
+    for_router, for_p, for_d = documented("In vLLM", "p2p-nccl.md")
+    assert for_router.words[:2] == ("kvferry", "proxy")
+    directory = tmp_path_factory.mktemp("p2p")
+    (directory / "router.toml").write_text("")
+    (port,) = free_ports(1)
+    proxy = [sys.executable, "-m", "kvferry", "proxy", "--host", "127.0.0.1", "--port", str(port)]
+    with Fleet(directory, model) as fleet:
+        config = str(directory / "router.toml")
+        router = fleet.router("router of p2p", [*proxy, "--config", config], port)
+        p = start(fleet, "prefill", router, for_p, "0")
+        d = start(fleet, "decode", router, for_d, "1")
+        ready(p, d)
+        yield Registered(fleet, p, d, router)
+
+
+def test_tokens_equal_a_plain_vllms(right: Right, registered: Registered) -> None:
+    async def check() -> None:
+        async with new_session(120) as session:
+            await until("both have registered", lambda: _is_answered(session, registered.router))
+            before = await metrics(session, registered.d)
+            answers = await ask_all(registered.router, PROMPTS, concurrency=8, timeout_s=240)
+            assert answers == right.vllm
+            after = await metrics(session, registered.d)
+            assert after[FINISHED] - before[FINISHED] > len(PROMPTS) // 2
+            assert after[FAILED] == before[FAILED]
+            await assert_free(session, registered.p, registered.d)
+
+    asyncio.run(check())
+
+
+def test_strangers_on_every_port_change_no_token(right: Right, registered: Registered) -> None:
+    chosen = slice(0, 12)
+
+    async def check() -> None:
+        for port in _listening_ports(registered.p) | _listening_ports(registered.d):
+            for held in knock("127.0.0.1", port, 60):
+                held.close()
+        answers = await ask_all(registered.router, PROMPTS[chosen], concurrency=4, timeout_s=120)
+        _assert_right_or_error(answers, right.vllm[chosen])
+        async with new_session(120) as session:
+            await until("KV moves again", lambda: _is_answered(session, registered.router))
+            await assert_free(session, registered.p, registered.d)
+
+    asyncio.run(check())
+
+
+@pytest.mark.exhaustive
+def test_one_corrupted_block_in_transit_changes_the_tokens(
+    right: Right, registered: Registered
+) -> None:
+    """The negative control of the comparison above: it must see a wrong byte."""
+    transfer = {**BY_MODULE_PATH, "kv_connector": "P2pNcclConnector"}
+    pull = {"send_type": "GET"}
+    p = registered.fleet.vllm("pulled prefill", transfer=transfer, extra=pull)
+    d = registered.fleet.vllm(
+        "corrupted decode",
+        transfer=transfer,
+        extra=pull,
+        cores="1",
+        environment={"KVFERRY_FAULTS": "corrupt:every=1"},
+    )
+    router = registered.fleet.kvferry_router([p], [d])
+    ready(p, d, router)
+    chosen = [n for n, prompt in enumerate(PROMPTS) if len(prompt.token_ids) < 200][:8]
+    answers = asyncio.run(ask_all(router, [PROMPTS[n] for n in chosen], timeout_s=120))
+    assert all(answer.is_ok for answer in answers)
+    assert all(a != right.vllm[n] for a, n in zip(answers, chosen, strict=True))
+    registered.fleet.stop(d)
+    registered.fleet.stop(p)
+
+
+def test_a_killed_side_leaves_the_other_one_serving(registered: Registered) -> None:
+    """P is killed under load: every request ends with right tokens or an error. Then a successor of
+    P serves, D is killed under load, and P gets its blocks back.
+    """
+    load = random_prompts(16, seed=72)
+
+    async def kill_under_load(session: aiohttp.ClientSession, engine: Engine) -> list[Answer]:
+        async def is_routing() -> bool:
+            active = (await metrics(session, registered.router))["kvferry:router_active_requests"]
+            return active == len(load)
+
+        engine.pause()
+        asking = asyncio.create_task(ask_all(registered.router, load, timeout_s=120))
+        await until("all requests are under way", is_routing)
+        kill(engine)
+        return await asking
+
+    async def check() -> None:
+        async with new_session(120) as session:
+            await until("both have registered", lambda: _is_answered(session, registered.router))
+            expected = await ask_all(registered.p, load, timeout_s=240)
+            answers = await kill_under_load(session, registered.p)
+            _assert_right_or_error(answers, expected)
+            await assert_free(session, registered.d)
+            for_p = documented("In vLLM", "p2p-nccl.md")[1]
+            successor = start(
+                registered.fleet, "second prefill", registered.router, for_p, cores="0"
+            )
+            ready(successor)
+            await until("KV moves again", lambda: _is_answered(session, registered.router))
+            answers = await kill_under_load(session, registered.d)
+            _assert_right_or_error(answers, expected)
+            await assert_free(session, successor)
+            assert await ask(session, successor, load[0]) == expected[0]
+
+    asyncio.run(check())
+
+
+def _assert_right_or_error(answers: list[Answer], right: list[Answer]) -> None:
+    for answer, expected in zip(answers, right, strict=True):
+        assert answer == expected or (answer.status >= 500 and answer.message), answer.body
+
+
+async def _is_answered(session: aiohttp.ClientSession, router: Engine) -> bool:
+    try:
+        return (await ask(session, router, PROMPTS[0])).is_ok
+    except aiohttp.ClientConnectionError:  # the router has not started yet
+        return False
+
+
+async def _is_busy(session: aiohttp.ClientSession, engine: Engine) -> bool:
+    found = await metrics(session, engine)
+    return found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"] > 0
+
+
+def _listening_ports(engine: Engine) -> set[int]:
+    return {
+        connection.laddr.port
+        for process in engine.family()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
