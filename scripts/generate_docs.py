@@ -19,6 +19,7 @@ from kvferry.config import (
     CpuTierConfig,
     DiskTierConfig,
     KVTransferConfig,
+    MooncakeExtraConfig,
     MooncakeTierConfig,
     MultiExtraConfig,
     NixlExtraConfig,
@@ -66,6 +67,7 @@ def generated_pages() -> dict[Path, str]:
             "transfer": settings_table(KVTransferConfig),
             "nixl": settings_table(NixlExtraConfig),
             "p2p-nccl": settings_table(P2pNcclExtraConfig),
+            "mooncake": settings_table(MooncakeExtraConfig),
             "multi": settings_table(MultiExtraConfig),
             "offloading": settings_table(OffloadingExtraConfig),
             **{
@@ -153,6 +155,7 @@ def settings_table(settings: type) -> str:
     source = next(classes(Path(inspect.getfile(settings)), settings.__name__))
     meanings = dict(fields(source))
     for field in dataclasses.fields(settings):
+        # A class may add fields to those of another connector, which has a table of its own.
         if not field.init or field.name not in meanings:
             continue
         if not meanings[field.name]:

@@ -809,3 +809,31 @@ def test_an_engine_of_both_roles_cannot_register_for_one() -> None:
 def test_the_buffer_size_must_be_a_number() -> None:
     for size in ("much", "nan", "inf", "-1"):
         assert "extra_config.kv_buffer_size " in refusal(p2p(kv_buffer_size=size))
+
+
+# -- MooncakeConnector --
+
+
+@pytest.mark.parametrize(
+    ("connector", "settings", "sentence"),
+    [
+        ("MooncakeConnector", {"mooncake_protocol": "rmda"}, 'did you mean "rdma"?'),
+        ("MooncakeConnector", {"num_workers": 0}, "num_workers"),
+        ("MooncakeConnector", {"transports": ["tcp"]}, "remove it, or use NixlConnector"),
+        (
+            "NixlConnector",
+            {"transports": ["mooncake"]},
+            "belongs to kv_connector MooncakeConnector",
+        ),
+        ("NixlConnector", {"num_workers": 2}, "num_workers"),
+    ],
+)
+def test_a_wrong_setting_of_the_mooncake_connector_is_named(
+    connector: str, settings: dict[str, object], sentence: str
+) -> None:
+    mapping = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+    assert sentence in refusal(mapping)

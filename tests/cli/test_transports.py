@@ -12,6 +12,7 @@ import pytest
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.errors import ConfigError
 from kvferry.transports.base import CacheMemory, Received
+from kvferry.transports.mooncake.transport import MooncakeSettings
 from kvferry.transports.registry import ConfiguredTransportKit, nixl_settings
 
 SECRET = ClusterSecret.load({"KVFERRY_SECRET": "0123456789abcdef0123456789abcdef"})
@@ -62,9 +63,26 @@ def test_memory_that_is_not_shared_has_no_shm_transport() -> None:
 def test_a_transport_that_is_known_but_not_here_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="names mooncake, which is not supported yet; use shm, cuda_ipc, nixl, tcp",
+        match="names dist, which is not supported yet; use shm, cuda_ipc, nixl, tcp",
     ):
-        kit(transports=["mooncake"])
+        kit(transports=["dist"])
+
+
+def test_mooncake_is_chosen_by_its_connector_and_carries_shared_memory_only(
+    memory: CacheMemory,
+) -> None:
+    extra = {"num_workers": 3, "device_name": "mlx5_0", "mooncake_protocol": "rdma"}
+    settings = KVTransferConfig.from_mapping(
+        {
+            "kv_connector": "MooncakeConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    )
+    made = ConfiguredTransportKit.from_settings(ANY_PORT, SECRET, settings, {})
+    assert names(made, memory) == ["mooncake"]
+    assert names(made, None) == []
+    assert made.mooncake == MooncakeSettings("rdma", 3, "mlx5_0")
 
 
 def test_a_kit_survives_the_way_into_a_worker_process_and_hides_its_secret() -> None:

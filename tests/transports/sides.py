@@ -9,6 +9,7 @@ from kvferry.transports.base import DataTransport
 from kvferry.transports.copy.gather import copy_by_numpy
 from kvferry.transports.faulty import FaultyTransport, parse_faults
 from kvferry.transports.memory import MemoryNetwork, MemoryTransport
+from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
@@ -22,6 +23,7 @@ __all__ = [
     "dist_side",
     "failing_side",
     "memory_side",
+    "mooncake_side",
     "nixl_side",
     "shm_side",
     "shm_side_without_compiler",
@@ -91,6 +93,11 @@ def slow_bounce_side() -> TransportSide:
         BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0),
         memory,
     )
+
+
+def mooncake_side(settings: MooncakeSettings | None = None) -> TransportSide:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(MooncakeTransport(memory, "127.0.0.1", "127.0.0.1", settings), memory)
 
 
 def tcp_side() -> TransportSide:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.transports.mooncake_agents import skip_without_mooncake
 from tests.transports.sides import (
     bounce_nixl_side,
     corrupting_side,
@@ -14,6 +15,7 @@ from tests.transports.sides import (
     dist_side,
     failing_side,
     memory_side,
+    mooncake_side,
     nixl_side,
     shm_side,
     shm_side_without_compiler,
@@ -43,6 +45,7 @@ SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[Spawn
     "dist": (dist_side, SpawnedFarSide),
     "nixl": (nixl_side, SpawnedFarSide),
     "bounce-nixl": (bounce_nixl_side, SpawnedFarSide),
+    "mooncake": (mooncake_side, SpawnedFarSide),
 }
 WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp", "dist")
 IMMORTAL = ("shm-one-process",)
@@ -56,7 +59,9 @@ def source_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def source(source_name: str) -> Iterator[TransportPairSource]:
-    made = TransportPairSource(*SOURCES[source_name])
+    if source_name == "mooncake":
+        skip_without_mooncake()
+    made = TransportPairSource(*SOURCES[source_name], only_reads=source_name in ONLY_READ)
     yield made
     made.close()
 

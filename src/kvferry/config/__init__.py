@@ -14,6 +14,7 @@ from kvferry.config.extra import (
     ExampleExtraConfig,
     ExtraConfig,
     FreeExtraConfig,
+    MooncakeExtraConfig,
     NixlExtraConfig,
     register_extra_config,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "FreeExtraConfig",
     "KVRole",
     "KVTransferConfig",
+    "MooncakeExtraConfig",
     "MooncakeTierConfig",
     "MultiExtraConfig",
     "NixlExtraConfig",

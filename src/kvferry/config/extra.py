@@ -34,12 +34,14 @@ __all__ = [
     "ExampleExtraConfig",
     "ExtraConfig",
     "FreeExtraConfig",
+    "MooncakeExtraConfig",
     "NixlExtraConfig",
     "extra_config_class",
     "register_extra_config",
 ]
 
 INTEROPS = ("vllm-0.32",)
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 PUSH_WRITES = ("fenced", "always", "never")
 KNOWN_TRANSPORTS = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
@@ -179,12 +181,7 @@ class NixlExtraConfig(ExtraConfig):
         check_fields(self)
         if not self.backends:
             raise ConfigError('backends must name at least one NIXL backend, for example ["UCX"]')
-        for transport in self.transports:
-            if transport not in KNOWN_TRANSPORTS:
-                raise ConfigError(
-                    f"transports has {shown(transport)}, which is not a data transport; "
-                    f"{nearest(transport, KNOWN_TRANSPORTS)}"
-                )
+        self._check_transports()
         if self.push_write not in PUSH_WRITES:
             raise ConfigError(
                 f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}"
@@ -200,6 +197,24 @@ class NixlExtraConfig(ExtraConfig):
                 "interop cannot be used with bidirectional_kv_xfer: a stock peer cannot ask for a "
                 "retained turn; remove one of them"
             )
+
+    def _check_transports(self) -> None:
+        for transport in self.transports:
+            if transport == "mooncake":
+                raise ConfigError(
+                    "transports has mooncake, which belongs to kv_connector MooncakeConnector; "
+                    "use that connector"
+                )
+            if transport not in KNOWN_TRANSPORTS:
+                raise ConfigError(
+                    f"transports has {shown(transport)}, which is not a data transport; "
+                    f"{nearest(transport, KNOWN_TRANSPORTS)}"
+                )
+
+    @property
+    def needs_shared_cache(self) -> bool:
+        """Whether peers read KV only in memory that kvferry has allocated."""
+        return False
 
     @property
     def lease_extension_s(self) -> float:
@@ -234,6 +249,39 @@ class NixlExtraConfig(ExtraConfig):
 
 
 @dataclass(frozen=True)
+class MooncakeExtraConfig(NixlExtraConfig):
+    """Settings of MooncakeConnector: those below, and those of NixlConnector."""
+
+    mooncake_protocol: Text = "tcp"
+    """How Mooncake moves bytes: tcp or rdma."""
+    num_workers: Count = 10
+    """How many reads Mooncake makes at once, each of up to 8 MiB; half of them from one peer."""
+    device_name: Text = ""
+    """The RDMA devices, separated by commas; empty: Mooncake chooses."""
+    transports: Texts = ("mooncake",)
+    """The data transport, which is mooncake."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
+            raise ConfigError(
+                f"mooncake_protocol is {shown(self.mooncake_protocol)}; "
+                f"{nearest(self.mooncake_protocol, MOONCAKE_PROTOCOLS)}"
+            )
+
+    @property
+    def needs_shared_cache(self) -> bool:
+        return True
+
+    def _check_transports(self) -> None:
+        if self.transports != ("mooncake",):
+            raise ConfigError(
+                "transports is always mooncake with kv_connector MooncakeConnector; remove it, or "
+                "use NixlConnector"
+            )
+
+
+@dataclass(frozen=True)
 class ExampleExtraConfig(ExtraConfig):
     """Settings of ExampleConnector."""
 
@@ -242,6 +290,7 @@ class ExampleExtraConfig(ExtraConfig):
 
 _CLASSES: dict[str, type[ExtraConfig]] = {
     "ExampleConnector": ExampleExtraConfig,
+    "MooncakeConnector": MooncakeExtraConfig,
     "NixlConnector": NixlExtraConfig,
     "NixlPullConnector": NixlExtraConfig,
     "NixlPushConnector": NixlExtraConfig,

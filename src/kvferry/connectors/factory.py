@@ -91,7 +91,6 @@ class KVConnectorFactory:
 PLANNED = (
     "DecodeBenchConnector",
     "ExampleConnector",
-    "MooncakeConnector",
 )
 """Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
 would mislead the operator, so the error names the missing connector.
@@ -147,6 +146,9 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "P2pNcclConnector", "kvferry.connectors.nixl", "P2pNcclConnector"
+)
+KVConnectorFactory.register_connector(
+    "MooncakeConnector", "kvferry.connectors.nixl", "MooncakeConnector"
 )
 KVConnectorFactory.register_connector(
     "OffloadingConnector", "kvferry.connectors.offloading.connector", "OffloadingConnector"

@@ -1,4 +1,5 @@
-"""`NixlConnector`, `NixlPushConnector` and `P2pNcclConnector`: their two halves, put together.
+"""`NixlConnector`, `NixlPushConnector`, `MooncakeConnector` and `P2pNcclConnector`: their two halves,
+put together.
 
 Pull: the decode side reads the blocks of a finished prefill leg. Push: the decode side registers
 before the prefill leg has finished, and receives the blocks as soon as they are computed. Both have
@@ -27,7 +28,7 @@ from kvferry.connectors.two_halves import TwoHalvesConnector
 from kvferry.connectors.worker import NixlConnectorWorker
 from kvferry.protocol.tickets import TicketKey
 
-__all__ = ["NixlConnector", "NixlPushConnector", "P2pNcclConnector"]
+__all__ = ["MooncakeConnector", "NixlConnector", "NixlPushConnector", "P2pNcclConnector"]
 
 
 class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWorker]):
@@ -106,6 +107,10 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return TransferStats(data or {})
+
+
+class MooncakeConnector(NixlConnector):
+    """The pull connector with the settings of `MooncakeExtraConfig`: its transport is mooncake."""
 
 
 class NixlPushConnector(NixlConnector):

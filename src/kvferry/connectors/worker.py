@@ -195,6 +195,9 @@ class NixlConnectorWorker:
         is_elsewhere = any(region.memory is not MemoryKind.DRAM for region in own.regions)
         uses_host_buffer = (
             is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
+        ) or (
+            # vLLM allocates its cache itself.
+            self._extra.needs_shared_cache and (is_elsewhere or self._config.cache_memory is None)
         )
         if not uses_host_buffer and not self._extra.force_host_buffer:
             return own

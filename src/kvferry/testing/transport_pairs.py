@@ -298,9 +298,14 @@ class TransportPairSource:
     """
 
     def __init__(
-        self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]
+        self,
+        make: TransportSideMaker,
+        far: type[InProcessFarSide] | type[SpawnedFarSide],
+        *,
+        only_reads: bool = False,
     ) -> None:
         self.make = make
+        self.only_reads = only_reads
         self._make_far_side = far
         self._shared: FarSide | None = None
         self._pairs = 0

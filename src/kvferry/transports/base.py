@@ -197,7 +197,8 @@ class DataTransport(Protocol):
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
         """Start copying our bytes to the peer, under a grant id that the peer issued (0: none;
-        peers without write grants ignore the id). TransportError if the peer is not connected.
+        peers without write grants ignore the id). TransportError if the peer is not connected, or
+        if the transport only reads.
         """
 
     @property

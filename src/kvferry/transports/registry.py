@@ -13,6 +13,7 @@ from typing import Self
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
+    MooncakeExtraConfig,
     NixlExtraConfig,
     P2pNcclExtraConfig,
     SideChannelConfig,
@@ -34,6 +35,7 @@ from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
 from kvferry.transports.host_buffer.host import CpuHostBuffer
 from kvferry.transports.host_buffer.store import HostBlockStore
 from kvferry.transports.locality import has_rdma
+from kvferry.transports.mooncake.transport import MooncakeSettings, MooncakeTransport
 from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
@@ -49,7 +51,7 @@ TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 """The transports, in order of preference. NIXL without RDMA declares in its offer
 (`TransportOffer.near`) that it is good on one host only; between hosts `tcp` is then preferred.
 """
-ON_REQUEST = ("dist",)
+ON_REQUEST = ("dist", "mooncake")
 """Transports that are used only if the operator, or the connector's default, names them."""
 
 NIXL_OVER_TCP = (
@@ -78,6 +80,7 @@ class ConfiguredTransportKit:
     """Threads of the NIXL agent."""
     bounce: BounceSettings = field(default_factory=BounceSettings)
     dist: DistSettings = field(default_factory=DistSettings)
+    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     transports: tuple[str, ...] = TRANSPORTS
     faults: str = ""
     """Specification of faults that data transports inject on purpose, for negative controls."""
@@ -110,6 +113,7 @@ class ConfiguredTransportKit:
             num_threads=nixl.num_threads,
             bounce=BounceSettings(nixl.bounce_max_segment_bytes, nixl.bounce_buffer_bytes),
             dist=_dist_settings(transfer),
+            mooncake=_mooncake_settings(nixl),
             transports=nixl.transports or TRANSPORTS,
             faults=faults,
         )
@@ -118,8 +122,8 @@ class ConfiguredTransportKit:
         return SharedMemory.allocate(size_bytes)
 
     def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
-        """Make the data transports in the operator's order, or in the default order. `shm` is left
-        out if `memory` is not shared memory.
+        """Make the data transports in the operator's order, or in the default order. `shm` and
+        `mooncake` are left out if `memory` is not shared memory.
         """
         made: list[DataTransport] = []
         for name in self.transports:
@@ -148,8 +152,11 @@ class ConfiguredTransportKit:
             elif name == "cuda_ipc":
                 made.append(CudaIpcTransport())
             elif isinstance(memory, SharedMemory):
-                made.append(ShmTransport(memory))
+                made.append(ShmTransport(memory) if name == "shm" else self._mooncake(memory))
         return _with_faults(made, self.faults) if self.faults else made
+
+    def _mooncake(self, memory: SharedMemory) -> MooncakeTransport:
+        return MooncakeTransport(memory, self.bind_host, self.advertised_host, self.mooncake)
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
@@ -247,6 +254,12 @@ def _dist_settings(transfer: KVTransferConfig | None) -> DistSettings:
                 num_channels=connector.extra.nccl_num_channels,
             )
     return DistSettings()
+
+
+def _mooncake_settings(extra: NixlExtraConfig) -> MooncakeSettings:
+    if not isinstance(extra, MooncakeExtraConfig):
+        return MooncakeSettings()
+    return MooncakeSettings(extra.mooncake_protocol, extra.num_workers, extra.device_name)
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:

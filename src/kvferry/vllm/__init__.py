@@ -9,8 +9,10 @@ from typing import Any
 
 __all__ = [
     "KVFerryConnector",
+    "KVFerryMooncakeConnector",
     "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
+    "MooncakeConnector",
     "MultiConnector",
     "NixlConnector",
     "NixlPullConnector",

@@ -57,8 +57,10 @@ from kvferry.vllm.translate import (
 
 __all__ = [
     "KVFerryConnector",
+    "KVFerryMooncakeConnector",
     "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
+    "MooncakeConnector",
     "NixlConnector",
     "NixlPullConnector",
     "NixlPushConnector",
@@ -601,6 +603,12 @@ class KVFerryPushConnector(KVFerryConnector):
         return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
 
 
+class KVFerryMooncakeConnector(KVFerryConnector):
+    """The pull connector whose transport is mooncake."""
+
+    inner_name = "MooncakeConnector"
+
+
 class KVFerryOffloadingConnector(KVFerryConnector):
     """Keeps KV in tiers; in addition to the pull connector, it reports the progress of every
     request's prompt to kvferry's scheduler half.
@@ -706,5 +714,7 @@ NixlConnector = NixlPullConnector = KVFerryConnector
 """
 NixlPushConnector = KVFerryPushConnector
 """The name of vLLM's own push connector."""
+MooncakeConnector = KVFerryMooncakeConnector
+"""The name of vLLM's own connector for Mooncake's Transfer Engine."""
 OffloadingConnector = KVFerryOffloadingConnector
 """The name of vLLM's own offloading connector."""

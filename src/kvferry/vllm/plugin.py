@@ -15,7 +15,12 @@ from kvferry.transports.nixl.agent import load_distribution_netlink
 __all__ = ["EPOCH_VARIABLE", "register"]
 
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
-NAMES = ("KVFerryConnector", "KVFerryOffloadingConnector", "KVFerryPushConnector")
+NAMES = (
+    "KVFerryConnector",
+    "KVFerryMooncakeConnector",
+    "KVFerryOffloadingConnector",
+    "KVFerryPushConnector",
+)
 
 
 def register() -> None:

@@ -1,0 +1,1 @@
+"""The `mooncake` data transport: Mooncake's Transfer Engine, in a process of its own."""

@@ -1,0 +1,256 @@
+"""The agent: a process that runs Mooncake's Transfer Engine for one transport.
+
+    python -m kvferry.transports.mooncake.agent SETTINGS
+
+Ten bytes from a stranger end a process with a Transfer Engine (decision 057), so no engine loads
+it. The transport starts this process, which maps the KV cache and
+
+- lets peers read the cache. Over tcp it is mapped without permission to write, so nothing that
+  arrives at Mooncake's ports can change KV.
+- reads from peers into the cache. Each *lane* is a pipe and a thread that makes one call at a time.
+- greets: a peer that connects to the transport's port gets a `Greeting` with the place of
+  Mooncake's current port. The connection stays open as long as this process lives, so its end tells
+  the peer that the greeting is no longer valid.
+
+This is the only module of the transport that imports mooncake.
+"""
+
+import glob
+import mmap
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mooncake.engine import TransferEngine
+
+__all__ = ["GREETING_BYTES", "AgentSettings", "Greeting", "ReadCall"]
+
+Bytes = npt.NDArray[np.uint8]
+
+POLL_S = 1.0
+START_S = 20
+"""How long Mooncake may take to start; to pin memory for rdma, a second more for each gigabyte."""
+RDMA_DEVICES = "/sys/class/infiniband/*"
+INCARNATION_BYTES = 8
+_MAGIC = b"kvfmoon1"
+_GREETING = struct.Struct(f"!{len(_MAGIC)}sHQ{INCARNATION_BYTES}s")
+GREETING_BYTES = _GREETING.size
+MAX_CONNECTIONS = 500
+"""Below the usual limit of open files. Further peers are refused."""
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """The agent's argument, as JSON. The numbers of files are those that it inherits."""
+
+    parent: int
+    control: int
+    listener: int
+    memory: int
+    lanes: list[int]
+    host: str
+    protocol: str
+    device_name: str
+
+
+class ReadCall(msgspec.Struct, frozen=True, array_like=True):
+    """One batch of reads. The answer is Mooncake's code: 0 if all bytes have arrived."""
+
+    peer: str
+    """host:port of the peer's Transfer Engine."""
+    incarnation: bytes
+    """Of the peer's agent, from its greeting."""
+    local: list[int]
+    """Offsets into our cache."""
+    remote: list[int]
+    """Addresses in the process of the peer's agent."""
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What the agent says about its Transfer Engine."""
+
+    port: int
+    address: int
+    """Where the agent has mapped the cache for its peers."""
+    incarnation: bytes
+    """Random for each agent: another one may later have the same port."""
+
+    def encode(self) -> bytes:
+        return _GREETING.pack(_MAGIC, self.port, self.address, self.incarnation)
+
+    @classmethod
+    def decode(cls, message: bytes) -> Self:
+        """ValueError unless this is a greeting."""
+        if len(message) != GREETING_BYTES or not message.startswith(_MAGIC):
+            raise ValueError("not the greeting of a mooncake transport")
+        return cls(*_GREETING.unpack(message)[1:])
+
+
+class _Engines:
+    """The Transfer Engines of this process: one, unless a port of a peer has changed hands.
+
+    A Transfer Engine never forgets what it once knew of a port. If another process has the port
+    now, reads fail for ever, so another Transfer Engine has to make them. The old ones stay: their
+    destructors are not safe.
+    """
+
+    def __init__(self, make: Callable[[], "TransferEngine"]) -> None:
+        self._make = make
+        self._all = [make()]
+        self._known: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def serving(self) -> "TransferEngine":
+        return self._all[0]
+
+    def reader(self, peer: str, incarnation: bytes) -> "TransferEngine":
+        with self._lock:
+            if self._known.setdefault(peer, incarnation) != incarnation:
+                self._all.append(self._make())
+                self._known = {peer: incarnation}
+            return self._all[-1]
+
+
+class _Lane(threading.Thread):
+    """Makes the calls of one lane until the transport closes it."""
+
+    def __init__(self, engines: _Engines, pipe: int, cache: int) -> None:
+        super().__init__(daemon=True)
+        self._engines = engines
+        self._pipe = Connection(pipe)
+        self._cache = cache
+
+    def run(self) -> None:
+        # The transport closes the pipe, also during a call.
+        with suppress(EOFError, OSError):
+            while True:
+                code = self._read_or_exit(self._pipe.recv_bytes())
+                self._pipe.send_bytes(msgspec.msgpack.encode(code))
+
+    def _read_or_exit(self, message: bytes) -> int:
+        try:
+            call = msgspec.msgpack.decode(message, type=ReadCall)
+            local = [self._cache + offset for offset in call.local]
+            engine = self._engines.reader(call.peer, call.incarnation)
+            return int(engine.batch_transfer_sync_read(call.peer, local, call.remote, call.sizes))
+        # Top of a call: the transport notices the end of the process and starts another one. It
+        # would not notice the end of one thread.
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+
+class _Greeter:
+    """Greets peers until the transport closes the control pipe or its process is gone."""
+
+    def __init__(self, listener: socket.socket, control: Connection, greeting: Greeting) -> None:
+        self._listener = listener
+        self._control = control
+        self._greeting = greeting.encode()
+        self._peers: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, parent: int) -> None:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._control.fileno(), selectors.EVENT_READ)
+        while os.getppid() == parent:
+            for key, _ in self._selector.select(POLL_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._drop(key.fileobj)
+                else:
+                    return
+
+    def _accept(self) -> None:
+        # The peer may have gone already.
+        with suppress(OSError):
+            peer, _ = self._listener.accept()
+            if len(self._peers) >= MAX_CONNECTIONS:
+                peer.close()
+                return
+            peer.setblocking(False)
+            self._peers.add(peer)
+            self._selector.register(peer, selectors.EVENT_READ)
+            # So short that it fits into the empty buffer of a new connection.
+            peer.send(self._greeting)
+
+    def _drop(self, peer: socket.socket) -> None:
+        """Peers send nothing: this one has closed the connection, or does not know our protocol."""
+        self._selector.unregister(peer)
+        self._peers.discard(peer)
+        peer.close()
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[1], type=AgentSettings)
+    control = Connection(settings.control)
+    try:
+        served, landing = _mapped(settings)
+        engines = _Engines(lambda: _started(settings, served))
+    except (ImportError, OSError) as error:
+        control.send_bytes(str(error).encode())
+        raise SystemExit(1) from None
+    for pipe in settings.lanes:
+        _Lane(engines, pipe, landing.ctypes.data).start()
+    control.send_bytes(b"")
+    port, incarnation = engines.serving.get_rpc_port(), secrets.token_bytes(INCARNATION_BYTES)
+    greeting = Greeting(port, served.ctypes.data, incarnation)
+    _Greeter(socket.socket(fileno=settings.listener), control, greeting).run(settings.parent)
+    # Not `exit`: Mooncake's destructors would free what its threads still use.
+    os._exit(0)
+
+
+def _started(settings: AgentSettings, served: Bytes) -> "TransferEngine":
+    """A Transfer Engine that serves this memory. OSError if Mooncake refuses."""
+    from mooncake.engine import TransferEngine
+
+    if settings.protocol == "rdma" and not any(glob.iglob(RDMA_DEVICES)):
+        # Mooncake would use tcp instead, without a word.
+        raise OSError("protocol is rdma, but this host has no RDMA device")
+    engine = TransferEngine()
+    # Mooncake holds the GIL while it starts; only a signal could end it.
+    signal.alarm(START_S + (len(served) >> 30))
+    if engine.initialize(settings.host, "P2PHANDSHAKE", settings.protocol, settings.device_name):
+        raise OSError(f"Mooncake cannot use {settings.protocol} on {settings.host}")
+    if engine.register_memory(served.ctypes.data, len(served)):
+        raise OSError(
+            f"Mooncake cannot register {len(served)} bytes of memory; with rdma, raise the limit "
+            "of locked memory (ulimit -l)"
+        )
+    signal.alarm(0)
+    return engine
+
+
+def _mapped(settings: AgentSettings) -> tuple[Bytes, Bytes]:
+    """Map the cache for peers, and for our own reads. Mooncake writes for a peer only into
+    registered memory, and over tcp our own reads need none, so peers get a mapping of their own
+    that cannot be written. An RDMA device needs both in one, with permission to write.
+    """
+    landing = np.frombuffer(mmap.mmap(settings.memory, 0), np.uint8)
+    if settings.protocol != "tcp":
+        return landing, landing
+    return np.frombuffer(mmap.mmap(settings.memory, 0, prot=mmap.PROT_READ), np.uint8), landing
+
+
+if __name__ == "__main__":
+    main()

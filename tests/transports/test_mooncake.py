@@ -1,0 +1,330 @@
+"""Tests of what the transport `mooncake` does beyond the contract, above all when an agent fails.
+
+Every side has a real agent, in a process of its own.
+"""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from tests.transports.mooncake_agents import agents, skip_without_mooncake
+from tests.transports.sides import mooncake_side
+
+from kvferry.errors import MissingDependency
+from kvferry.testing.transport_pairs import (
+    LARGE_BLOCK_BYTES,
+    LARGE_BLOCKS,
+    LARGE_REGION,
+    SpawnedFarSide,
+    TransportSide,
+)
+from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
+from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting
+from kvferry.transports.mooncake.transport import MooncakeSettings
+from kvferry.types import EngineId, Epoch, PeerId
+
+DEADLINE_S = 40.0
+PEER = PeerId(EngineId("far"), Epoch("life"), 0)
+OTHER = replace(PEER, engine=EngineId("other"))
+LENGTH = struct.Struct("<Q")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mooncake() -> None:
+    skip_without_mooncake()
+
+
+@contextmanager
+def side(value: int, settings: MooncakeSettings | None = None) -> Iterator[TransportSide]:
+    made = mooncake_side(settings)
+    try:
+        made.memory[:] = value
+        yield made
+    finally:
+        made.close()
+
+
+def until(what: str, is_true: Callable[[], bool], *sides: TransportSide) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline, f"after {DEADLINE_S:g} s it is not so that {what}"
+        for each in sides:
+            assert each.transport.poll() == []
+        time.sleep(0.01)
+
+
+def ended(side: TransportSide, *handles: Handle) -> list[Completion]:
+    deadline, found = time.monotonic() + DEADLINE_S, dict[Handle, Completion]()
+    while len(found) < len(handles):
+        assert time.monotonic() < deadline, f"{handles} have not ended after {DEADLINE_S:g} s"
+        found |= {completion.handle: completion for completion in side.transport.poll()}
+        time.sleep(0.001)
+    return [found[handle] for handle in handles]
+
+
+def begin(near: TransportSide, peer: PeerId = PEER, num_blocks: int = 4) -> Handle:
+    offsets = np.arange(0, 2 * num_blocks, 2, dtype=np.int64) * LARGE_BLOCK_BYTES
+    part = Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)
+    return near.transport.read(peer, [part])
+
+
+def read(near: TransportSide, far: TransportSide, offer: TransportOffer | None = None) -> str:
+    """Connect and read. "" if the bytes of the far side have arrived, otherwise the problem."""
+    near.transport.connect(PEER, offer or far.transport.offer(), far.regions)
+    (completion,) = ended(near, begin(near))
+    at = near.regions[LARGE_REGION].address - near.regions[0].address + 4096
+    arrived = np.all(near.memory[at : at + LARGE_BLOCK_BYTES] == far.memory[0])
+    assert completion.error or arrived, "the read succeeded, but brought other bytes"
+    return completion.error or ""
+
+
+def greeting_of(offer: TransportOffer) -> Greeting:
+    host, port, _, _ = msgspec.msgpack.decode(offer.blob)
+    with socket.create_connection((host, port), DEADLINE_S) as connection:
+        return Greeting.decode(connection.recv(GREETING_BYTES, socket.MSG_WAITALL))
+
+
+def redirected(offer: TransportOffer, port: int) -> TransportOffer:
+    host, _, *rest = msgspec.msgpack.decode(offer.blob)
+    return replace(offer, blob=msgspec.msgpack.encode([host, port, *rest]))
+
+
+@contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server on the returned port that calls `answer` for each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    answer(listener.accept()[0])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(DEADLINE_S)
+
+
+# -- the package --
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake.py").write_text("raise ImportError('libibverbs.so.1: no such file')")
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+    with pytest.raises(MissingDependency, match=r"libibverbs.*pip install 'kvferry\[mooncake\]'"):
+        mooncake_side()
+    assert agents() == []
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this host has RDMA devices")
+def test_rdma_without_a_device_is_refused() -> None:
+    """Mooncake itself would use tcp instead, without a word."""
+    with pytest.raises(MissingDependency, match="this host has no RDMA device"):
+        mooncake_side(MooncakeSettings(protocol="rdma"))
+
+
+# -- strangers --
+
+
+@pytest.mark.parametrize("message", [b"[]", b"\x00[]"])
+def test_bytes_that_end_mooncake_end_no_engine_and_peers_read_again(message: bytes) -> None:
+    with side(1) as far, side(2) as near:
+        (victim, _) = agents()
+        assert read(near, far) == ""
+        port = greeting_of(far.transport.offer()).port
+        with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as stranger:
+            stranger.sendall(LENGTH.pack(len(message)) + message)
+            until("the agent is gone", lambda: victim not in agents())
+        far.memory[:] = 3
+        until("another agent runs", lambda: len(agents()) == 2, far)
+        assert read(near, far) == ""
+
+
+def test_the_transport_survives_garbage_at_its_ports() -> None:
+    with side(1) as far, side(2) as near:
+        offer = far.transport.offer()
+        _, port, _, _ = msgspec.msgpack.decode(offer.blob)
+        pids = [agent.pid for agent in agents()]
+        random = np.random.default_rng(1)
+        for each in (port, greeting_of(offer).port):
+            for size in (0, 1, 100, 100_000):
+                address = ("127.0.0.1", each)
+                # The other side may close before all bytes are sent.
+                with socket.create_connection(address) as stranger, suppress(OSError):
+                    stranger.sendall(random.bytes(size))
+        assert read(near, far) == ""
+        assert [agent.pid for agent in agents()] == pids
+
+
+STRANGER = """
+import ctypes, os, sys
+from mooncake.engine import TransferEngine
+engine, buffer = TransferEngine(), ctypes.create_string_buffer(4096)
+engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+calls = (engine.transfer_sync_read, engine.transfer_sync_write)
+codes = [c(sys.argv[1], ctypes.addressof(buffer), int(sys.argv[2]), 4096) for c in calls]
+os.write(1, repr(codes).encode())
+os._exit(0)
+"""
+
+
+def test_a_stranger_can_read_kv_but_not_change_it() -> None:
+    with side(1) as far:
+        greeting = greeting_of(far.transport.offer())
+        arguments = [f"127.0.0.1:{greeting.port}", str(greeting.address)]
+        ran = subprocess.run(
+            [sys.executable, "-c", STRANGER, *arguments],
+            stdout=subprocess.PIPE,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        assert ran.stdout == b"[0, -1]"
+        assert np.all(far.memory == 1)
+
+
+# -- peers --
+
+
+def test_a_peer_that_is_not_there_fails_the_read() -> None:
+    with side(1) as far, side(2) as near:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            offer = redirected(far.transport.offer(), unused.getsockname()[1])
+            assert "cannot be reached" in read(near, far, offer)
+        assert read(near, far) == ""
+
+
+def test_a_peer_that_does_not_greet_fails_the_read() -> None:
+    held: list[socket.socket] = []
+    with (
+        side(1) as far,
+        side(2, MooncakeSettings(connect_s=0.2)) as near,
+        serving(held.append) as p,
+    ):
+        assert "did not greet in time" in read(near, far, redirected(far.transport.offer(), p))
+        for each in held:
+            each.close()
+
+
+def test_a_peer_that_greets_with_garbage_fails_the_read() -> None:
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with side(1) as far, side(2) as near, serving(answer) as port:
+        assert "not the greeting" in read(near, far, redirected(far.transport.offer(), port))
+
+
+def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "2")
+    with side(1) as far, side(5) as other, side(2) as near:
+        assert read(near, far) == ""
+        near.transport.connect(OTHER, other.transport.offer(), other.regions)
+        agent, _, ours = agents()
+        agent.send_signal(signal.SIGSTOP)
+        stuck = begin(near, num_blocks=LARGE_BLOCKS // 2)
+        assert all(completion.ok for completion in ended(near, begin(near, OTHER)))
+        (completion,) = ended(near, stuck)
+        assert "Mooncake cannot read" in (completion.error or "")
+        agent.send_signal(signal.SIGCONT)
+        assert read(near, far) == ""
+        assert ours.is_running()
+
+
+def test_a_cancelled_read_that_hangs_ends_with_the_agent() -> None:
+    with side(1) as far, side(2, MooncakeSettings(stop_s=0.3)) as near:
+        assert read(near, far) == ""
+        agent, ours = agents()
+        agent.send_signal(signal.SIGSTOP)
+        stuck = begin(near)
+        for _ in range(20):
+            assert near.transport.poll() == []
+        near.transport.cancel(stuck)
+        (completion,) = ended(near, stuck)
+        assert completion.error == "cancelled"
+        assert not ours.is_running()
+        agent.send_signal(signal.SIGCONT)
+        assert read(near, far) == ""
+
+
+def test_a_port_that_another_agent_has_taken_over_is_read_right() -> None:
+    """A Transfer Engine remembers what it knew of a port, so the agent needs another one."""
+    with (
+        side(1) as first,
+        side(2) as second,
+        side(3) as near,
+        socket.create_server(("127.0.0.1", 0)) as changing,
+    ):
+        for far in (first, second):
+            offer, greeted = far.transport.offer(), list[socket.socket]()
+            greeting = greeting_of(offer)
+            moved = replace(greeting, port=changing.getsockname()[1]).encode()
+
+            def greet(
+                connection: socket.socket, message: bytes = moved, to: list[socket.socket] = greeted
+            ) -> None:
+                connection.sendall(message)
+                to.append(connection)
+
+            with forwarding(changing, greeting.port), serving(greet) as port:
+                assert read(near, far, redirected(offer, port)) == ""
+            for each in greeted:
+                each.close()
+
+
+@contextmanager
+def forwarding(listener: socket.socket, port: int) -> Iterator[None]:
+    """Forward connections of the listener to a port of this host."""
+    listener.settimeout(0.05)
+    is_closing = threading.Event()
+
+    def serve() -> None:
+        while not is_closing.is_set():
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                with connection, socket.create_connection(("127.0.0.1", port), 5) as target:
+                    forward(connection, target)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_closing.set()
+        thread.join(DEADLINE_S)
+
+
+def forward(client: socket.socket, target: socket.socket) -> None:
+    """Forward one request and its answer, each a length and as many bytes."""
+    for source, sink in ((client, target), (target, client)):
+        source.settimeout(5)
+        head = source.recv(LENGTH.size, socket.MSG_WAITALL)
+        sink.sendall(head + source.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+
+
+# -- the engine --
+
+
+def test_an_agent_ends_with_its_engine() -> None:
+    far = SpawnedFarSide(mooncake_side)
+    (agent,) = agents(far.pid)
+    far.die()
+    psutil.wait_procs([agent], DEADLINE_S)
+    assert not agent.is_running()
+    far.close()
