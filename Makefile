@@ -162,7 +162,7 @@ $(VLLM_PACKAGES): Makefile src/kvferry/vllm/release.py
 
 # After .venv: both build the C module in src/, and not at the same time.
 $(VLLM_STAMP): pyproject.toml setup.py $(VLLM_PACKAGES) | $(STAMP)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[object]' $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[object,mooncake]' $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@
 
 $(GPU_STAMP): pyproject.toml setup.py Makefile src/kvferry/vllm/release.py

@@ -19,6 +19,7 @@ from tests.e2e.harness import (
     assert_quiescent,
     metrics,
     new_session,
+    until,
 )
 from tests.transports.mooncake_agents import AGENT, skip_without_mooncake
 

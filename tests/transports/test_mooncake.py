@@ -26,7 +26,6 @@ from tests.transports.sides import mooncake_side
 from kvferry.errors import MissingDependency
 from kvferry.testing.transport_pairs import (
     LARGE_BLOCK_BYTES,
-    LARGE_BLOCKS,
     LARGE_REGION,
     SpawnedFarSide,
     TransportSide,
@@ -94,7 +93,17 @@ def read(near: TransportSide, far: TransportSide, offer: TransportOffer | None =
 def greeting_of(offer: TransportOffer) -> Greeting:
     host, port, _, _ = msgspec.msgpack.decode(offer.blob)
     with socket.create_connection((host, port), DEADLINE_S) as connection:
-        return Greeting.decode(connection.recv(GREETING_BYTES, socket.MSG_WAITALL))
+        return Greeting.decode(received(connection, GREETING_BYTES))
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes. A socket with a timeout ignores MSG_WAITALL."""
+    message = b""
+    while len(message) < size:
+        chunk = connection.recv(size - len(message))
+        assert chunk, "the connection was closed"
+        message += chunk
+    return message
 
 
 def redirected(offer: TransportOffer, port: int) -> TransportOffer:
@@ -114,9 +123,11 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[int]:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(DEADLINE_S)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(DEADLINE_S)
 
 
 # -- the package --
@@ -238,7 +249,7 @@ def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.Monk
         near.transport.connect(OTHER, other.transport.offer(), other.regions)
         agent, _, ours = agents()
         agent.send_signal(signal.SIGSTOP)
-        stuck = begin(near, num_blocks=LARGE_BLOCKS // 2)
+        stuck = begin(near)
         assert all(completion.ok for completion in ended(near, begin(near, OTHER)))
         (completion,) = ended(near, stuck)
         assert "Mooncake cannot read" in (completion.error or "")
@@ -314,8 +325,8 @@ def forward(client: socket.socket, target: socket.socket) -> None:
     """Forward one request and its answer, each a length and as many bytes."""
     for source, sink in ((client, target), (target, client)):
         source.settimeout(5)
-        head = source.recv(LENGTH.size, socket.MSG_WAITALL)
-        sink.sendall(head + source.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+        head = received(source, LENGTH.size)
+        sink.sendall(head + received(source, LENGTH.unpack(head)[0]))
 
 
 # -- the engine --

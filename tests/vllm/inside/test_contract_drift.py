@@ -22,6 +22,7 @@ import vllm
 from kvferry.connectors import contract
 from kvferry.vllm import (
     KVFerryConnector,
+    KVFerryMooncakeConnector,
     KVFerryPushConnector,
     MultiConnector,
     NixlConnector,
@@ -297,6 +298,7 @@ NAMES = {
     "KVFerryConnector": KVFerryConnector,
     "NixlPushConnector": KVFerryPushConnector,
     "KVFerryPushConnector": KVFerryPushConnector,
+    "MooncakeConnector": KVFerryMooncakeConnector,
 }
 
 

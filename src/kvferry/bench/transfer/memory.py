@@ -20,6 +20,7 @@ from kvferry.errors import KVFerryError
 from kvferry.host_memory import available_bytes, check_fits
 from kvferry.transports.base import DataTransport
 from kvferry.transports.copy.gather import Timing, copy_by_numpy, fastest_copier
+from kvferry.transports.mooncake.transport import MooncakeTransport
 from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.transports.shm import SharedMemory, ShmTransport
 from kvferry.transports.tcp.transport import TcpTransport
@@ -175,6 +176,7 @@ class HostBenchMemory:
             "shm": ShmTransport(self._memory),
             "nixl": NixlTransport(reach=NetworkReach.THIS_HOST),
             "tcp": TcpTransport("127.0.0.1", "127.0.0.1"),
+            "mooncake": MooncakeTransport(self._memory, "127.0.0.1", "127.0.0.1"),
         }
 
     def source(self) -> MemorySource | None:

@@ -234,7 +234,8 @@ def open_transports(
 ) -> tuple[dict[str, DataTransport], RawNixl | None]:
     """Register the memory with every data transport and with raw NIXL.
 
-    Without NIXL neither the nixl transport nor raw NIXL is in the result. With `only`, register
+    Without NIXL neither the nixl transport nor raw NIXL is in the result, and without Mooncake no
+    mooncake. With `only`, register
     that transport and nothing else.
     """
     usable = {}
