@@ -817,7 +817,7 @@ def test_the_buffer_size_must_be_a_number() -> None:
 @pytest.mark.parametrize(
     ("connector", "settings", "sentence"),
     [
-        ("MooncakeConnector", {"mooncake_protocol": "rmda"}, 'did you mean "rdma"?'),
+        ("MooncakeConnector", {"mooncake_protocol": "rmda"}, "did you mean rdma?"),
         ("MooncakeConnector", {"num_workers": 0}, "num_workers"),
         ("MooncakeConnector", {"transports": ["tcp"]}, "remove it, or use NixlConnector"),
         (

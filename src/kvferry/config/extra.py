@@ -256,8 +256,8 @@ class MooncakeExtraConfig(NixlExtraConfig):
     """How Mooncake moves bytes: tcp or rdma."""
     num_workers: Count = 10
     """How many reads Mooncake makes at once, each of up to 8 MiB; half of them from one peer."""
-    device_name: Text = ""
-    """The RDMA devices, separated by commas; empty: Mooncake chooses."""
+    device_name: Text | None = None
+    """The RDMA devices, separated by commas; null: Mooncake chooses."""
     transports: Texts = ("mooncake",)
     """The data transport, which is mooncake."""
 

@@ -259,7 +259,7 @@ def _dist_settings(transfer: KVTransferConfig | None) -> DistSettings:
 def _mooncake_settings(extra: NixlExtraConfig) -> MooncakeSettings:
     if not isinstance(extra, MooncakeExtraConfig):
         return MooncakeSettings()
-    return MooncakeSettings(extra.mooncake_protocol, extra.num_workers, extra.device_name)
+    return MooncakeSettings(extra.mooncake_protocol, extra.num_workers, extra.device_name or "")
 
 
 def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:
