@@ -17,8 +17,6 @@ from tests.vllm.vllm_asking import assert_free
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5}
-
 
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
@@ -27,7 +25,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio
     (serve,) = documented("Mooncake")
     with Fleet(tmp_path_factory.mktemp("mooncake"), model) as fleet:
         p, d = (
-            fleet.vllm(name, transfer=serve.transfer, extra=SHORT, policy="recompute", cores=core)
+            fleet.vllm(name, transfer=serve.transfer, policy="recompute", cores=core)
             for name, core in (("prefill", "0"), ("decode", "1"))
         )
         router = fleet.kvferry_router([p], [d])
@@ -43,6 +41,7 @@ def test_tokens_equal_a_plain_vllms(right: Right, trio: Trio) -> None:
             moved = sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
             assert seen["kvferry:transfer_bytes_total/mooncake"] >= moved
             assert seen["kvferry:finished_loads_total"] == len(PROMPTS)
+            assert seen["kvferry:failed_loads_total"] == 0
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -88,7 +87,7 @@ def test_an_engine_that_is_killed_costs_the_other_nothing(right: Right, trio: Tr
                 return (await metrics(session, trio.d))["kvferry:finished_loads_total"] > before
 
             await until("KV moves", is_moving)
-            trio.p.kill()
+            trio.p.kill(is_stopped=True)
             for answer, expected in zip(await asking, right.vllm, strict=False):
                 assert answer.status != 200 or answer == expected
             assert await ask_all(trio.d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
