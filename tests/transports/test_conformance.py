@@ -48,6 +48,7 @@ SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[Spawn
     "mooncake": (mooncake_side, SpawnedFarSide),
 }
 WITH_WRITE_GRANTS = ("memory-with-write-grants", "tcp-one-process", "tcp", "dist")
+ONLY_READ = ("mooncake",)
 IMMORTAL = ("shm-one-process",)
 """Sources whose far side runs in our process and cannot be killed alone."""
 
