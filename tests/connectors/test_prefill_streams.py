@@ -19,6 +19,7 @@ class Slice:
     request_id: str
     start: int
     block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: int = 0
 
 
 FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)

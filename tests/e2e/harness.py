@@ -232,13 +232,14 @@ class Cluster(ProcessRegistry):
         engine_id: str = "",
         at: Host = HERE,
         connector: str = "NixlConnector",
+        role: str = "kv_both",
     ) -> "Starting":
         """Start an engine; call `ready` on the result to wait for it. `is_plain`: an engine without
         a connector.
         """
         transfer = {
             "kv_connector": connector,
-            "kv_role": "kv_both",
+            "kv_role": role,
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},
         }

@@ -286,6 +286,9 @@ class ExampleExtraConfig(ExtraConfig):
     """Settings of ExampleConnector."""
 
     shared_storage_path: Text = "/tmp/kvferry-example"
+    """The folder of the stored prefixes, the same on all engines that share them. It grows without
+    bound, and may be emptied at any time.
+    """
 
 
 _CLASSES: dict[str, type[ExtraConfig]] = {

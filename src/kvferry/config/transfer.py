@@ -70,8 +70,8 @@ class KVTransferConfig:
 
     kv_connector: Text
     """The connector: NixlConnector (also called NixlPullConnector), NixlPushConnector,
-    P2pNcclConnector, MooncakeConnector, MultiConnector, which combines several, or the class name of
-    your own connector.
+    P2pNcclConnector, MooncakeConnector, MultiConnector, which combines several, or the class name
+    of your own connector.
     """
     kv_role: KVRole
     """Whether this engine sends KV, receives KV, or does both."""

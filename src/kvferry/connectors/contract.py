@@ -131,6 +131,10 @@ class ScheduledSlice(Protocol):
         """How many tokens of the request earlier steps computed."""
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens of the request this step computes."""
+
+    @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
         """The request's block table of each KV-cache group, from token 0."""
 
@@ -463,7 +467,7 @@ class KVConnectorBase_V1(ABC):
         """kvferry only. Whether the engine must compute a request whose load has failed, regardless
         of the failure policy.
         """
-        return False
+        return self.loads_are_optional
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must take a step although no request is scheduled."""

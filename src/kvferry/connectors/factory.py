@@ -49,10 +49,12 @@ class KVConnectorFactory:
     ) -> KVConnectorBase_V1:
         """Build the configured connector; `ConfigError` if it cannot serve this cache."""
         connector_class = cls.get_connector_class(config.kv_transfer)
-        if len(kv_cache_config.groups) > 1 and not supports_hma(connector_class):
+        groups = kv_cache_config.groups
+        is_hybrid = len(groups) > 1 or any(group.has_local_attention for group in groups)
+        if is_hybrid and not supports_hma(connector_class):
             raise ConfigError(
-                f"{config.kv_transfer.kv_connector} does not support models with several KV-cache "
-                f"groups, and this model has {len(kv_cache_config.groups)}; choose a connector "
+                f"{config.kv_transfer.kv_connector} does not support models with windows or "
+                "several KV-cache groups; choose a connector "
                 "that implements SupportsHMA"
             )
         return connector_class(config, role, kv_cache_config)
@@ -90,7 +92,6 @@ class KVConnectorFactory:
 
 PLANNED = (
     "DecodeBenchConnector",
-    "ExampleConnector",
 )
 """Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
 would mislead the operator, so the error names the missing connector.
@@ -155,4 +156,7 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "MultiConnector", "kvferry.connectors.multi.connector", "MultiConnector"
+)
+KVConnectorFactory.register_connector(
+    "ExampleConnector", "kvferry.connectors.example", "ExampleConnector"
 )

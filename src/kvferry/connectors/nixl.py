@@ -1,4 +1,4 @@
-"""`NixlConnector`, `NixlPushConnector`, `MooncakeConnector` and `P2pNcclConnector`: their two halves,
+"""`NixlConnector` and the connectors that differ from it in mode and transport: their two halves,
 put together.
 
 Pull: the decode side reads the blocks of a finished prefill leg. Push: the decode side registers

@@ -88,6 +88,10 @@ class SequenceSlice:
     banned_token_ids: tuple[int, ...] = ()
     """Token ids that must not be chosen in this step (end of sequence, before `min_tokens`)."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -1,0 +1,198 @@
+"""`ExampleConnector`: the KV of prompts in a shared folder. The connector to read first.
+
+P writes each prompt's KV while it computes the prompt; D reads the KV instead of computing it. Both
+do so layer by layer, within the steps of the engine, so slow storage makes the engine slow: use
+`OffloadingConnector` in production. docs/writing-a-connector.md explains this module.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+
+from kvferry.connectors import contract
+from kvferry.connectors.geometry import geometry_of
+from kvferry.connectors.offloading.metadata import OffloadStats
+from kvferry.connectors.offloading.settings import chunk_namespace
+from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.keys import KeyChain
+from kvferry.tiers.prefix_folders import PrefixFolders, find_longest, is_stored
+
+__all__ = ["ExampleConnector"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrefixBlocks:
+    """A stored prefix, and the engine's blocks for a part of it that begins with block `first`."""
+
+    key: ObjectKey
+    first: int
+    block_ids: list[int]
+
+
+@dataclass
+class ExampleMetadata(contract.KVConnectorMetadata):
+    """The scheduler's message to the workers for one step."""
+
+    loads: list[PrefixBlocks] = field(default_factory=list)
+    saves: list[PrefixBlocks] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ExampleHandshakeMetadata(contract.KVConnectorHandshakeMetadata):
+    """A worker's message to the scheduler at the start: where this rank keeps its prefixes."""
+
+    folders: PrefixFolders
+
+
+class LoadsEnded(contract.KVConnectorWorkerMetadata):
+    """The workers' message to the scheduler after each step with loads."""
+
+    def aggregate(self, other: contract.KVConnectorWorkerMetadata) -> "LoadsEnded":
+        return self
+
+
+@dataclass
+class Prompt:
+    """The scheduler's notes on one request."""
+
+    keys: list[ObjectKey]  # of the prefixes of 1, 2, … full blocks
+    must_save: bool
+    first: int = 0  # the first block to load
+    num_stored: int | None = None  # blocks of the longest stored prefix; None: not looked up yet
+
+
+class ExampleConnector(contract.KVConnectorBase_V1):
+    loads_are_optional = True
+    requires_kv_delivery = False
+
+    def __init__(self, config: Any, role: Any, kv_cache_config: contract.KVCacheConfig) -> None:
+        super().__init__(config, role, kv_cache_config)
+        self._root: str = config.kv_transfer.extra.shared_storage_path
+        self._block_size = kv_cache_config.block_size
+        self._ranks: list[PrefixFolders] = []  # the scheduler has those of all ranks
+        self._prompts: dict[str, Prompt] = {}
+        self._num_unconfirmed = 0  # steps with loads that may not be over
+        self._step = ExampleMetadata()
+        self._caches: Mapping[str, Any] = {}
+        self._loaded_layers: set[str] = set()
+        self._failed: list[PrefixBlocks] = []
+        self._stats = OffloadStats()
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        stats, self._stats = self._stats, OffloadStats()
+        return None if stats.is_empty() else stats
+
+    def _note(self, counter: str, error: OSError | None = None) -> None:
+        self._stats.add_tiers({"example": {counter: 1}})
+        if error is not None:
+            _log.warning("%s: %s", counter.replace("_", " "), error)
+
+    # -- scheduler --
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        self._ranks = [rank.folders for rank in metadata.values()]
+
+    def on_new_request(self, request: contract.Request) -> None:
+        if request.cache_salt is not None:
+            chain = KeyChain(self._block_size, request.cache_salt)
+            # An engine always computes the last token of a prompt.
+            chain.extend(request.prompt_token_ids, request.num_prompt_tokens - 1)
+            keys, is_producer = chain.keys[0], self._config.kv_transfer.is_kv_producer
+            must_save = is_producer and bool(keys) and not is_stored(self._ranks, keys[-1])
+            self._prompts[request.request_id] = Prompt(keys, must_save)
+
+    def get_num_new_matched_tokens(
+        self, request: contract.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        prompt, size = self._prompts.get(request.request_id), self._block_size
+        if not (prompt and self._config.kv_transfer.is_kv_consumer) or num_computed_tokens % size:
+            return 0, False
+        prompt.first = num_computed_tokens // size
+        if prompt.num_stored is None:
+            prompt.num_stored, damages = find_longest(self._ranks, prompt.keys, prompt.first)
+            for damage in damages:
+                self._note("refused", damage)
+        return max(0, prompt.num_stored - prompt.first) * size, False
+
+    def update_state_after_alloc(
+        self, request: contract.Request, blocks: contract.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            prompt = self._prompts[request.request_id]
+            end = prompt.first + num_external_tokens // self._block_size
+            block_ids = blocks.get_block_ids()[0][prompt.first : end]
+            key = prompt.keys[(prompt.num_stored or 0) - 1]
+            self._step.loads.append(PrefixBlocks(key, prompt.first, block_ids))
+            self._note("loads")
+
+    def build_connector_meta(self, scheduler_output: Any) -> ExampleMetadata:
+        step, self._step = self._step, ExampleMetadata()
+        self._num_unconfirmed += bool(step.loads)
+        # KV that was computed from a load that failed must not be saved, on any rank.
+        for part in () if self._num_unconfirmed else scheduler_output.slices:
+            prompt, end = self._prompts.get(part.request_id), part.start + part.num_tokens
+            if prompt and prompt.must_save and len(prompt.keys) <= end // self._block_size:
+                prompt.must_save = False
+                block_ids = list(part.block_ids[0][: len(prompt.keys)])
+                step.saves.append(PrefixBlocks(prompt.keys[-1], 0, block_ids))
+        return step
+
+    def update_connector_output(self, connector_output: contract.KVConnectorOutput) -> None:
+        self._num_unconfirmed -= connector_output.kv_connector_worker_meta is not None
+
+    def request_finished(self, request: contract.Request, block_ids: Any) -> tuple[bool, None]:
+        self._prompts.pop(request.request_id, None)
+        return False, None
+
+    def reset_cache(self) -> None:
+        self._prompts.clear()
+
+    # -- worker --
+
+    def register_kv_caches(self, kv_caches: Mapping[str, contract.KVTensor]) -> None:
+        geometry = geometry_of(self._config, self._kv_cache_config, kv_caches)
+        namespace = chunk_namespace(self._config, self._kv_cache_config, geometry, 1)
+        secret, self._caches = self._config.secret, kv_caches
+        self._ranks = [PrefixFolders(self._root, namespace, secret, geometry.num_blocks)]
+
+    def get_handshake_metadata(self) -> ExampleHandshakeMetadata:
+        return ExampleHandshakeMetadata(self._ranks[0])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert isinstance(self._connector_metadata, ExampleMetadata)
+        self._step, self._loaded_layers, self._failed = self._connector_metadata, set(), []
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        cache = self._caches[layer_name]
+        for load in [load for load in self._step.loads if load not in self._failed]:
+            try:
+                data = self._ranks[0].read(load.key, layer_name)
+                rows = safetensors.torch.load(data)["kv"][load.first :][: len(load.block_ids)]
+                cache[load.block_ids] = rows.to(cache.device)
+            except OSError as error:
+                self._failed.append(load)
+                self._note("failed_loads", error)
+        self._loaded_layers.add(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        for save in self._step.saves:
+            rows = self._caches[layer_name][save.block_ids].cpu().contiguous()
+            self._ranks[0].write(save.key, layer_name, safetensors.torch.save({"kv": rows}))
+
+    def wait_for_save(self) -> None:
+        for save in self._step.saves:
+            error = self._ranks[0].publish(save.key)
+            self._note("failed_stores" if error else "stores", error)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        is_complete = self._loaded_layers == self._caches.keys()
+        invalid = self._failed if is_complete else self._step.loads
+        return {block for load in invalid for block in load.block_ids}
+
+    def build_connector_worker_meta(self) -> LoadsEnded | None:
+        return LoadsEnded() if self._step.loads else None

@@ -1,0 +1,154 @@
+"""The KV of whole prefixes in folders, one safetensors file per layer: the storage of
+`ExampleConnector`.
+
+    root / prefixes-namespace / key of the prefix / layer.safetensors, layer.seal
+
+A writer fills a draft folder and renames it, so a folder has all its files or does not exist. The
+seal is the header of an `Envelope`, so a reader finds every byte that is not as it was written.
+Nothing is ever evicted, and a writer that is killed leaves its draft, `*.draft-*`.
+"""
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.tiers.keys import Namespace
+
+__all__ = ["PrefixFolders", "file_key", "find_longest", "is_stored"]
+
+
+class PrefixFolders:
+    """The folders of one rank. Picklable, so that a scheduler can have those of its workers."""
+
+    def __init__(self, root: str, namespace: Namespace, secret: bytes, max_blocks: int) -> None:
+        """`max_blocks` is how many blocks a prefix can have. Raises `ConfigError` if the root
+        cannot be used at all.
+        """
+        regions = namespace.factors["regions"]
+        self._layers = [layer for _, _, layers in regions for layer in layers]
+        # The header of a safetensors file with one tensor has about 100 bytes.
+        self._max_file_bytes = max_blocks * max(size for _, size, _ in regions) + HEADER_BYTES
+        self._folder = Path(root) / f"prefixes-{namespace.hex}"
+        self._envelope = Envelope(secret, namespace.digest)
+        self._draft_suffix = f".draft-{secrets.token_hex(8)}"
+        self._failed_drafts: dict[ObjectKey, OSError] = {}
+        try:
+            Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"shared_storage_path is {root}, which cannot be used: {error.strerror}; correct "
+                "the path"
+            ) from error
+
+    # -- writing --
+
+    def write(self, key: ObjectKey, layer: str, data: bytes) -> None:
+        """Add a layer to the draft of a prefix. `publish` returns a failure."""
+        draft = self._draft(key)
+        try:
+            draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (draft / f"{layer}.safetensors").write_bytes(data)
+            seal = self._envelope.seal(file_key(key, layer), memoryview(data))
+            (draft / f"{layer}.seal").write_bytes(seal)
+        except OSError as error:
+            self._failed_drafts.setdefault(key, error)
+
+    def publish(self, key: ObjectKey) -> OSError | None:
+        """Make the draft visible under its key if it has all layers, and return why that was not
+        possible. If another engine was faster, its folder stays: both have the same contents.
+        """
+        draft = self._draft(key)
+        failure = self._failed_drafts.pop(key, None)
+        try:
+            if failure is None:
+                for layer in self._layers:
+                    (draft / f"{layer}.seal").stat()
+                os.rename(draft, self.path(key))
+        except OSError as error:
+            failure = error
+        shutil.rmtree(draft, ignore_errors=True)
+        return None if self.has(key) else failure
+
+    def remove(self, key: ObjectKey) -> None:
+        """Remove a prefix, if the storage permits."""
+        shutil.rmtree(self.path(key), ignore_errors=True)
+
+    # -- reading --
+
+    def path(self, key: ObjectKey) -> Path:
+        return self._folder / key.hex()
+
+    def has(self, key: ObjectKey) -> bool:
+        return self.path(key).is_dir()
+
+    def find_damage(self, key: ObjectKey) -> OSError | None:
+        """Return why the prefix cannot be used, or None if every byte is as it was written."""
+        try:
+            for layer in self._layers:
+                self.read(key, layer)
+        except OSError as error:
+            return error
+        return None
+
+    def read(self, key: ObjectKey, layer: str) -> bytes:
+        """The contents of one layer's file; OSError unless every byte is as it was written."""
+        path = self.path(key) / f"{layer}.safetensors"
+        seal = _read_file(path.with_name(f"{layer}.seal"), HEADER_BYTES)
+        data = _read_file(path, self._max_file_bytes)
+        refusal = self._envelope.check(
+            file_key(key, layer), memoryview(seal), memoryview(data), HEADER_BYTES + len(data)
+        )
+        if refusal is not None:
+            raise OSError(f"{path} {refusal.value}")
+        return data
+
+    def _draft(self, key: ObjectKey) -> Path:
+        return self.path(key).with_suffix(self._draft_suffix)
+
+
+def is_stored(ranks: Sequence[PrefixFolders], key: ObjectKey) -> bool:
+    """Whether every rank has a folder for the prefix."""
+    return bool(ranks) and all(folders.has(key) for folders in ranks)
+
+
+def find_longest(
+    ranks: Sequence[PrefixFolders], keys: Sequence[ObjectKey], first: int
+) -> tuple[int, list[OSError]]:
+    """Return how many keys the longest intact prefix has, 0 if it has no more than `first`; and
+    the damage to longer ones, which are removed.
+    """
+    damages: list[OSError] = []
+    for count in range(len(keys), first, -1):
+        key = keys[count - 1]
+        if is_stored(ranks, key):
+            damage = next(filter(None, (folders.find_damage(key) for folders in ranks)), None)
+            if damage is None:
+                return count, damages
+            damages.append(damage)
+            for folders in ranks:
+                folders.remove(key)
+    return 0, damages
+
+
+def file_key(key: ObjectKey, layer: str) -> ObjectKey:
+    """The key of one file, so that two layers cannot be mixed up."""
+    return ObjectKey(blake2b(layer.encode(), key=key, digest_size=KEY_BYTES).digest())
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a file")
+        return file.read(max_bytes)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Opening a FIFO in place of a file must not block.
+    return os.open(path, flags | os.O_NONBLOCK)
