@@ -63,7 +63,7 @@ class Prompt:
     keys: list[ObjectKey]  # of the prefixes of 1, 2, … full blocks
     must_save: bool
     first: int = 0  # the first block to load
-    num_stored: int | None = None  # blocks of the longest stored prefix; None: not looked up yet
+    num_stored: int = 0  # blocks of the longest stored prefix
 
 
 class ExampleConnector(contract.KVConnectorBase_V1):
@@ -113,10 +113,10 @@ class ExampleConnector(contract.KVConnectorBase_V1):
         if not (prompt and self._config.kv_transfer.is_kv_consumer) or num_computed_tokens % size:
             return 0, False
         prompt.first = num_computed_tokens // size
-        if prompt.num_stored is None:
-            prompt.num_stored, damages = find_longest(self._ranks, prompt.keys, prompt.first)
-            for damage in damages:
-                self._note("refused", damage)
+        # Checked at every attempt: the files may have changed since the last one.
+        prompt.num_stored, damages = find_longest(self._ranks, prompt.keys, prompt.first)
+        for damage in damages:
+            self._note("refused", damage)
         return max(0, prompt.num_stored - prompt.first) * size, False
 
     def update_state_after_alloc(
@@ -126,7 +126,7 @@ class ExampleConnector(contract.KVConnectorBase_V1):
             prompt = self._prompts[request.request_id]
             end = prompt.first + num_external_tokens // self._block_size
             block_ids = blocks.get_block_ids()[0][prompt.first : end]
-            key = prompt.keys[(prompt.num_stored or 0) - 1]
+            key = prompt.keys[prompt.num_stored - 1]
             self._step.loads.append(PrefixBlocks(key, prompt.first, block_ids))
             self._note("loads")
 
