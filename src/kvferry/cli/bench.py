@@ -37,6 +37,11 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
+    "decode": BenchmarkEntry(
+        "kvferry.bench.decode",
+        "time per output token of the embedded engine by context length and batch size",
+        extra="engine",
+    ),
     "decode-interference": BenchmarkEntry(
         "kvferry.bench.decode_interference",
         "time of a decode step of the embedded engine, with and without KV arriving",

@@ -11,6 +11,7 @@ from kvferry.config.environment import (
     kv_cache_layout_from_environment,
 )
 from kvferry.config.extra import (
+    DecodeBenchExtraConfig,
     ExampleExtraConfig,
     ExtraConfig,
     FreeExtraConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "BufferDevice",
     "ClusterSecret",
     "CpuTierConfig",
+    "DecodeBenchExtraConfig",
     "DiskTierConfig",
     "ExampleExtraConfig",
     "ExtraConfig",

@@ -31,6 +31,7 @@ from kvferry.types import Address
 
 __all__ = [
     "KNOWN_TRANSPORTS",
+    "DecodeBenchExtraConfig",
     "ExampleExtraConfig",
     "ExtraConfig",
     "FreeExtraConfig",
@@ -291,7 +292,25 @@ class ExampleExtraConfig(ExtraConfig):
     """
 
 
+@dataclass(frozen=True)
+class DecodeBenchExtraConfig(ExtraConfig):
+    """Settings of DecodeBenchConnector."""
+
+    fill_mean: Number = 0.015
+    """The mean of the made-up values."""
+    fill_std: Number = 0.0
+    """Their standard deviation; 0: all values are `fill_mean`."""
+    startup_fill: Flag = False
+    """Fill the whole cache once at the start, instead of each request's blocks when it starts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.fill_std < 0:
+            raise ConfigError(f"fill_std is {self.fill_std:g}; use 0 or more")
+
+
 _CLASSES: dict[str, type[ExtraConfig]] = {
+    "DecodeBenchConnector": DecodeBenchExtraConfig,
     "ExampleConnector": ExampleExtraConfig,
     "MooncakeConnector": MooncakeExtraConfig,
     "NixlConnector": NixlExtraConfig,

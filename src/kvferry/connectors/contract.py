@@ -346,9 +346,9 @@ class KVConnectorBase_V1(ABC):
     """kvferry only. Loads only save computation: if one fails, the engine computes the request
     whatever the failure policy says.
     """
-    provides_dummy_kv: ClassVar[bool] = False
+    provides_dummy_kv: bool = False
     """kvferry only. The connector fills blocks with values that no model computed; no other
-    connector may save them.
+    connector may save them, and the engine must not share them between requests.
     """
     opens_side_channel: ClassVar[bool] = False
     """kvferry only. The connector opens the engine's side channel, so an engine has at most one

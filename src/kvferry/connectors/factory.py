@@ -72,11 +72,6 @@ class KVConnectorFactory:
     @classmethod
     def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase_V1]:
         entry = cls._registry.get(name)
-        if name in PLANNED and entry is None:
-            raise ConfigError(
-                f"kv_connector {name} is not supported yet; use NixlConnector, or set "
-                "kv_connector_module_path to load a connector of your own"
-            )
         if name in ONLY_IN_VLLM and entry is None:
             raise ConfigError(
                 f"kv_connector {name} is a connector of vLLM and does not run in this engine; "
@@ -88,14 +83,6 @@ class KVConnectorFactory:
                 f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}"
             )
         return _load(entry, "kv_connector")
-
-
-PLANNED = (
-    "DecodeBenchConnector",
-)
-"""Names that vLLM operators know but kvferry does not implement yet. Suggesting a similar name
-would mislead the operator, so the error names the missing connector.
-"""
 
 
 ONLY_IN_VLLM = {
@@ -159,4 +146,7 @@ KVConnectorFactory.register_connector(
 )
 KVConnectorFactory.register_connector(
     "ExampleConnector", "kvferry.connectors.example", "ExampleConnector"
+)
+KVConnectorFactory.register_connector(
+    "DecodeBenchConnector", "kvferry.connectors.decode_bench", "DecodeBenchConnector"
 )

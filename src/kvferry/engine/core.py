@@ -21,6 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import connection
 from types import FrameType
 
@@ -244,6 +245,9 @@ class EngineCore:
             if setup.options.kv_transfer is not None:
                 api.report_stage("starting the connector")
                 connector = _scheduler_connector(setup, executor, wakeup.wake, undo)
+                if connector.provides_dummy_kv and limits.enable_prefix_caching:
+                    _log.info("prefix caching is off, because the connector makes up KV")
+                    limits = replace(limits, enable_prefix_caching=False)
             core = cls(api, executor, connector, limits, wakeup)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)

@@ -88,6 +88,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 connectors.append(connector)
             undo.pop_all()
         self._children = Children(connectors, names, _traits(connectors))
+        self.provides_dummy_kv = any(connector.provides_dummy_kv for connector in connectors)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = (
             MultiScheduler(

@@ -1,0 +1,117 @@
+"""`DecodeBenchConnector`: blocks full of made-up KV, so that decoding can be measured without a P.
+
+Every prompt counts as loaded, except its last token. The values are not KV of any model, so the
+tokens mean nothing. An engine with this connector has no prefix cache, and no other connector saves
+these blocks: made-up KV must never be taken for a prompt's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.config import DecodeBenchExtraConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVTensor,
+    Request,
+    SupportsHMA,
+)
+from kvferry.protocol.tickets import HOLE
+
+__all__ = ["DecodeBenchConnector"]
+
+FP8_BYTE = 16
+"""What a cache of bytes is filled with: as fp8 of either kind, a small normal number."""
+
+
+@dataclass(slots=True)
+class FillMetadata(KVConnectorMetadata):
+    """The blocks to fill before a step, by KV-cache group."""
+
+    blocks: tuple[list[int], ...] = field(default_factory=tuple)
+
+
+class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
+    """Fills the blocks of each prompt in the step that computes the prompt's last token."""
+
+    provides_dummy_kv = True
+    requires_kv_delivery = False
+
+    def __init__(
+        self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(config, role, kv_cache_config)
+        assert isinstance(config.kv_transfer.extra, DecodeBenchExtraConfig)
+        self._extra = config.kv_transfer.extra
+        self._next = self._no_blocks()
+        self._caches: Mapping[str, Any] = {}
+
+    def _no_blocks(self) -> FillMetadata:
+        return FillMetadata(tuple([] for _ in self._kv_cache_config.groups))
+
+    # -- scheduler --
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return max(0, request.num_tokens - 1 - num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if not num_external_tokens or self._extra.startup_fill:
+            return
+        size, end = self._kv_cache_config.block_size, request.num_tokens - 1
+        first, last = (end - num_external_tokens) // size, -(-end // size)
+        for found, table in zip(self._next.blocks, blocks.get_block_ids(), strict=True):
+            found += [block for block in table[first:last] if block != HOLE]
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        metadata, self._next = self._next, self._no_blocks()
+        return metadata
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    # -- worker --
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        self._caches = kv_caches
+        if self._extra.startup_fill:
+            for cache in self._caches.values():
+                self._fill(cache)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert isinstance(self._connector_metadata, FillMetadata)
+        groups = self._kv_cache_config.groups
+        for group, blocks in zip(groups, self._connector_metadata.blocks, strict=True):
+            for layer in group.layer_names if blocks else ():
+                rows = self._caches[layer][blocks]
+                self._fill(rows)
+                self._caches[layer][blocks] = rows
+
+    def _fill(self, rows: Any) -> None:
+        if not rows.is_floating_point():
+            rows.fill_(FP8_BYTE)
+        elif self._extra.fill_std:
+            rows.normal_(self._extra.fill_mean, self._extra.fill_std)
+        else:
+            rows.fill_(self._extra.fill_mean)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        return None
