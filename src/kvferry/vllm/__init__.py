@@ -8,7 +8,11 @@ whatever connector the process uses.
 from typing import Any
 
 __all__ = [
+    "DecodeBenchConnector",
+    "ExampleConnector",
     "KVFerryConnector",
+    "KVFerryDecodeBenchConnector",
+    "KVFerryExampleConnector",
     "KVFerryMooncakeConnector",
     "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
@@ -35,7 +39,7 @@ def __getattr__(name: str) -> Any:
             from kvferry.vllm.p2p_nccl import P2pNcclConnector
 
             return P2pNcclConnector
-        from kvferry.vllm import connector
+        from kvferry.vllm import connector, step_loading
 
-        return getattr(connector, name)
+        return getattr(step_loading if name in step_loading.__all__ else connector, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

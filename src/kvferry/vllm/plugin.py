@@ -17,6 +17,8 @@ __all__ = ["EPOCH_VARIABLE", "register"]
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
 NAMES = (
     "KVFerryConnector",
+    "KVFerryDecodeBenchConnector",
+    "KVFerryExampleConnector",
     "KVFerryMooncakeConnector",
     "KVFerryOffloadingConnector",
     "KVFerryPushConnector",

@@ -50,6 +50,7 @@ class PrefillSlice:
     request_id: str
     start: int
     tables: BlockTables
+    num_tokens: int = 0
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -116,7 +117,12 @@ class PrefillProgressTable:
                 progress.note_start(first)
         return PrefillSlices(
             tuple(
-                PrefillSlice(name, progress.num_computed_tokens, tables)
+                PrefillSlice(
+                    name,
+                    progress.num_computed_tokens,
+                    tables,
+                    scheduler_output.num_scheduled_tokens.get(name, 0),
+                )
                 for name, progress in self._running.items()
             ),
             frozenset(scheduler_output.preempted_req_ids or ()),

@@ -53,6 +53,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connectors.decode_bench import DecodeBenchConnector
+from kvferry.connectors.example import ExampleConnector
 from kvferry.connectors.offloading.scheduler import OffloadingScheduler
 from kvferry.connectors.push_mode import PushMode
 from kvferry.vllm.connector import KVFerryConnector
@@ -172,6 +174,8 @@ class _Work:
     """The blocks of each KV cache group."""
     is_anew: bool
     tokens: list[int]
+    num_kept: int
+    """How many tokens the request has, of which some may still be computed."""
 
 
 class Engine:
@@ -337,10 +341,13 @@ class Engine:
                 strict=True,
             )
         )
+        cached = output.scheduled_cached_reqs
+        outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
         work = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            tokens = list(self.scheduler.requests[request_id].all_token_ids)
+            request = self.scheduler.requests[request_id]
+            tokens = list(request.all_token_ids)
             work.append(
                 _Work(
                     request_id,
@@ -349,6 +356,9 @@ class Engine:
                     blocks,
                     request_id in resumed,
                     tokens,
+                    request.num_prompt_tokens + outputs[request_id]
+                    if request_id in outputs
+                    else len(tokens),
                 )
             )
         return work
@@ -361,7 +371,11 @@ class Engine:
         )
         if output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
+        for name, _, _ in self._layers if work else ():
+            self.worker.wait_for_layer_load(name)
         sampled = [self._forward(part) for part in work]
+        for name, _, _ in self._layers if work else ():
+            self.worker.save_kv_layer(name, self.tensors[name], None)
         if not output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
         self.worker.wait_for_save()
@@ -388,6 +402,8 @@ class Engine:
         if work.is_anew:
             self._sequences[work.request_id] = list(work.tokens)
         tokens = self._sequences[work.request_id]
+        # vLLM has dropped what was generated from a load that failed.
+        del tokens[work.num_kept :]
         seed = self._seeds[work.request_id] + self._weights_seed
         values = torch.tensor(slot_values(tokens, seed), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
@@ -493,12 +509,15 @@ class Engine:
             "shared requests": _in_multi(scheduler.connector),
             "shared transfers": _in_multi(self.worker),
         }
-        half = _own(scheduler.connector)._inner._scheduler_half  # noqa: SLF001
-        held |= (
-            self._held_for_tiers(half)
-            if isinstance(half, OffloadingScheduler)
-            else self._held_for_peers(half)
-        )
+        own = _own(scheduler.connector)._inner  # noqa: SLF001
+        if isinstance(own, ExampleConnector):
+            held |= {"prompts": own._prompts, "unconfirmed": own._num_unconfirmed}  # noqa: SLF001
+        elif isinstance(own, DecodeBenchConnector):
+            held |= {"fills": [*own._next.blocks[0]]}  # noqa: SLF001
+        elif isinstance(own._scheduler_half, OffloadingScheduler):  # noqa: SLF001
+            held |= self._held_for_tiers(own._scheduler_half)  # noqa: SLF001
+        else:
+            held |= self._held_for_peers(own._scheduler_half)  # noqa: SLF001
         return {name: value for name, value in held.items() if value}
 
     def _held_for_peers(self, half: Any) -> dict[str, Any]:

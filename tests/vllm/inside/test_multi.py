@@ -47,7 +47,13 @@ OFFLOADING = {
         "spec_module_path": "tests.vllm.inside.host_spec",
     },
 }
-DUMMY = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+DUMMY = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_connector_module_path": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector"
+    ),
+    "kv_role": "kv_both",
+}
 
 
 def kept_in(store: str, kind: str = "StoreConnector") -> dict[str, Any]:
