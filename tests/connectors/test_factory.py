@@ -50,11 +50,6 @@ def test_a_near_miss_is_named() -> None:
         KVConnectorFactory.get_connector_class(config("zzz"))
 
 
-def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> None:
-    with pytest.raises(ConfigError, match="P2pNcclConnector is not supported yet"):
-        KVConnectorFactory.get_connector_class(config("P2pNcclConnector"))
-
-
 @pytest.mark.parametrize(
     ("name", "need"),
     [
