@@ -233,7 +233,8 @@ class Engine:
             )
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, 1)
         handshake = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        if handshake is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_size, hash_function)
