@@ -66,8 +66,11 @@ DIRECTIONS = ("from stock", "to stock")
 
 @pytest.fixture(
     scope="module",
-    params=[(direction, name) for direction in DIRECTIONS for name in ("kvferry", "vllm-router")],
-    ids=" ".join,
+    params=[
+        pytest.param((direction, name), marks=marks, id=f"{direction} {name}")
+        for direction in DIRECTIONS
+        for name, marks in (("kvferry", ()), ("vllm-router", pytest.mark.exhaustive))
+    ],
 )
 def routed(
     request: pytest.FixtureRequest, mixed: Mixed
