@@ -134,7 +134,7 @@ def fill(page: Path, parts: dict[str, str]) -> str:
 def source_of(*parts: Any) -> str:
     """The source of classes and functions, as a block of code."""
     sources = (textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts)
-    return "```python\n" + "\n\n".join(sources) + "\n```"
+    return "```python\n" + "\n\n\n".join(sources) + "\n```"
 
 
 def router_table() -> str:
