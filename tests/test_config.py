@@ -787,7 +787,7 @@ def test_the_send_type_chooses_push_or_pull(send_type: str, mode: str) -> None:
     ("settings", "sentence"),
     [
         ({"send_type": "PUT_SYNC"}, 'send_type is "PUT_SYNC"; did you mean PUT_ASYNC?'),
-        ({"backend": "mpi"}, 'backend is "mpi"; remove it, or use one of auto, gloo, nccl'),
+        ({"backend": "mpi"}, 'backend is "mpi"; remove it, or use one of gloo, nccl'),
         ({"proxy_ip": "10.0.0.1"}, "proxy_port is missing"),
         ({"proxy_port": "x"}, 'proxy_port is "x", which is not a number'),
         ({"mem_pool_size_gb": 0}, "mem_pool_size_gb must be a number of GiB above 0"),

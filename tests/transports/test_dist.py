@@ -265,7 +265,7 @@ def test_one_staging_buffer_serves_several_peers_in_turn(far: Side) -> None:
 def test_nccl_without_a_gpu_is_refused(far: Side) -> None:
     with (
         side(1, DistSettings(backend="nccl")) as made,
-        pytest.raises(TransportError, match="set backend to auto"),
+        pytest.raises(TransportError, match="set backend to gloo"),
     ):
         made.transport.connect(PEER, far.transport.offer(), far.regions)
 

@@ -26,7 +26,7 @@ from kvferry.types import Address
 __all__ = ["P2pNcclExtraConfig"]
 
 SEND_TYPES = ("PUT", "GET", "PUT_ASYNC")
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("gloo", "nccl")
 NUMBERS = {
     "proxy_port": int,
     "http_port": int,
@@ -49,9 +49,9 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     both never make P wait. GET: D fetches the blocks after P has computed the prompt, as
     NixlConnector does.
     """
-    backend: Text = "auto"
-    """The library that moves the bytes: nccl, gloo, or auto: NCCL if both caches are on different
-    GPUs, otherwise gloo.
+    backend: Text = "gloo"
+    """The library that moves the bytes: gloo, or nccl between different GPUs. nccl is not for
+    production yet: see docs/p2p-nccl.md.
     """
     mem_pool_size_gb: Gibibytes = 32.0
     """The most memory for staging buffers of a cache in host memory, in GiB; allocated when needed,

@@ -168,10 +168,7 @@ def _nccl(store: ChannelStore, me: Member, num_channels: int) -> Any:
     options._timeout = NEVER
     if num_channels:
         options.config.min_ctas = options.config.max_ctas = num_channels
-    with (
-        _ENVIRONMENT,
-        _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"),
-    ):
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
         return distributed.ProcessGroupNCCL(store, me, 2, options)
 
 

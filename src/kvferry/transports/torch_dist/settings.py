@@ -15,7 +15,7 @@ class DistSettings:
     """
     device_pool_bytes: int = 1 << 30
     """The same, if the cache is on a GPU."""
-    backend: str = "auto"
-    """gloo, nccl, or auto: nccl if both caches are on different GPUs."""
+    backend: str = "gloo"
+    """gloo, or nccl between GPUs."""
     num_channels: int = 0
     """The channels of an NCCL group; 0: NCCL decides."""

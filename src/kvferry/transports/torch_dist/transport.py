@@ -75,7 +75,7 @@ class DistTransport:
         listener = listening_on(self._bind_host, self._advertised_host)
         self._regions = tuple(regions)
         is_device = regions[0].memory is MemoryKind.VRAM
-        may_use_nccl = is_device and self._settings.backend != "gloo"
+        may_use_nccl = is_device and self._settings.backend == "nccl"
         self._offer = DistOffer(
             self._advertised_host,
             listener.getsockname()[1],
@@ -188,15 +188,15 @@ class DistTransport:
         return self._parts
 
     def _backend_with(self, offer: DistOffer, peer: PeerId) -> Backend:
-        """NCCL refuses two members on one GPU, and gloo moves the bytes of any memory."""
+        if self._settings.backend == "gloo":
+            return Backend.GLOO
         ours, theirs = self._offer.nccl_device, offer.nccl_device
-        if self._settings.backend == "nccl" and not (ours and theirs):
+        if not (ours and theirs):
             raise TransportError(
-                f"backend is nccl, but {peer if ours else 'this engine'} has no cache on a GPU, or "
-                "no NCCL; set backend to auto"
+                f"backend is nccl, but {peer if ours else 'this engine'} has no cache on a GPU, no "
+                "NCCL, or another backend; set backend to gloo"
             )
-        is_nccl = ours and theirs and (self._settings.backend == "nccl" or ours != theirs)
-        return Backend.NCCL if is_nccl else Backend.GLOO
+        return Backend.NCCL
 
     def _start(
         self, peer: PeerId, segments: Sequence[Segments], operation: Operation, grant_id: int = 0
