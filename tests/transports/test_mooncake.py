@@ -254,7 +254,8 @@ def test_a_stopped_peer_holds_up_its_own_transfers_only(monkeypatch: pytest.Monk
         (completion,) = ended(near, stuck)
         assert "Mooncake cannot read" in (completion.error or "")
         agent.send_signal(signal.SIGCONT)
-        assert read(near, far) == ""
+        # The first reads after the timeout may still fail in Mooncake.
+        until("the peer is read again", lambda: read(near, far) == "")
         assert ours.is_running()
 
 
