@@ -77,7 +77,11 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
-    cells = [(row["transport"], row["segment_bytes"], row["pattern"]) for row in told["rows"]]
+    cells = [
+        (row["transport"], row["segment_bytes"], row["pattern"])
+        for row in told["rows"]
+        if row["transport"] != "mooncake"  # which not every machine has
+    ]
     assert sorted(cells) == sorted(
         (transport, kib * 1024, pattern)
         for transport in ("shm", "nixl", "tcp")
@@ -108,10 +112,9 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "NIXL is not installed" in ran.stderr
-    assert {(row["transport"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {
-        ("shm", None),
-        ("tcp", None),
-    }
+    rows = json.loads(ran.stdout)["rows"]
+    assert {row["transport"] for row in rows} - {"mooncake"} == {"shm", "tcp"}
+    assert {row["of_raw_nixl"] for row in rows} == {None}
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from kvferry.types import Address, MemoryKind, PeerId, Region
 __all__ = ["MooncakeSettings", "MooncakeTransport"]
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
-MAX_BATCH_DESCRIPTORS = 1000
-"""So that a call fits into the buffer of a lane's pipe."""
+MAX_DESCRIPTORS = 1000
+"""Of all reads from one peer at a time. Mooncake refuses more than it has room for in its queue."""
 POLL_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 1.0
 """How often an agent that serves peers is looked after."""
@@ -124,7 +124,9 @@ class MooncakeTransport:
         started = time.perf_counter()
         link = self._checked(peer, segments)
         descriptors = descriptors_between(segments, self._regions, link.regions)
-        parts = batches(descriptors, MAX_BATCH_BYTES, MAX_BATCH_DESCRIPTORS)
+        # A call also fits into the buffer of a lane's pipe.
+        max_descriptors = max(1, MAX_DESCRIPTORS // self._max_calls_per_peer)
+        parts = batches(descriptors, MAX_BATCH_BYTES, max_descriptors)
         return self._start(link, parts, started)
 
     def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
@@ -137,6 +139,10 @@ class MooncakeTransport:
     @property
     def supports_write_grants(self) -> bool:
         return False
+
+    @property
+    def _max_calls_per_peer(self) -> int:
+        return max(1, self._settings.num_workers // 2)
 
     def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
         raise write_grants_unsupported(self.name)
@@ -210,7 +216,7 @@ class MooncakeTransport:
         """Give idle lanes the next batches, one for each transfer in turn. A peer gets at most half
         of the lanes, so that a silent one does not block the others.
         """
-        limit = max(1, self._settings.num_workers // 2)
+        limit = self._max_calls_per_peer
         for _ in range(len(self._transfers) * limit):
             if not agent.has_idle_lane:
                 return
