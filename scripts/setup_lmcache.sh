@@ -4,7 +4,7 @@
 #   setup_lmcache.sh VLLM_ENVIRONMENT ENVIRONMENT
 set -u
 vllm=$1 lmcache=$2 release=0.5.6
-[ -e "$lmcache/.kvferry-setup" ] && exit 0
+[ -e "$lmcache/.kvferry-setup-$release" ] && exit 0
 [ -x "$vllm/bin/python" ] || exit 0
 if [ "$(uname -sm)" != "Linux x86_64" ]; then
     echo "LMCache has no wheels for $(uname -sm); LMCacheMPConnector is not tested"
@@ -22,7 +22,7 @@ if {
         && "$lmcache/bin/lmcache" server --help
 } > "$log" 2>&1; then
     rm -f "$log"
-    touch "$lmcache/.kvferry-setup"
+    touch "$lmcache/.kvferry-setup-$release"
 else
     tail -n 5 "$log"
     echo "LMCache could not be installed ($log says why); LMCacheMPConnector is not tested"

@@ -4,6 +4,7 @@ that P has computed, and damage, full disks and other engines' files cost only c
 
 import logging
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -379,6 +380,29 @@ def test_another_secret_is_refused(
     d = Side(tmp_path, "kv_consumer")
     assert d.load() == 0
     assert d.counts == {"refused": 1}
+
+
+def test_what_cannot_be_read_at_the_moment_is_not_removed(p: Side, d: Side) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        first_free = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    try:
+        assert d.load() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert d.counts == {"refused": 1}
+    assert d.load(name="again") == 16
+
+
+def test_the_draft_of_a_killed_writer_is_removed_after_an_hour(p: Side, tmp_path: Path) -> None:
+    [folder] = {path.parent for path in files(tmp_path)}
+    old, new = (folder.with_suffix(f".draft-{name}") for name in ("old", "new"))
+    for draft in (old, new):
+        shutil.copytree(folder, draft)
+    os.utime(old, (1, 1))
+    Side(tmp_path, "kv_consumer")
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, new.name}
 
 
 def test_a_writer_that_stops_half_way_leaves_nothing_to_find(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ order, twice, or without having been asked.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from kvferry.connectors.multi.lookup import (
 )
 from kvferry.connectors.multi.metadata import MultiMetadata
 from kvferry.connectors.multi.requests import RequestTable
+from kvferry.connectors.multi.scheduler import EngineView, MultiScheduler
 from kvferry.connectors.multi.transfers import RankTransfers
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError
@@ -253,13 +255,53 @@ def test_a_harmless_timeout_disables_a_child_only_if_it_comes_again_and_again(
 ) -> None:
     child = Sluggish()
     child.error = TimeoutError()
-    traits = ChildTraits(0, timeouts_are_harmless=is_harmless)
+    traits = ChildTraits(0, store_timeouts_are_harmless=is_harmless)
     children = Children([child], ["Sluggish"], [traits])
     children.call(0, "wait_for_save", is_decisive=True)
     assert bool(children.disabled) != is_harmless
     for _ in range(MAX_FAILURES):
         children.call(0, "wait_for_save", is_decisive=True)
     assert children.disabled
+
+
+def test_a_timeout_while_results_are_taken_is_never_harmless() -> None:
+    """What the child would have reported is lost."""
+    child = Sluggish()
+    child.error = TimeoutError()
+    traits = ChildTraits(0, store_timeouts_are_harmless=True)
+    children = Children([child], ["Sluggish"], [traits])
+    children.guard(0, "get_transfer_results", lambda it: it.wait_for_save(), is_decisive=True)
+    assert children.disabled
+
+
+class Synchronous:
+    """A connector that loads within a step."""
+
+    def get_num_new_matched_tokens(self, request: object, num_computed: int) -> tuple[int, bool]:
+        return 2 * BLOCK, False
+
+
+class Asked(NamedTuple):
+    request_id: str
+    num_tokens: int
+
+
+@pytest.mark.parametrize(
+    ("is_safe", "is_dummy", "num_tokens"),
+    [(True, False, 2 * BLOCK), (False, False, 0), (False, True, 2 * BLOCK)],
+)
+def test_a_child_loads_within_a_step_only_if_a_failure_gives_no_wrong_tokens(
+    is_safe: bool, is_dummy: bool, num_tokens: int
+) -> None:
+    traits = ChildTraits(0, provides_dummy_kv=is_dummy)
+    scheduler = MultiScheduler(
+        Children([Synchronous()], ["Synchronous"], [traits]),
+        cast(EngineView, None),
+        BLOCK,
+        lookup_timeout_s=1.0,
+        may_load_within_steps=is_safe,
+    )
+    assert scheduler.get_num_new_matched_tokens(Asked("r", 100), 0) == (num_tokens, False)
 
 
 # -- the transfers of a rank --

@@ -89,6 +89,10 @@ ONLY_IN_VLLM = {
     "LMCacheConnectorV1": "the package lmcache (pip install lmcache)",
     "LMCacheMPConnector": "the package lmcache (pip install lmcache) and a running lmcache server",
     "MoRIIOConnector": "AMD GPUs and AMD's package mori",
+    "SimpleCPUOffloadConnector": "a GPU",
+    "MooncakeStoreConnector": "the package mooncake-transfer-engine and its master",
+    "FlexKVConnectorV1": "the package flexkv",
+    "HF3FSKVConnector": "the package hf3fs_fuse",
 }
 """Connectors that only vLLM can load, with what they need there. An operator who names one of them
 has not mistyped a name of ours.

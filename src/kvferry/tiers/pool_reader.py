@@ -87,10 +87,6 @@ class PoolReader:
         self._namespace = namespace
         self._but_not = frozenset(but_not)
         self._segments: dict[Path, _Segment] = {}
-        self._invalid: set[Path] = set()
-        """Files that are no valid segments of the namespace. A file is complete before it gets its
-        name, so it need not be read again.
-        """
         self._next_listing = float("-inf")
 
     def refresh(self, now: float) -> None:
@@ -139,12 +135,9 @@ class PoolReader:
         self._segments = {
             path: segment for path, segment in self._segments.items() if path in paths
         }
-        self._invalid &= paths
-        for path in sorted(paths - self._segments.keys() - self._invalid):
+        for path in sorted(paths - self._segments.keys()):
             opened = open_for_reading(path)
-            if opened is None or opened[0].namespace != self._namespace.digest:
-                self._invalid.add(path)
-            else:
+            if opened is not None and opened[0].namespace == self._namespace.digest:
                 self._segments[path] = _Segment(*opened)
 
 

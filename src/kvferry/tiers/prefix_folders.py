@@ -5,13 +5,16 @@
 
 A writer fills a draft folder and renames it, so a folder has all its files or does not exist. The
 seal is the header of an `Envelope`, so a reader finds every byte that is not as it was written.
-Nothing is ever evicted, and a writer that is killed leaves its draft, `*.draft-*`.
+Nothing is ever evicted. A writer that is killed leaves its draft, `*.draft-*`, which the next
+engine removes after an hour.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -23,13 +26,19 @@ from kvferry.tiers.keys import Namespace
 
 __all__ = ["PrefixFolders", "file_key", "find_longest", "is_stored"]
 
+MAX_DRAFT_AGE_S = 3600.0
+
+
+class DamagedFile(OSError):
+    """A file is not as it was written."""
+
 
 class PrefixFolders:
     """The folders of one rank. Picklable, so that a scheduler can have those of its workers."""
 
     def __init__(self, root: str, namespace: Namespace, secret: bytes, max_blocks: int) -> None:
         """`max_blocks` is how many blocks a prefix can have. Raises `ConfigError` if the root
-        cannot be used at all.
+        cannot be read.
         """
         regions = namespace.factors["regions"]
         self._layers = [layer for _, _, layers in regions for layer in layers]
@@ -41,11 +50,13 @@ class PrefixFolders:
         self._failed_drafts: dict[ObjectKey, OSError] = {}
         try:
             Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.listdir(root)
         except OSError as error:
             raise ConfigError(
                 f"shared_storage_path is {root}, which cannot be used: {error.strerror}; correct "
-                "the path"
+                "the path, or the permissions of the folder"
             ) from error
+        self._remove_old_drafts()
 
     # -- writing --
 
@@ -77,8 +88,11 @@ class PrefixFolders:
         return None if self.has(key) else failure
 
     def remove(self, key: ObjectKey) -> None:
-        """Remove a prefix, if the storage permits."""
-        shutil.rmtree(self.path(key), ignore_errors=True)
+        """Remove a prefix, if the storage permits. It disappears at once or not at all."""
+        draft = self._draft(key)
+        with contextlib.suppress(OSError):
+            os.rename(self.path(key), draft)
+            shutil.rmtree(draft, ignore_errors=True)
 
     # -- reading --
 
@@ -86,7 +100,8 @@ class PrefixFolders:
         return self._folder / key.hex()
 
     def has(self, key: ObjectKey) -> bool:
-        return self.path(key).is_dir()
+        # `Path.is_dir` raises an exception if the storage fails.
+        return os.path.isdir(self.path(key))
 
     def find_damage(self, key: ObjectKey) -> OSError | None:
         """Return why the prefix cannot be used, or None if every byte is as it was written."""
@@ -106,11 +121,17 @@ class PrefixFolders:
             file_key(key, layer), memoryview(seal), memoryview(data), HEADER_BYTES + len(data)
         )
         if refusal is not None:
-            raise OSError(f"{path} {refusal.value}")
+            raise DamagedFile(f"{path} {refusal.value}")
         return data
 
     def _draft(self, key: ObjectKey) -> Path:
         return self.path(key).with_suffix(self._draft_suffix)
+
+    def _remove_old_drafts(self) -> None:
+        with contextlib.suppress(OSError):
+            for draft in self._folder.glob("*.draft-*"):
+                if draft.stat().st_mtime < time.time() - MAX_DRAFT_AGE_S:
+                    shutil.rmtree(draft, ignore_errors=True)
 
 
 def is_stored(ranks: Sequence[PrefixFolders], key: ObjectKey) -> bool:
@@ -122,7 +143,8 @@ def find_longest(
     ranks: Sequence[PrefixFolders], keys: Sequence[ObjectKey], first: int
 ) -> tuple[int, list[OSError]]:
     """Return how many keys the longest intact prefix has, 0 if it has no more than `first`; and
-    the damage to longer ones, which are removed.
+    why longer ones cannot be used. Those that are damaged are removed; others may be intact, and
+    this engine cannot read them now.
     """
     damages: list[OSError] = []
     for count in range(len(keys), first, -1):
@@ -132,8 +154,9 @@ def find_longest(
             if damage is None:
                 return count, damages
             damages.append(damage)
-            for folders in ranks:
-                folders.remove(key)
+            if isinstance(damage, (DamagedFile, FileNotFoundError, IsADirectoryError)):
+                for folders in ranks:
+                    folders.remove(key)
     return 0, damages
 
 
@@ -145,7 +168,7 @@ def file_key(key: ObjectKey, layer: str) -> ObjectKey:
 def _read_file(path: Path, max_bytes: int) -> bytes:
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a file")
+            raise DamagedFile(f"{path} is not a file")
         return file.read(max_bytes)
 
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import ConfigError
 
-__all__ = ["check_supported", "layer_specs"]
+__all__ = ["check_supported", "drops_too_few_tokens", "layer_specs"]
 
 
 SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
@@ -99,6 +99,14 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
             f"{model} attends to later tokens of a prompt, so no part of its KV can be used for "
             "another prompt"
         )
+
+
+def drops_too_few_tokens(vllm_config: Any) -> bool:
+    """Whether vLLM gives wrong tokens after a load within a step has failed: vLLM 0.32 computes the
+    step again, but keeps the tokens of the step that async scheduling has scheduled meanwhile.
+    """
+    is_computed_again = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    return is_computed_again and bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def layer_specs(spec: Any) -> list[Any]:

@@ -41,6 +41,7 @@ from kvferry.connectors.multi.metadata import (
 from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector, RemoteLoads, log_with_vllm
 from kvferry.vllm.multi_metrics import MultiKVEvents, MultiKVStats, MultiPromMetrics
 from kvferry.vllm.release import warn_if_untested
@@ -66,7 +67,7 @@ KNOWN_TRAITS: Mapping[str, ChildTraits] = {
         loads_are_optional=True,
         reports_failed_blocks=True,
         follows_lookups=True,
-        timeouts_are_harmless=True,
+        store_timeouts_are_harmless=True,
     ),
 }
 """What is known of the connectors of vLLM and LMCache, which cannot say it themselves."""
@@ -324,6 +325,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 _SchedulerOutputView(),
                 vllm_config.cache_config.block_size,
                 timeout_s,
+                may_load_within_steps=not drops_too_few_tokens(vllm_config),
             )
             for index in self._ours:
                 connectors[index].join_multi_connector(self._has_work)

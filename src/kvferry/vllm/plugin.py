@@ -17,7 +17,6 @@ __all__ = ["EPOCH_VARIABLE", "register"]
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
 NAMES = (
     "KVFerryConnector",
-    "KVFerryDecodeBenchConnector",
     "KVFerryExampleConnector",
     "KVFerryMooncakeConnector",
     "KVFerryOffloadingConnector",

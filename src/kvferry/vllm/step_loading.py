@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvferry.connectors import contract
 from kvferry.errors import ConfigError
+from kvferry.vllm.compatibility import drops_too_few_tokens
 from kvferry.vllm.connector import KVFerryConnector
 from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
 from kvferry.vllm.translate import BlocksView, null_blocks_as_holes
@@ -129,10 +130,7 @@ class KVFerryExampleConnector(StepLoadingConnector):
     inner_name = "ExampleConnector"
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-        if policy == "recompute" and vllm_config.scheduler_config.async_scheduling:
-            # vLLM 0.32 drops the tokens of the step whose load failed, but not those of the step
-            # that it has scheduled meanwhile.
+        if drops_too_few_tokens(vllm_config):
             raise ConfigError(
                 "vLLM gives wrong tokens if a load within a step fails with async scheduling and "
                 "kv_load_failure_policy recompute; use --no-async-scheduling or the policy fail"

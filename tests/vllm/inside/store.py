@@ -202,7 +202,7 @@ class BlockReportingStore(StoreConnector):
 
     reports_failed_blocks = True
     follows_lookups = True
-    timeouts_are_harmless = True
+    store_timeouts_are_harmless = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -136,8 +136,8 @@ class Children:
             result = call(self._connectors[child])
         # A child may be any class, so it may raise any exception; the engine serves on without it.
         except Exception as error:
-            if isinstance(error, TimeoutError) and self.traits[child].timeouts_are_harmless:
-                is_decisive = False
+            if name == "wait_for_save" and isinstance(error, TimeoutError):
+                is_decisive = is_decisive and not self.traits[child].store_timeouts_are_harmless
             self.note_failure(child, name, error, is_decisive=is_decisive)
             return default
         finally:

@@ -40,7 +40,7 @@ class ChildTraits:
     it is told from then on. So it must be asked about every request, and must not see a request
     that starts over with other blocks without being asked again.
     """
-    timeouts_are_harmless: bool = False
+    store_timeouts_are_harmless: bool = False
     """After a `TimeoutError` of any call, the child touches no block for that call any more."""
 
 

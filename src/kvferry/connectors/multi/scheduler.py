@@ -42,7 +42,13 @@ class MultiScheduler:
         block_size: int,
         lookup_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        may_load_within_steps: bool = True,
     ) -> None:
+        """`may_load_within_steps` is False if the engine would give wrong tokens after a load
+        within a step has failed. Only children with made-up KV then load so.
+        """
+        self._may_load_within_steps = may_load_within_steps
         self._children = children
         self._view = view
         self._block_size = block_size
@@ -56,6 +62,7 @@ class MultiScheduler:
         self._num_failed_loads: Counter[str] = Counter()
         self._newly_disabled: list[str] = []
         self._logged_timeouts: set[int] = set()
+        self._logged_refusals: set[int] = set()
         self._logged_keys: set[str] = set()
         children.watch_disabled(self._note_disabled)
 
@@ -123,6 +130,8 @@ class MultiScheduler:
         if count is not None:
             waited_s = self._lookups.note_answer(request_id, child, self._clock())
             self._children.note_duration(child, "lookup", waited_s)
+            if count and not is_async and not self._may_load_within_steps:
+                return self._refuse_load_within_step(child, count), False
             return count, is_async
         if not self._lookups.note_pending(request_id, child, self._clock()):
             return None, False
@@ -136,6 +145,20 @@ class MultiScheduler:
             )
         self._num_timed_out[name] += 1
         return 0, False
+
+    def _refuse_load_within_step(self, child: int, count: int) -> int:
+        """How many tokens the child may load within a step: none, unless its KV is made up."""
+        if self._children.traits[child].provides_dummy_kv:
+            return count
+        if child not in self._logged_refusals:
+            self._logged_refusals.add(child)
+            _log.warning(
+                "child=%s loads within a step, and after a failed load the engine would give wrong "
+                "tokens with async scheduling and kv_load_failure_policy recompute; the child "
+                "loads nothing. Use --no-async-scheduling or the policy fail",
+                self._children.names[child],
+            )
+        return 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         request_id = str(request.request_id)

@@ -206,7 +206,7 @@ class AgentProcess:
             pass_fds=[settings.control, *(fd for lane in files for fd in (lane.pipe, lane.memory))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**ENVIRONMENT, **os.environ},
+            env=_environment(),
             # Ctrl-C in a terminal is for the engine, which then closes the tier.
             start_new_session=True,
         )
@@ -243,3 +243,9 @@ class AgentProcess:
 
 def _json(settings: AgentSettings) -> str:
     return msgspec.json.encode(settings).decode()
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the process, which strangers can reach: without the cluster's secret."""
+    ours = {name: text for name, text in os.environ.items() if not name.startswith("KVFERRY_")}
+    return ENVIRONMENT | ours

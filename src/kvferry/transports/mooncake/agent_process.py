@@ -184,7 +184,7 @@ class AgentProcess(Generic[T]):
                 pass_fds=[pipe.fileno() for pipe in pipes] + [settings.listener, settings.memory],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**ENVIRONMENT, **os.environ},
+                env=_environment(),
                 # Ctrl-C in a terminal is for the engine, which then closes the transport.
                 start_new_session=True,
             )
@@ -204,3 +204,9 @@ class AgentProcess(Generic[T]):
 
 def _json(settings: AgentSettings) -> str:
     return msgspec.json.encode(settings).decode()
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the process, which strangers can reach: without the cluster's secret."""
+    ours = {name: text for name, text in os.environ.items() if not name.startswith("KVFERRY_")}
+    return ENVIRONMENT | ours
