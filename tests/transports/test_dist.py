@@ -3,11 +3,12 @@ cache, every wait ends, and staging memory is bounded.
 """
 
 import contextlib
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -27,14 +28,18 @@ from tests.transports.tcp_peers import (
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Segments, TransportOffer
+from kvferry.transports.copy.gather import AddressCopies, HostAddressCopier
 from kvferry.transports.tcp import wire
 from kvferry.transports.torch_dist import channel as dist_channel
 from kvferry.transports.torch_dist import server as dist_server
+from kvferry.transports.torch_dist import staging as dist_staging
+from kvferry.transports.torch_dist import transport as dist_transport
 from kvferry.transports.torch_dist.channel import Channel, DistOffer
 from kvferry.transports.torch_dist.group import Backend, Member, PairGroup
 from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
+from kvferry.worker import thread as worker_thread
 
 CANARY = 5
 
@@ -230,6 +235,92 @@ def test_bytes_that_arrive_after_a_revocation_do_not_reach_the_cache(far: Side) 
     group.abort()
 
 
+def test_a_read_ends_only_when_a_slow_copy_is_done(
+    near: Side, far: Side, slow: "SlowCopies"
+) -> None:
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
+    handle = near.transport.read(PEER, all_blocks())
+    slow.allow_copies_from(far)
+    slow.wait_until_slow()
+    near.transport.cancel(handle)
+    near.transport.disconnect(PEER)
+    assert near.transport.poll() == [], "the read has ended while its bytes are being copied"
+    slow.allow_all()
+    assert wait(near.transport, handle).error == "cancelled"
+    assert np.all(near.bytes[BLOCK:-BLOCK] == 7), "the read has ended before its copy"
+
+
+def test_a_write_ends_only_when_a_slow_copy_is_done(
+    near: Side, far: Side, slow: "SlowCopies"
+) -> None:
+    far.transport.grant_writes(3, [range(BLOCKS)])
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
+    handle = near.transport.write(PEER, all_blocks(), 3)
+    slow.wait_until_slow()
+    near.transport.cancel(handle)
+    assert near.transport.poll() == [], "the write has ended while its bytes are being copied"
+    slow.allow_all()
+    assert wait(near.transport, handle).error == "cancelled"
+
+
+def test_a_revocation_ends_only_when_a_slow_copy_is_done(
+    near: Side, far: Side, slow: "SlowCopies"
+) -> None:
+    far.transport.grant_writes(3, [range(BLOCKS)])
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
+    slow.allow_copies_from(near)
+    writing = near.transport.write(PEER, all_blocks(), 3)
+    slow.wait_until_slow()
+    revoking = far.transport.revoke_writes(3)
+    assert far.transport.poll() == [], "the grant has ended while bytes are being copied under it"
+    slow.allow_all()
+    assert wait(far.transport, revoking).ok
+    assert np.all(far.bytes[BLOCK:-BLOCK] == CANARY), "the grant has ended before the copy"
+    assert wait(near.transport, writing).ok
+
+
+def test_close_waits_for_a_slow_copy(
+    near: Side, far: Side, slow: "SlowCopies", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist_transport, "CLOSE_TIMEOUT_S", 0.0)
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
+    near.transport.read(PEER, all_blocks())
+    slow.allow_copies_from(far)
+    slow.wait_until_slow()
+    slow.allow_all(after_questions=100)
+    near.transport.close()
+    assert np.all(near.bytes[BLOCK:-BLOCK] == 7), "close has returned before the copy was done"
+
+
+def test_close_does_not_wait_for_a_silent_peer_and_no_byte_follows(
+    near: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert dist_transport.CLOSE_TIMEOUT_S < worker_thread.CLOSE_TIMEOUT_S
+    monkeypatch.setattr(dist_transport, "CLOSE_TIMEOUT_S", 0.0)
+    is_waiting, is_closed = threading.Event(), threading.Event()
+
+    def send_after_close(channel: Channel, group: PairGroup) -> None:
+        size_bytes = _take_request(channel)
+        channel.send(wire.pack_reply(), channel.next_tag(bytes(size_bytes)))
+        is_waiting.set()
+        assert is_closed.wait(DEADLINE_S)
+        group.send(torch.zeros(size_bytes, dtype=torch.uint8))
+
+    with _liar(send_after_close) as offer:
+        near.transport.connect(PEER, offer, near.regions)
+        near.transport.read(PEER, all_blocks())
+        assert is_waiting.wait(DEADLINE_S)
+        (thread,) = (each for each in threading.enumerate() if each.name == "kvferry-dist")
+        with caplog.at_level(logging.WARNING):
+            near.transport.close()
+        assert thread.is_alive()
+        assert "still waits for a peer" in caplog.text
+        is_closed.set()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert np.all(near.bytes == CANARY), "bytes have reached the cache after close"
+
+
 def test_a_peer_that_stays_silent_fails_the_read(
     near: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +359,78 @@ def test_nccl_without_a_gpu_is_refused(far: Side) -> None:
         pytest.raises(TransportError, match="set backend to gloo"),
     ):
         made.transport.connect(PEER, far.transport.offer(), far.regions)
+
+
+class SlowCopies:
+    """Copies of every transport that are done only when the test allows it, as on a busy GPU."""
+
+    def __init__(self) -> None:
+        self._is_slow = threading.Event()
+        self._are_allowed = threading.Event()
+        self._questions_left = 0
+        self._fast: list[Side] = []
+
+    def allow_copies_from(self, cache: Side) -> None:
+        self._fast.append(cache)
+
+    def allow_all(self, after_questions: int = 0) -> None:
+        """Copies are done once their threads have asked so many more times."""
+        self._questions_left = after_questions
+        self._are_allowed.set()
+
+    def wait_until_slow(self) -> None:
+        """Wait until the thread of a copy has waited for longer than the limit of a slow copy."""
+        assert self._is_slow.wait(DEADLINE_S)
+
+    def is_done(self, job: "SlowJob") -> bool:
+        if any(job.comes_from(each) for each in self._fast):
+            return True
+        job.num_questions += 1
+        if job.num_questions > 2:
+            self._is_slow.set()
+        if not self._are_allowed.is_set():
+            return False
+        self._questions_left -= 1
+        return self._questions_left < 0
+
+
+class SlowJob:
+    """One copy, which happens at its end."""
+
+    def __init__(self, copies: Sequence[AddressCopies], slow: SlowCopies) -> None:
+        self._copies = copies
+        self._slow = slow
+        self._is_done = False
+        self.num_questions = 0
+
+    def comes_from(self, cache: Side) -> bool:
+        first, size_bytes = cache.bytes.ctypes.data, cache.bytes.nbytes
+        return all(first <= each.sources[0] < first + size_bytes for each in self._copies)
+
+    def is_done(self) -> bool:
+        if not self._is_done and self._slow.is_done(self):
+            HostAddressCopier().start(self._copies)
+            self._is_done = True
+        return self._is_done
+
+
+class SlowCopier(HostAddressCopier):
+    def __init__(self, slow: SlowCopies) -> None:
+        super().__init__()
+        self._slow = slow
+
+    def start(self, copies: Sequence[AddressCopies]) -> SlowJob:
+        return SlowJob(copies, self._slow)
+
+
+@pytest.fixture
+def slow(near: Side, far: Side, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
+    """Slow copies in transports that make their staging buffers from now on."""
+    made = SlowCopies()
+    monkeypatch.setattr(dist_staging, "copier_for", lambda _: SlowCopier(made))
+    monkeypatch.setattr(dist_staging, "SLOW_COPY_S", 0.0)
+    yield made
+    made.allow_all()  # the transports are closed next, and wait for their copies
 
 
 Lie = Callable[[Channel, PairGroup], None]

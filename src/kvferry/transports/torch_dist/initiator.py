@@ -1,14 +1,15 @@
 """The side of the `dist` transport that starts transfers: one thread for each connected peer.
 
 The thread dials the peer, makes a process group with it, and moves the peer's transfers batch by
-batch, in turns. A transfer that was cancelled ends at once: its later bytes stay in a staging
-buffer.
+batch, in turns. A transfer that was cancelled ends at once, or as soon as the copy that touches
+its local memory is done: its later bytes stay in a staging buffer.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,8 +28,8 @@ __all__ = ["DistTransfer", "PeerLink"]
 
 @dataclass(slots=True, eq=False)
 class DistTransfer:
-    """One read or write. The owner of the transport may end it at any time; the link's thread
-    touches local memory only under `lock`, while the transfer has not ended.
+    """One read or write. The owner of the transport may end it at any time, without waiting; the
+    link's thread touches local memory only within `copying`.
     """
 
     handle: Handle
@@ -38,13 +39,16 @@ class DistTransfer:
     batches: Iterator[Descriptors]
     report: Callable[[Completion], None]
     started: float = field(default_factory=time.perf_counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     is_ended: bool = False
+    """No further copy starts. The end is reported once no copy is active."""
     is_not_granted: bool = False
     """The peer has refused only the grant id of this write; the peer stays connected."""
     post_s: float = 0.0
     total_bytes: int = 0
     segments: int = 0
+    _error: str | None = None
+    _is_copying: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_batch(self) -> Descriptors | None:
         """None if no batch is left, or the transfer has ended."""
@@ -56,14 +60,37 @@ class DistTransfer:
         return batch
 
     def end(self, error: str | None) -> None:
-        """Report the end, once."""
-        with self.lock:
+        """Report the end, once; if a copy is active, the copying thread reports it afterwards."""
+        with self._lock:
             if self.is_ended:
                 return
-            self.is_ended = True
+            self.is_ended, self._error = True, error
+            if self._is_copying:
+                return
+        self._report_end()
+
+    @contextmanager
+    def copying(self) -> Iterator[bool]:
+        """Hold back the report of the end while local memory is copied. Yields False if the
+        transfer has ended: nothing may be copied then.
+        """
+        with self._lock:
+            may_copy = self._is_copying = not self.is_ended
+        try:
+            yield may_copy
+        finally:
+            with self._lock:
+                self._is_copying = False
+                has_ended_meanwhile = may_copy and self.is_ended
+            if has_ended_meanwhile:
+                self._report_end()
+
+    def _report_end(self) -> None:
         elapsed_s = time.perf_counter() - self.started
         self.report(
-            Completion(self.handle, error, self.total_bytes, self.segments, self.post_s, elapsed_s)
+            Completion(
+                self.handle, self._error, self.total_bytes, self.segments, self.post_s, elapsed_s
+            )
         )
 
 
@@ -107,10 +134,15 @@ class PeerLink:
         for transfer in transfers:
             transfer.end(self._stop_reason)
 
-    def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended yet."""
+        return self._thread.is_alive()
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the thread until the deadline. Returns whether it has ended."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.is_alive
 
     # -- on the link's thread --
 
@@ -172,14 +204,15 @@ class PeerLink:
                 channel.send(*request)
                 channel.receive_reply()
                 staging.receive(channel, group, batch.total_bytes)
-                with transfer.lock:
-                    if not transfer.is_ended:
+                with transfer.copying() as may_copy:
+                    if may_copy:
                         staging.scatter(batch.local, batch.size_bytes)
             else:
-                with transfer.lock:
-                    if transfer.is_ended:
-                        return
-                    staging.gather(batch.local, batch.size_bytes)
+                with transfer.copying() as may_copy:
+                    if may_copy:
+                        staging.gather(batch.local, batch.size_bytes)
+                if transfer.is_ended:
+                    return
                 channel.send(*request)
                 why = channel.receive_reply()
                 if not why:

@@ -128,17 +128,18 @@ class DistServer:
     def start(self) -> None:
         self._accepting.start()
 
-    def close(self, timeout_s: float) -> bool:
-        """Stop listening and disconnect all peers. Returns whether every thread has ended."""
+    def close(self, deadline: float) -> bool:
+        """Stop listening and disconnect all peers. Returns whether every thread has ended before
+        the deadline.
+        """
         with self._lock:
             self._is_closing = True
             threads = dict(self._threads)
         _shut(self._listener)
         for connection in threads.values():
             _shut(connection)
-        self._accepting.join(timeout_s)
-        for thread in threads:
-            thread.join(timeout_s)
+        for thread in (self._accepting, *threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
         return not any(thread.is_alive() for thread in (self._accepting, *threads))
 

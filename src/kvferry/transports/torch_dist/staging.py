@@ -1,14 +1,17 @@
 """Staging buffers: the bytes of one batch, contiguous, as process groups send and receive them.
 
 Received bytes stay in a staging buffer until their tag is verified; only then are they copied to
-the cache. A buffer belongs to one thread at a time.
+the cache. A buffer belongs to one thread at a time. A copy on a GPU cannot be cancelled, so a copy
+from or to the cache has no deadline: its thread waits until the copy is done.
 """
 
 import hmac
+import logging
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -25,6 +28,10 @@ from kvferry.types import MemoryKind, Region
 __all__ = ["StagingBuffer", "StagingPool"]
 
 COPY_PAUSE_S = 20e-6
+SLOW_COPY_S = 10.0
+"""A copy that takes longer is logged, once."""
+
+_log = logging.getLogger(__name__)
 
 
 class StagingBuffer:
@@ -32,7 +39,9 @@ class StagingBuffer:
     gloo needs.
     """
 
-    def __init__(self, like: Region) -> None:
+    def __init__(self, like: Region, copying: Callable[[], AbstractContextManager[None]]) -> None:
+        """`copying` is entered around each copy from or to the cache."""
+        self._copying = copying
         is_device = like.memory is MemoryKind.VRAM
         device = torch.device("cuda", like.device) if is_device else torch.device("cpu")
         self._beside = torch.empty(MAX_BATCH_BYTES, dtype=torch.uint8, device=device)
@@ -76,12 +85,18 @@ class StagingBuffer:
         self._copier.close()
 
     def _copy(self, sources: Offsets, targets: Offsets, sizes: Offsets) -> None:
-        job = self._copier.start(_by_size(sources, targets, sizes))
-        deadline = time.monotonic() + STALL_TIMEOUT_S
-        while not job.is_done():
-            if time.monotonic() > deadline:
-                raise TransportError("the device has not copied a batch in time")
-            self._copier.pause(COPY_PAUSE_S)
+        with self._copying():
+            job = self._copier.start(_by_size(sources, targets, sizes))
+            slow_at = time.monotonic() + SLOW_COPY_S
+            while not job.is_done():
+                if time.monotonic() > slow_at:
+                    slow_at = math.inf
+                    _log.warning(
+                        "dist transport: the device has not copied a batch within %g s; its blocks "
+                        "stay in use until it has",
+                        SLOW_COPY_S,
+                    )
+                self._copier.pause(COPY_PAUSE_S)
 
 
 class StagingPool:
@@ -92,6 +107,8 @@ class StagingPool:
         self._max_buffers = max(1, max_bytes // MAX_BATCH_BYTES)
         self._free: list[StagingBuffer] = []
         self._num_buffers = 0
+        self._num_copying = 0
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def enter_device(self) -> None:
@@ -111,13 +128,19 @@ class StagingPool:
         finally:
             with self._changed:
                 self._free.append(taken)
-                self._changed.notify()
+                self._changed.notify_all()
+                if self._is_closed:
+                    self._close_free()
 
     def close(self) -> None:
+        """Wait until no copy touches the cache; none will start afterwards. A buffer in use is
+        closed when it is returned.
+        """
         with self._changed:
-            for each in self._free:
-                each.close()
-            self._free.clear()
+            self._is_closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_copying)
+            self._close_free()
 
     def _take(self) -> StagingBuffer:
         with self._changed:
@@ -125,18 +148,40 @@ class StagingPool:
                 raise TransportError(
                     f"all {self._max_buffers} staging buffers are in use; raise mem_pool_size_gb"
                 )
+            self._check_open()
             if self._free:
                 return self._free.pop()
             self._num_buffers += 1
         try:
-            return StagingBuffer(self._like)
+            return StagingBuffer(self._like, self._copying)
         except (RuntimeError, MemoryError) as error:  # torch's class for lack of memory
             with self._changed:
                 self._num_buffers -= 1
             raise TransportError(f"no memory for a staging buffer: {error}") from error
 
     def _is_available(self) -> bool:
-        return bool(self._free) or self._num_buffers < self._max_buffers
+        return self._is_closed or bool(self._free) or self._num_buffers < self._max_buffers
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        with self._changed:
+            self._check_open()
+            self._num_copying += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_copying -= 1
+                self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("the transport was closed")
+
+    def _close_free(self) -> None:
+        for each in self._free:
+            each.close()
+        self._free.clear()
 
 
 def _starts(sizes: Offsets) -> Offsets:
