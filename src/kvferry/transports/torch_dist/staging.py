@@ -116,8 +116,10 @@ class StagingPool:
         if self._like.memory is MemoryKind.VRAM:
             # Imported only for device memory: the module needs torch with CUDA.
             from kvferry.transports.copy.cuda import enter_device
+            from kvferry.transports.cuda_ipc import driver as cuda_driver
 
             enter_device(self._like.device)
+            cuda_driver.ignore_captures()
 
     @contextmanager
     def buffer(self) -> Iterator[StagingBuffer]:
