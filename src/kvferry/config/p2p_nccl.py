@@ -62,7 +62,7 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     16 MiB at a time.
     """
     nccl_num_channels: Natural = 0
-    """The number of channels of each NCCL group; 0: NCCL decides."""
+    """The number of channels of each NCCL group; 0: NCCL decides. No effect with backend gloo."""
     proxy_ip: Text | None = None
     """The host of the kvferry router with which this engine registers; null: the engine does not
     register. Needs proxy_port, and kv_role kv_producer (prefill) or kv_consumer (decode).
