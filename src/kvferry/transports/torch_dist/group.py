@@ -92,13 +92,14 @@ class PairGroup:
     """A connected group. One thread sends and receives; any thread may `abort`.
 
     `send` and `receive` raise TransportError if the peer does not take part in time, or is gone;
-    the group is then of no more use.
+    the group is then of no more use, and does not touch the tensor any more.
     """
 
     def __init__(self, backend: Backend, group: Any, me: Member) -> None:
         self.backend = backend
         self._group = group
         self._peer = 1 - me
+        self._is_aborted = False
 
     @classmethod
     def meet(cls, channel: Channel, backend: Backend, me: Member, num_channels: int) -> "PairGroup":
@@ -122,8 +123,10 @@ class PairGroup:
         self._finish(lambda: self._group.recv([tensor], self._peer, 0))
 
     def abort(self) -> None:
-        """End the group and every wait in it."""
-        self._group.abort()
+        """End the group and every wait in it. Idempotent."""
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._group.abort()
 
     def _finish(self, start: Callable[[], Any]) -> None:
         try:
@@ -132,7 +135,9 @@ class PairGroup:
                 work.wait(timedelta(seconds=STALL_TIMEOUT_S))
             else:
                 _wait_for_device(work)
-        except RuntimeError as error:
+        except (RuntimeError, TransportError) as error:
+            if self.backend is Backend.NCCL:
+                self.abort()  # a kernel may still wait for the peer, and would write late bytes
             raise TransportError(f"the process group has failed: {_first_line(error)}") from error
 
     def _exchange_first_bytes(self, me: Member) -> None:
