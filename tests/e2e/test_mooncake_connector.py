@@ -5,6 +5,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -110,10 +111,15 @@ def test_an_agent_that_is_killed_costs_no_token(
 
 
 def send_to_mooncake(agent: psutil.Process, message: bytes) -> None:
-    """Send to all ports of the agent: the test does not know which one is for handshakes."""
+    """Send to all ports of the agent: the test does not know which one is for handshakes, after
+    which the agent refuses connections.
+    """
     listening = [c.laddr.port for c in agent.net_connections("tcp") if c.status == "LISTEN"]
     for port in listening:
-        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        with (
+            suppress(ConnectionError),
+            socket.create_connection(("127.0.0.1", port), 5) as stranger,
+        ):
             stranger.sendall(message)
 
 
