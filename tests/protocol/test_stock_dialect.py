@@ -19,7 +19,6 @@ from kvferry.protocol.stock_dialect import (
     ReadsCompleted,
     RenewalRequested,
     StockIdentity,
-    StockLease,
     StockMetadata,
     block_segments,
     completion_note,
@@ -31,6 +30,7 @@ from kvferry.protocol.stock_dialect import (
     read_note,
     read_source,
     remote_regions,
+    trusted_until,
 )
 from kvferry.types import Address, EngineId, Region, RequestId
 
@@ -277,14 +277,4 @@ def test_blocks_that_the_peer_does_not_have_are_refused() -> None:
 
 
 def test_a_lease_is_trusted_for_two_thirds_of_its_time_from_the_requests_arrival() -> None:
-    lease = StockLease.assumed(30, arrived_at=100)
-    assert lease.is_held(119.9)
-    assert not lease.is_held(120)
-
-
-def test_heartbeats_in_time_extend_the_trust_and_late_ones_do_not() -> None:
-    lease = StockLease.assumed(30, arrived_at=100)
-    assert lease.renewed(101).valid_until == 121
-    assert lease.renewed(115).valid_until == 135
-    assert lease.renewed(115.1).valid_until == 120
-    assert lease.renewed(130).valid_until == 120
+    assert trusted_until(30, arrived_at=100) == 120

@@ -259,22 +259,13 @@ def test_a_read_that_ends_after_the_lease_may_have_run_out_has_failed(
     assert "may have run out" in consumer.reason()
 
 
-def test_heartbeats_keep_the_trust_in_a_lease(producer: StockProducer, consumer: Consumer) -> None:
-    consumer.execute(prepare(producer))
-    for beats in range(1, 11):
-        run(producer, consumer, lambda beats=beats: producer.notes.count(b"HB:r") == beats)  # type: ignore[misc]
-        consumer.clock.advance(5)
-    consumer.execute(start())
-    run(producer, consumer, lambda: bool(consumer.ends()))
-    assert consumer.ends() == [TransferFinished(RequestId("d"))]
-
-
-def test_heartbeats_for_an_id_with_a_comma_do_not_count(
+def test_heartbeats_do_not_extend_the_trust_in_a_lease(
     producer: StockProducer, consumer: Consumer
 ) -> None:
-    consumer.execute(prepare(producer, request="a,b"))
-    for beats in range(1, 6):
-        run(producer, consumer, lambda beats=beats: producer.notes.count(b"HB:a,b") == beats)  # type: ignore[misc]
+    """NIXL only buffers a heartbeat, so after a loss of the network none may have arrived."""
+    consumer.execute(prepare(producer))
+    for beats in range(1, 5):
+        run(producer, consumer, lambda beats=beats: producer.notes.count(b"HB:r") == beats)  # type: ignore[misc]
         consumer.clock.advance(5)
     consumer.execute(start())
     run(producer, consumer, lambda: bool(consumer.ends()))

@@ -8,7 +8,7 @@ range of every number, and the age of what was read (docs/interop.md). Pure.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ __all__ = [
     "ReadsCompleted",
     "RenewalRequested",
     "StockIdentity",
-    "StockLease",
     "StockMetadata",
     "StockSource",
     "block_segments",
@@ -37,6 +36,7 @@ __all__ = [
     "read_note",
     "read_source",
     "remote_regions",
+    "trusted_until",
 ]
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
@@ -369,10 +369,9 @@ def block_segments(
 # -- leases --
 
 
-@dataclass(frozen=True, slots=True)
-class StockLease:
-    """Until when a stock producer must still hold the blocks of a request, as far as a consumer can
-    know. The producer cannot confirm it.
+def trusted_until(lease_s: float, arrived_at: float) -> float:
+    """Return until when a stock producer must still hold the blocks of a request, as far as a
+    consumer can know. The producer cannot confirm it.
 
     The producer's lease lasts `lease_s` from the end of its prefill, a moment the consumer does not
     learn. The consumer assumes that the router took at most a third of the lease to bring the
@@ -380,26 +379,7 @@ class StockLease:
 
         prefill ends      request arrives                     assumed end      lease ends
         |---- lease_s / 3 at most ---|------- 2/3 lease_s --------|---------------|
+
+    Heartbeats do not extend the trust: NIXL accepts a heartbeat that never reaches the producer.
     """
-
-    lease_s: float
-    valid_until: float
-
-    @classmethod
-    def assumed(cls, lease_s: float, arrived_at: float) -> Self:
-        return cls(lease_s, arrived_at + lease_s * 2 / 3)
-
-    def renewed(self, sent_at: float) -> "StockLease":
-        """The lease after a heartbeat. A heartbeat that may arrive too late renews nothing."""
-        if sent_at + self.heartbeat_interval_s > self.valid_until:
-            return self
-        # Stock extends by two thirds of the lease in whole seconds, from the heartbeat's arrival.
-        extension_s = float(self.lease_s * 2 // 3)
-        return StockLease(self.lease_s, max(self.valid_until, sent_at + extension_s))
-
-    @property
-    def heartbeat_interval_s(self) -> float:
-        return self.lease_s / 6
-
-    def is_held(self, now: float) -> bool:
-        return now < self.valid_until
+    return arrived_at + lease_s * 2 / 3

@@ -30,7 +30,6 @@ from kvferry.protocol.stock_dialect import (
     QUESTION,
     ReadsCompleted,
     StockIdentity,
-    StockLease,
     StockSource,
     block_segments,
     completion_note,
@@ -38,6 +37,7 @@ from kvferry.protocol.stock_dialect import (
     heartbeat_notes,
     read_note,
     remote_regions,
+    trusted_until,
 )
 from kvferry.transports.base import Completion, Handle, Segments
 from kvferry.types import Address, EngineId, Epoch, PeerId, Region, RequestId
@@ -106,7 +106,8 @@ class _Load:
     """One request's KV at a stock producer."""
 
     source: StockSource
-    lease: StockLease
+    trusted_until: float
+    """When the producer may free the blocks, whatever heartbeats it was sent."""
     give_up_at: float
     """When the request has waited too long: for its blocks, or for its read."""
     pairs: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -205,8 +206,7 @@ class StockDialect:
         """Carry out a command about a load from a stock producer; False if it is about another."""
         match command:
             case PrepareStockLoad(request, source, age_s):
-                lease = StockLease.assumed(self._settings.lease_s, now - age_s)
-                self._prepare(request, source, lease, now)
+                self._prepare(request, source, now - age_s, now)
             case StartLoad(request) if request in self._loads:
                 self._start(request, command, now)
             case SkipLoad(request) if request in self._loads:
@@ -240,7 +240,7 @@ class StockDialect:
         return events
 
     def _prepare(
-        self, request: RequestId, source: StockSource, lease: StockLease, now: float
+        self, request: RequestId, source: StockSource, arrived_at: float, now: float
     ) -> None:
         peer = self._peers.get(source.engine)
         is_usable = peer is not None and (not peer.error or now < peer.asked_at + RETRY_S)
@@ -248,7 +248,11 @@ class StockDialect:
             self._drop_idle_peers(source.address)
             self._peers[source.engine] = _StockPeer(source.address, now)
             self._questions.ask(source.address, QUESTION)
-        self._loads[request] = _Load(source, lease, now + self._settings.queue_timeout_s)
+        self._loads[request] = _Load(
+            source,
+            trusted_until(self._settings.lease_s, arrived_at),
+            now + self._settings.queue_timeout_s,
+        )
 
     def _start(self, request: RequestId, command: StartLoad, now: float) -> None:
         load, block_size = self._loads[request], self._settings.identity.block_size
@@ -314,7 +318,7 @@ class StockDialect:
 
     def _expired(self, load: _Load, now: float) -> str:
         """Why the producer may have freed the blocks already; empty if it cannot have."""
-        if load.lease.is_held(now):
+        if now < load.trusted_until:
             return ""
         return (
             f"the lease of the prefill side, {self._settings.lease_s:g} s, may have run out before "
@@ -377,20 +381,14 @@ class StockDialect:
         for engine, peer in self._peers.items():
             if not peer.is_connected or now < peer.beat_at + self._settings.lease_s / 6:
                 continue
-            loads = [
-                load
+            requests = {
+                load.source.request
                 for load in self._loads.values()
                 if load.source.engine == engine and now < load.give_up_at
-            ]
-            if not loads:
-                continue
-            peer.beat_at = now
-            notes = heartbeat_notes(sorted({load.source.request for load in loads}))
-            if self._notify(engine, notes, now):
-                for load in loads:
-                    # A stock producer cannot renew an id that contains a comma.
-                    if "," not in load.source.request:
-                        load.lease = load.lease.renewed(now)
+            }
+            if requests:
+                peer.beat_at = now
+                self._notify(engine, heartbeat_notes(sorted(requests)), now)
 
     def _send_completions(self, now: float) -> None:
         for engine, peer in self._peers.items():
@@ -401,15 +399,13 @@ class StockDialect:
             elif peer.owed and peer.error:
                 peer.owed.clear()
 
-    def _notify(self, engine: EngineId, notes: Sequence[bytes], now: float) -> bool:
+    def _notify(self, engine: EngineId, notes: Sequence[bytes], now: float) -> None:
         self._settled_at = now + SETTLE_S
         try:
             for note in notes:
                 self._transport.notify(_peer_id(engine), note)
         except TransportError as error:
             self._fail_peer(engine, str(error), now)
-            return False
-        return True
 
 
 def _peer_id(engine: EngineId) -> PeerId:
