@@ -32,12 +32,14 @@ IDENTITY = StockIdentity("0123", "CPU_ATTN", "LBHNC", 1, 4)
 OWN_KEYS = ("ticket", "side_channel_port")
 
 
-def stock_side(name: str, port: int, policy: str = "fail", **extra: Any) -> EngineSide:
+def stock_side(
+    name: str, port: int, network: MemoryNetwork | None = None, **extra: Any
+) -> EngineSide:
     kit = ConfiguredStockKit("127.0.0.1", "127.0.0.1", port, ("UCX",), 0)
     return EngineSide(
         name,
-        MemoryNetwork(),
-        policy,
+        network or MemoryNetwork(),
+        "fail",
         stock=StockInterop(kit, IDENTITY),
         interop="vllm-0.32",
         **extra,
@@ -141,13 +143,31 @@ def test_kv_of_replaced_weights_is_neither_loaded_nor_offered(
     pair: tuple[EngineSide, EngineSide],
 ) -> None:
     p, d = pair
-    stock_port = prefill(p)["remote_port"]
+    earlier = prefill(p)
+    stock_port = earlier["remote_port"]
     p.scheduler.set_weights_version("2")
-    assert prefill(p, "later")["remote_port"] != stock_port
+    later = prefill(p, "later")
+    assert later["remote_port"] != stock_port
+    # A stock D that is connected to an engine id reads from it, whatever the port is.
+    assert later["remote_engine_id"] != earlier["remote_engine_id"]
     d.scheduler.set_weights_version("2")
     assert "weights were replaced" in refusal(d, prefill(p, "r3") | {
         "remote_host": "localhost", "remote_port": stock_port,
     })  # fmt: skip
+
+
+def test_tickets_of_replaced_weights_serve_our_own_decode_sides() -> None:
+    network = MemoryNetwork()
+    p, d = stock_side("p", 0, network=network), EngineSide("d", network)
+    for side in (p, d):
+        side.scheduler.set_weights_version("2")
+    p.fill([3, 5, 7], seed=1)
+    params = p.prefill(EngineRequest("r", TOKENS), [3, 5, 7])
+    start(d, arrive(d, params))
+    step_until(lambda: "r" in p.seen.finished_sending, p, d)
+    assert d.seen.finished_recving == {"r"}
+    for side in (p, d):
+        side.shutdown()
 
 
 # -- without interop --

@@ -191,11 +191,16 @@ class TicketIssuer:
 
     def _stock_keys(self, ticket: Ticket) -> dict[str, Any]:
         """With `interop`, the address for stock decode sides, and beside it the port of our own
-        side channel, where routers release the ticket. A stock peer cannot compare versions of
-        weights, so an engine whose weights were replaced is not found by stock decode sides.
+        side channel, where routers release the ticket.
+
+        A stock peer cannot compare versions of weights, and reads from an engine id that it knows
+        without another handshake. So if the weights were replaced, the id is one that no stock
+        handshake answers to.
         """
-        if self.stock_address is None or self.weights:
+        if self.stock_address is None:
             return {}
+        if self.weights:
+            return {"remote_engine_id": f"{ticket.engine} with weights {self.weights}"}
         return {
             "remote_host": self.stock_address.host,
             "remote_port": self.stock_address.port,
