@@ -120,6 +120,22 @@ def test_choices_that_share_the_blocks_read_them_once(
     step_until(lambda: "r" in p.seen.finished_sending, p, d)
 
 
+def test_a_reset_of_p_holds_the_blocks_that_a_stock_decode_side_may_be_reading(
+    pair: tuple[EngineSide, EngineSide],
+) -> None:
+    p, d = pair
+    request = arrive(d, prefill(p))
+    p.scheduler.reset_cache()
+    # A later lease is released after the reset has reached the transfer worker.
+    other = prefill(p, "other")
+    d.scheduler.request_finished(arrive(d, other, "other"), [])
+    step_until(lambda: "other" in p.seen.finished_sending, p, d)
+    assert "r" not in p.seen.finished_sending
+    start(d, request)
+    step_until(lambda: "r" in p.seen.finished_sending, p, d)
+    assert d.seen.finished_recving == {"r"}
+
+
 def test_a_lease_that_no_stock_peer_asks_for_expires() -> None:
     p = stock_side("p", 0, kv_lease_duration=0.5)
     prefill(p)

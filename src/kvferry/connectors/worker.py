@@ -333,6 +333,7 @@ def transfer_worker_settings(
         grant_wait_s=extra.grant_wait,
         leg_wait_s=extra.leg_wait,
         uses_host_buffer=uses_host_buffer,
+        serves_stock=bool(extra.interop),
         peer_addresses=extra.peer_addresses,
     )
     consumer = ConsumerSettings(
