@@ -216,6 +216,24 @@ def test_an_aborted_read_is_reported_when_nothing_writes_any_more(
     assert consumer.reason() == "the client has left"
 
 
+def test_an_id_that_comes_again_during_a_read_fails_with_that_read(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    consumer.transport.is_holding_back = True
+    consumer.execute(prepare(producer), start())
+    run(producer, consumer, lambda: consumer.dialect.num_reads == 1)
+    consumer.execute(AbortLoad(RequestId("d"), "the client has left"))
+    other = replace(start(), blocks=((6, 8, 9),))
+    consumer.execute(prepare(producer, request="again"), other)
+    consumer.step()
+    assert (consumer.dialect.num_reads, consumer.ends()) == (1, [])
+    consumer.transport.is_holding_back = False
+    run(producer, consumer, lambda: completion_note(RequestId("r")) in producer.notes)
+    assert consumer.reason() == "the client has left"
+    assert consumer.dialect.num_loads == consumer.dialect.num_reads == 0
+    assert not consumer.memory[:, [6, 8, 9]].any()
+
+
 def test_a_read_after_the_lease_may_have_run_out_has_failed(
     producer: StockProducer, consumer: Consumer
 ) -> None:

@@ -146,6 +146,7 @@ class StockDialect:
         self._transport = transport
         self._questions = questions
         self._loads: dict[RequestId, _Load] = {}
+        self._reads: dict[Handle, RequestId] = {}
         self._peers: dict[EngineId, _StockPeer] = {}
         self._events: list[Event] = []
         self._settled_at = 0.0
@@ -160,7 +161,7 @@ class StockDialect:
 
     @property
     def num_reads(self) -> int:
-        return sum(load.handle is not None for load in self._loads.values())
+        return len(self._reads)
 
     def idle_s(self, now: float, has_leases: bool) -> float:
         """How long the transfer worker may sleep as far as stock peers are concerned."""
@@ -205,6 +206,8 @@ class StockDialect:
     def execute(self, command: WorkerCommand, now: float) -> bool:
         """Carry out a command about a load from a stock producer; False if it is about another."""
         match command:
+            case PrepareStockLoad(request) if request in self._loads:
+                pass  # as for our own loads: a request that is known already is ignored
             case PrepareStockLoad(request, source, age_s):
                 self._prepare(request, source, now - age_s, now)
             case StartLoad(request) if request in self._loads:
@@ -256,6 +259,10 @@ class StockDialect:
 
     def _start(self, request: RequestId, command: StartLoad, now: float) -> None:
         load, block_size = self._loads[request], self._settings.identity.block_size
+        if load.pairs is not None:
+            # The read fills other blocks than these, so its end is a failure for both requests.
+            load.error = load.error or "another request of the same id is still being read"
+            return
         # An engine counts the tokens that it has in whole blocks.
         wanted = slice(command.first_token // block_size, -(-command.end_token // block_size))
         load.pairs = command.blocks[0][wanted], load.source.block_ids[wanted]
@@ -285,20 +292,23 @@ class StockDialect:
         if not load.error:
             load.error = peer.error or self._expired(load, now)
         if not load.error and peer.is_connected:
-            self._post(load, peer)
+            self._post(request, load, peer)
         if load.error:
             self._end_read(request)
 
-    def _post(self, load: _Load, peer: _StockPeer) -> None:
+    def _post(self, request: RequestId, load: _Load, peer: _StockPeer) -> None:
         assert load.pairs is not None
         try:
             segments = block_segments(self._settings.regions, peer.regions, *load.pairs)
             load.handle = self._transport.read(_peer_id(load.source.engine), segments)
+            self._reads[load.handle] = request
         except KVFerryError as error:
             load.error = str(error)
 
     def _take_completion(self, completion: Completion) -> None:
-        request = next(r for r, load in self._loads.items() if load.handle == completion.handle)
+        request = self._reads.pop(completion.handle, None)
+        if request is None:  # `read` raised an error after it had queued the transfer
+            return
         load = self._loads[request]
         self._events.append(
             BytesMoved(
