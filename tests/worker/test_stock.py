@@ -2,12 +2,14 @@
 real sockets for the handshake and a clock that the tests advance.
 """
 
+import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import zmq
 from tests.protocol.test_producer import make_producer
 
 from kvferry.events import Event, LeaseEnded, TransferFailed, TransferFinished
@@ -19,7 +21,7 @@ from kvferry.protocol.stock_dialect import (
     encode_payload,
 )
 from kvferry.testing.local import ManualClock
-from kvferry.transports.base import Completion
+from kvferry.transports.base import Completion, Handle, Segments
 from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.transports.stock_channel import StockDialer, StockListener
 from kvferry.types import Address, EngineId, Epoch, LeaseEnd, PeerId, Region, RequestId
@@ -31,7 +33,7 @@ from kvferry.worker.commands import (
     StartLoad,
     WorkerCommand,
 )
-from kvferry.worker.stock import LINGER_S, StockDialect, StockSettings
+from kvferry.worker.stock import LINGER_S, RETRY_S, StockDialect, StockSettings
 from kvferry.worker.stock_side_channel import StockSideChannel
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 4096, 16, 2
@@ -41,19 +43,36 @@ P = EngineId("p")
 
 
 class LateTransport(NixlTransport):
-    """Reports the end of transfers late if asked to."""
+    """Reports the end of transfers late, or fails to start them, if asked to."""
 
     is_holding_back = False
+    read_error: Exception | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self._held: list[Completion] = []
+
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        if self.read_error is not None:
+            raise self.read_error
+        return super().read(peer, segments)
 
     def poll_posted(self) -> list[Completion]:
         self._held += super().poll_posted()
         held = [] if self.is_holding_back else self._held
         self._held = self._held if self.is_holding_back else []
         return held
+
+
+class PoorDialer(StockDialer):
+    """Has no socket left if told so."""
+
+    has_sockets = True
+
+    def ask(self, address: Address, question: bytes) -> None:
+        if not self.has_sockets:
+            raise zmq.ZMQError(errno.EMFILE)
+        super().ask(address, question)
 
 
 class Cache:
@@ -108,7 +127,8 @@ class Consumer(Cache):
             queue_timeout_s=480.0,
             step_timeout_s=60.0,
         )
-        self.dialect = StockDialect(settings, self.transport, StockDialer(), clock)
+        self.dialer = PoorDialer()
+        self.dialect = StockDialect(settings, self.transport, self.dialer, clock)
         self.events: list[Event] = []
 
     def execute(self, *commands: WorkerCommand) -> None:
@@ -303,6 +323,31 @@ def test_a_peer_that_does_not_answer_fails_the_load_in_time(consumer: Consumer) 
     consumer.step()
     silent.close()
     assert consumer.reason() == "the side channel did not answer"
+
+
+def test_a_process_without_sockets_fails_the_load_and_asks_again_later(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    consumer.dialer.has_sockets = False
+    consumer.execute(prepare(producer), start())
+    consumer.step()
+    assert "Too many open files" in consumer.reason()
+    consumer.dialer.has_sockets = True
+    consumer.clock.advance(RETRY_S)
+    consumer.execute(prepare(producer, "later"), start("later"))
+    run(producer, consumer, lambda: TransferFinished(RequestId("later")) in consumer.events)
+
+
+def test_a_read_that_cannot_start_fails_its_load_only(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    consumer.transport.read_error = OSError("no memory left")
+    consumer.execute(prepare(producer), start())
+    run(producer, consumer, lambda: bool(consumer.ends()))
+    assert "no memory left" in consumer.reason()
+    consumer.transport.read_error = None
+    consumer.execute(prepare(producer, "later"), start("later"))
+    run(producer, consumer, lambda: TransferFinished(RequestId("later")) in consumer.events)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ class StockDialer:
         self._sockets: dict[Address, Socket] = {}
 
     def ask(self, address: Address, question: bytes) -> None:
-        """Send a question, and forget an earlier one to the same address. Never waits."""
+        """Send a question, and forget an earlier one to the same address. Never waits. ZMQError if
+        the process has no socket left.
+        """
         self.forget(address)
         socket = self._sockets[address] = self._context.socket(zmq.DEALER)
         _limit(socket, MAX_REPLY_BYTES)

@@ -250,7 +250,10 @@ class StockDialect:
         if not is_usable:
             self._drop_idle_peers(source.address)
             self._peers[source.engine] = _StockPeer(source.address, now)
-            self._questions.ask(source.address, QUESTION)
+            try:
+                self._questions.ask(source.address, QUESTION)
+            except Exception as error:  # boundary for one peer: the process may lack sockets
+                self._fail_peer(source.engine, _described(error), now)
         self._loads[request] = _Load(
             source,
             trusted_until(self._settings.lease_s, arrived_at),
@@ -302,8 +305,8 @@ class StockDialect:
             segments = block_segments(self._settings.regions, peer.regions, *load.pairs)
             load.handle = self._transport.read(_peer_id(load.source.engine), segments)
             self._reads[load.handle] = request
-        except KVFerryError as error:
-            load.error = str(error)
+        except Exception as error:  # boundary for one load: NIXL gets the peer's numbers
+            load.error = _described(error)
 
     def _take_completion(self, completion: Completion) -> None:
         request = self._reads.pop(completion.handle, None)
