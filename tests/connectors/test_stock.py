@@ -30,6 +30,7 @@ TOKENS = list(range(100, 110))
 DEADLINE_S = 20.0
 IDENTITY = StockIdentity("0123", "CPU_ATTN", "LBHNC", 1, 4)
 OWN_KEYS = ("ticket", "side_channel_port")
+NO_STOCK = StockInterop(ConfiguredStockKit("", "", 0, (), 0))
 
 
 def stock_side(
@@ -228,7 +229,9 @@ def test_without_interop_a_stock_handshake_gets_no_answer() -> None:
     ("connector", "stock", "reason"),
     [
         ("NixlConnector", None, "only engines inside vLLM"),
-        ("NixlPushConnector", StockInterop(ConfiguredStockKit("", "", 0, (), 0)), "pulls"),
+        ("NixlPushConnector", NO_STOCK, "not with NixlPushConnector"),
+        ("MooncakeConnector", NO_STOCK, "not with MooncakeConnector"),
+        ("P2pNcclConnector", NO_STOCK, "not with P2pNcclConnector"),
     ],
 )
 def test_interop_where_it_cannot_work_stops_the_engine(

@@ -44,7 +44,7 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         super().__init__(config, role, kv_cache_config)
         extra = config.kv_transfer.extra
         assert isinstance(extra, NixlExtraConfig)
-        check_interop(config, extra, self.transfer_mode)
+        check_interop(config, extra, type(self).__name__)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = (
             self._make_scheduler(config, kv_cache_config, extra) if is_scheduler else None

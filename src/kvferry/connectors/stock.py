@@ -62,14 +62,14 @@ class StockInterop:
     """
 
 
-def check_interop(config: ConnectorConfig, extra: NixlExtraConfig, transfer_mode: str) -> None:
+def check_interop(config: ConnectorConfig, extra: NixlExtraConfig, connector: str) -> None:
     """Raise ConfigError if `interop` is set where it cannot work."""
     if not extra.interop:
         return
     if config.stock is None:
         raise ConfigError("interop is set, but only engines inside vLLM can speak with stock vLLM")
-    if transfer_mode != "pull":
-        raise ConfigError("interop works with NixlConnector, which pulls; use it instead")
+    if connector != "NixlConnector":
+        raise ConfigError(f"interop works with NixlConnector only, not with {connector}")
     if config.parallel.tp_size != 1:
         raise ConfigError(
             f"interop supports tensor parallelism 1, and this engine has {config.parallel.tp_size}"
