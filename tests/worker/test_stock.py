@@ -3,6 +3,7 @@ real sockets for the handshake and a clock that the tests advance.
 """
 
 import errno
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -173,8 +174,11 @@ def source(producer: StockProducer, request: str = "r") -> StockSource:
     return StockSource(P, RequestId(request), producer.address, (3, 5, 7), 10)
 
 
-def prepare(producer: StockProducer, name: str = "d", request: str = "r") -> PrepareStockLoad:
-    return PrepareStockLoad(RequestId(name), source(producer, request))
+def prepare(
+    producer: StockProducer, name: str = "d", request: str = "r", arrived_at: float = math.inf
+) -> PrepareStockLoad:
+    """The command about a request that has arrived just now, unless told otherwise."""
+    return PrepareStockLoad(RequestId(name), source(producer, request), arrived_at)
 
 
 def start(name: str = "d", first_token: int = 0) -> StartLoad:
@@ -266,10 +270,12 @@ def test_a_read_after_the_lease_may_have_run_out_has_failed(
     assert not consumer.memory.any()
 
 
-def test_the_time_that_a_request_waited_in_the_server_counts(
+def test_the_time_from_the_arrival_to_the_transfer_worker_counts(
     producer: StockProducer, consumer: Consumer
 ) -> None:
-    consumer.execute(replace(prepare(producer), age_s=16.0), start())
+    command = prepare(producer, arrived_at=consumer.clock())
+    consumer.clock.advance(16)  # in the server, and on the way to the transfer worker
+    consumer.execute(command, start())
     consumer.clock.advance(4)
     run(producer, consumer, lambda: bool(consumer.ends()))
     assert "may have run out" in consumer.reason()
@@ -316,7 +322,7 @@ def test_heartbeats_do_not_extend_the_trust_in_a_lease(
 def test_a_peer_that_does_not_answer_fails_the_load_in_time(consumer: Consumer) -> None:
     silent = StockListener("127.0.0.1", "127.0.0.1", 0)
     nobody = StockSource(P, RequestId("r"), silent.address, (3, 5, 7), 10)
-    consumer.execute(PrepareStockLoad(RequestId("d"), nobody), start())
+    consumer.execute(PrepareStockLoad(RequestId("d"), nobody, math.inf), start())
     consumer.step()
     assert consumer.ends() == []
     consumer.clock.advance(5.1)
@@ -371,7 +377,7 @@ def test_a_block_that_the_producer_does_not_have_fails_the_load(
     producer: StockProducer, consumer: Consumer
 ) -> None:
     wrong = replace(source(producer), block_ids=(3, 5, NUM_BLOCKS))
-    consumer.execute(PrepareStockLoad(RequestId("d"), wrong), start())
+    consumer.execute(PrepareStockLoad(RequestId("d"), wrong, math.inf), start())
     run(producer, consumer, lambda: bool(consumer.ends()))
     assert "name block 16" in consumer.reason()
 
@@ -381,7 +387,7 @@ def test_a_restarted_engine_at_the_address_replaces_the_old_one(consumer: Consum
     consumer.execute(prepare(first), start())
     run(first, consumer, lambda: completion_note(RequestId("r")) in first.notes)
     other = replace(source(first), engine=EngineId("restarted"))
-    consumer.execute(PrepareStockLoad(RequestId("d2"), other), start("d2"))
+    consumer.execute(PrepareStockLoad(RequestId("d2"), other, math.inf), start("d2"))
     run(first, consumer, lambda: len(consumer.ends()) == 2)
     assert not consumer.transport.is_connected(PeerId(P, Epoch("stock"), 0))
     first.close()

@@ -61,7 +61,7 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
         pushes = cls.transfer_mode_of(extra) == "push"
         mode: TransferMode = PushMode(config, cache, extra, issuer) if pushes else PullMode(issuer)
         if config.stock is not None:
-            mode = StockPullMode(issuer, extra.peer_addresses, config.stock.request_age_s)
+            mode = StockPullMode(issuer, extra.peer_addresses, config.stock.arrived_at)
         return NixlConnectorScheduler(config, cache, extra, issuer=issuer, mode=mode)
 
     @classmethod

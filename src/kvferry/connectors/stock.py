@@ -46,7 +46,7 @@ class StockKit(Protocol):
 
 
 def _just_now(request: Request) -> float:
-    return 0.0
+    return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class StockInterop:
     kit: StockKit
     identity: StockIdentity | None = None
     """WORKER only."""
-    request_age_s: Callable[[Request], float] = _just_now
-    """How long ago a request arrived at the engine's server. The prefill side's lease runs
-    meanwhile.
+    arrived_at: Callable[[Request], float] = _just_now
+    """When a request arrived at the engine's server, by the monotonic clock. The prefill side's
+    lease runs from then on, also while the command is on its way to the transfer worker.
     """
 
 
@@ -84,7 +84,7 @@ class StockPullMode(PullMode):
     """Pull, and decode legs whose prefill side is a stock vLLM: these have no ticket."""
 
     peer_addresses: frozenset[str]
-    request_age_s: Callable[[Request], float]
+    arrived_at: Callable[[Request], float]
 
     def plan_load(self, request: Request, role: LoadFromPeer) -> LoadDecision:
         if role.ticket is not None or role.push_ticket is not None:
@@ -111,7 +111,7 @@ class StockPullMode(PullMode):
         num_tokens = min(source.num_tokens, request.num_prompt_tokens)
         source = replace(source, address=address)
         return LoadPlan(
-            (PrepareStockLoad(request_id, source, self.request_age_s(request)),),
+            (PrepareStockLoad(request_id, source, self.arrived_at(request)),),
             LoadOffer(num_tokens, (source.engine, "stock", source.request)),
         )
 

@@ -52,12 +52,14 @@ def with_interop(
         extra.num_threads,
     )
     identity = _identity(vllm_config, kv_cache_config, cache.block_size) if is_worker else None
-    return replace(config, stock=StockInterop(kit, identity, _request_age_s))
+    return replace(config, stock=StockInterop(kit, identity, _arrived_at))
 
 
-def _request_age_s(request: Request) -> float:
+def _arrived_at(request: Request) -> float:
     assert isinstance(request, VllmRequestView)
-    return max(0.0, time.time() - float(request.request.arrival_time))
+    # vLLM notes the time of the wall clock.
+    age_s = max(0.0, time.time() - float(request.request.arrival_time))
+    return time.monotonic() - age_s
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, block_size: int) -> StockIdentity:

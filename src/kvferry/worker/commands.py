@@ -68,8 +68,8 @@ class PrepareStockLoad:
 
     request: RequestId
     source: StockSource
-    age_s: float = 0.0
-    """How long ago the request arrived at this engine's server."""
+    arrived_at: float
+    """When the request arrived at this engine's server, by the monotonic clock of this host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,8 @@ class StockDialect:
         match command:
             case PrepareStockLoad(request) if request in self._loads:
                 pass  # as for our own loads: a request that is known already is ignored
-            case PrepareStockLoad(request, source, age_s):
-                self._prepare(request, source, now - age_s, now)
+            case PrepareStockLoad(request, source, arrived_at):
+                self._prepare(request, source, min(arrived_at, now), now)
             case StartLoad(request) if request in self._loads:
                 self._start(request, command, now)
             case SkipLoad(request) if request in self._loads:
