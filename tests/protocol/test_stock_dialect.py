@@ -222,7 +222,22 @@ def test_many_ids_are_sent_in_several_heartbeats() -> None:
     assert named >= set(ids)
 
 
-@pytest.mark.parametrize("note", [b"", b":1", b"a", b"a:", b"a:0", b"a:x", b"a:99999", b"\xff:1"])
+def test_ids_that_are_too_long_are_not_renewed() -> None:
+    message = read_note(b"HB:" + b"x" * 512 + b"," + b"y" * 513)
+    assert message == RenewalRequested((RequestId("x" * 512),))
+
+
+@pytest.mark.parametrize(
+    "note", [b"HB:" + b"a" * 262144, b"HB:" + b",".join(map(b"%d".__mod__, range(8193)))]
+)
+def test_heartbeats_that_are_too_long_are_refused(note: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match=r"too long|more than 8192"):
+        read_note(note)
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b":1", b"a", b"a:", b"a:0", b"a:x", b"a:99999", b"\xff:1", b"x" * 513 + b":1"]
+)
 def test_other_notifications_are_refused(note: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a notification"):
         read_note(note)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from tests.protocol.test_producer import make_producer
 
-from kvferry.events import Event, LeaseEnded, TransferFailed, TransferFinished
+from kvferry.events import Event, LeaseEnded, MessageDropped, TransferFailed, TransferFinished
 from kvferry.protocol.stock_dialect import (
     StockIdentity,
     StockSource,
@@ -34,7 +34,7 @@ from kvferry.worker.commands import (
     StartLoad,
     WorkerCommand,
 )
-from kvferry.worker.stock import LINGER_S, RETRY_S, StockDialect, StockSettings
+from kvferry.worker.stock import LINGER_S, MAX_NOTES_PER_TICK, RETRY_S, StockDialect, StockSettings
 from kvferry.worker.stock_side_channel import StockSideChannel
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 4096, 16, 2
@@ -443,6 +443,28 @@ def test_notifications_of_a_stock_consumer_renew_and_end_our_leases(consumer: Co
 def _dropped(consumer: Consumer) -> bool:
     """Whether the garbage has arrived, and so everything that was sent before it."""
     return bool(consumer.dialect.advance(consumer.clock(), consumer.clock()))
+
+
+def test_a_flood_of_notifications_is_handled_a_part_at_a_time(consumer: Consumer) -> None:
+    ours, clock, asking = make_producer(), consumer.clock, Asking(consumer)
+    for _ in range(3 * MAX_NOTES_PER_TICK):
+        asking.notify(b"garbage")
+    dropped: list[Event] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while sum(map(_num_dropped, dropped)) < 3 * MAX_NOTES_PER_TICK:
+        assert time.monotonic() < deadline, dropped
+        asking.cache.transport.poll_posted()
+        consumer.dialect.serve(ours, clock())
+        events = consumer.dialect.advance(clock(), clock())
+        assert len(events) <= 1
+        dropped += events
+    assert max(map(_num_dropped, dropped)) <= MAX_NOTES_PER_TICK
+    asking.cache.transport.close()
+
+
+def _num_dropped(event: Event) -> int:
+    assert isinstance(event, MessageDropped)
+    return int(event.reason.rpartition("(")[2].split()[0])
 
 
 def test_two_ranks_of_a_consumer_must_both_have_read(consumer: Consumer) -> None:

@@ -41,7 +41,9 @@ __all__ = [
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 MAX_REGIONS = 10_000
-MAX_NOTE_BYTES = 64 * 1024
+MAX_NOTE_BYTES = 256 * 1024
+MAX_IDS_ACCEPTED_PER_NOTE = 8192
+"""A stock consumer names all requests that wait for one producer in one heartbeat."""
 MAX_IDS_PER_NOTE = 64
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_NAME_CHARS)]
@@ -264,18 +266,31 @@ def heartbeat_notes(requests: Sequence[RequestId]) -> list[bytes]:
 
 
 def read_note(note: bytes) -> ReadsCompleted | RenewalRequested:
-    """Decode a notification of a stock consumer, or raise RemoteProtocolError."""
+    """Decode a notification of a stock consumer, or raise RemoteProtocolError.
+
+    A heartbeat's ids that are longer than any of ours are left out.
+    """
+    if len(note) > MAX_NOTE_BYTES:
+        raise RemoteProtocolError(f"a notification of {len(note)} bytes is too long")
     try:
-        text = note[:MAX_NOTE_BYTES].decode()
+        text = note.decode()
     except UnicodeDecodeError:
         text = ""
     if text.startswith("HB:"):
         ids = text.removeprefix("HB:")
         # An id may contain a comma, so the whole text may be one id as well.
-        return RenewalRequested(tuple(RequestId(name) for name in {ids, *ids.split(",")} if name))
+        names = {ids, *ids.split(",", MAX_IDS_ACCEPTED_PER_NOTE)}
+        if len(names) > MAX_IDS_ACCEPTED_PER_NOTE + 1:
+            raise RemoteProtocolError(
+                f"a heartbeat names more than {MAX_IDS_ACCEPTED_PER_NOTE} requests"
+            )
+        return RenewalRequested(
+            tuple(RequestId(name) for name in names if 0 < len(name) <= MAX_TICKET_NAME_CHARS)
+        )
     request, _, count = text.rpartition(":")
     is_count = count.isascii() and count.isdecimal() and len(count) <= 4
-    if not request or not is_count or not 0 < int(count) <= MAX_TP_SIZE:
+    is_name = 0 < len(request) <= MAX_TICKET_NAME_CHARS
+    if not is_name or not is_count or not 0 < int(count) <= MAX_TP_SIZE:
         raise RemoteProtocolError(f"{note[:80]!r} is not a notification of vLLM 0.32")
     return ReadsCompleted(RequestId(request), int(count))
 

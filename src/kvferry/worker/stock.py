@@ -10,7 +10,7 @@ docs/decisions/059-interop.md.
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,6 +57,11 @@ LINGER_S = 1.0
 A stock consumer reads the blocks once for each of the n choices of a request, and notifies after
 each read; the producer does not know n. The notification may also overtake the grant of the lease.
 """
+MAX_NOTES_PER_TICK = 64
+"""Notifications that are handled in one tick, so that a flood of them does not stop our own peers.
+"""
+MAX_NOTES = 1024
+"""Notifications that wait for a later tick; beyond this the oldest are dropped."""
 MAX_COMPLETED = 10_000
 """Notifications that are remembered; beyond this the oldest are dropped, and their leases expire.
 """
@@ -150,6 +155,7 @@ class StockDialect:
         self._peers: dict[EngineId, _StockPeer] = {}
         self._events: list[Event] = []
         self._settled_at = 0.0
+        self._notes: deque[bytes] = deque(maxlen=MAX_NOTES)
         self._num_completed: Counter[RequestId] = Counter()
         """How many ranks of a consumer have read the blocks of a request, if others have not."""
         self._completed: OrderedDict[RequestId, float] = OrderedDict()
@@ -165,6 +171,8 @@ class StockDialect:
 
     def idle_s(self, now: float, has_leases: bool) -> float:
         """How long the transfer worker may sleep as far as stock peers are concerned."""
+        if self._notes:
+            return 0.0
         interval = self._transport.poll_interval_s()
         is_waiting = bool(self._loads or self._completed) or now < self._settled_at or has_leases
         is_waiting = is_waiting or any(peer.owed for peer in self._peers.values())
@@ -178,16 +186,20 @@ class StockDialect:
 
     def serve(self, producer: Producer, now: float) -> None:
         """End and renew leases as stock consumers ask."""
-        for note in self._transport.take_notes():
+        self._notes += self._transport.take_notes()
+        dropped = []
+        for _ in range(min(MAX_NOTES_PER_TICK, len(self._notes))):
             try:
-                message = read_note(note)
+                message = read_note(self._notes.popleft())
             except RemoteProtocolError as error:
-                self._events.append(MessageDropped(str(error)))
+                dropped.append(str(error))
                 continue
             if isinstance(message, ReadsCompleted):
                 self._note_completed(message, now)
             else:
                 producer.renew(message.requests, now)
+        if dropped:
+            self._events.append(MessageDropped(f"{dropped[0]} ({len(dropped)} in this tick)"))
         while self._completed and next(iter(self._completed.values())) + LINGER_S <= now:
             request, _ = self._completed.popitem(last=False)
             producer.abandon(request)
