@@ -389,11 +389,26 @@ def test_a_restarted_engine_at_the_address_replaces_the_old_one(consumer: Consum
     other = replace(source(first), engine=EngineId("restarted"))
     consumer.execute(PrepareStockLoad(RequestId("d2"), other, math.inf), start("d2"))
     run(first, consumer, lambda: len(consumer.ends()) == 2)
-    assert not consumer.transport.is_connected(PeerId(P, Epoch("stock"), 0))
+    assert not consumer.transport.is_connected(PeerId(P, Epoch(f"stock {first.address}"), 0))
     first.close()
     failed = consumer.ends()[1]
     assert isinstance(failed, TransferFailed)
     assert "engine p answers at this address" in failed.reason
+
+
+def test_an_engine_that_is_named_at_a_wrong_address_is_still_loaded_from(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    silent = StockListener("127.0.0.1", "127.0.0.1", 0)
+    wrong = replace(source(producer), address=silent.address)
+    consumer.execute(PrepareStockLoad(RequestId("wrong"), wrong, math.inf), start("wrong"))
+    consumer.execute(prepare(producer), start())
+    run(producer, consumer, lambda: bool(consumer.ends()))
+    assert consumer.ends() == [TransferFinished(RequestId("d"))]
+    consumer.clock.advance(5.1)
+    consumer.step()
+    silent.close()
+    assert TransferFailed(RequestId("wrong"), "the side channel did not answer") in consumer.ends()
 
 
 # -- the producer's side --

@@ -66,6 +66,11 @@ MAX_COMPLETED = 10_000
 """Notifications that are remembered; beyond this the oldest are dropped, and their leases expire.
 """
 
+_PeerKey = tuple[EngineId, Address]
+"""Unsigned parameters name a peer, so an engine that they name at a wrong address is another peer
+than the same engine at the right one.
+"""
+
 _log = logging.getLogger(__name__)
 
 
@@ -126,7 +131,6 @@ class _Load:
 class _StockPeer:
     """One stock producer: being asked, connected, or failed."""
 
-    address: Address
     asked_at: float
     is_connected: bool = False
     error: str = ""
@@ -152,7 +156,7 @@ class StockDialect:
         self._questions = questions
         self._loads: dict[RequestId, _Load] = {}
         self._reads: dict[Handle, RequestId] = {}
-        self._peers: dict[EngineId, _StockPeer] = {}
+        self._peers: dict[_PeerKey, _StockPeer] = {}
         self._events: list[Event] = []
         self._settled_at = 0.0
         self._notes: deque[bytes] = deque(maxlen=MAX_NOTES)
@@ -238,12 +242,12 @@ class StockDialect:
         """Make progress with every peer and load, and return what has happened."""
         for address, reply in self._questions.poll():
             self._take_reply(address, reply, now)
-        for engine, peer in self._peers.items():
+        for key, peer in self._peers.items():
             if not peer.is_connected and not peer.error:
                 if now > peer.asked_at + self._settings.handshake_timeout_s:
-                    self._fail_peer(engine, "the side channel did not answer", now)
-            elif peer.is_connected and not self._transport.is_connected(_peer_id(engine)):
-                self._fail_peer(engine, "the connection was lost", now)
+                    self._fail_peer(key, "the side channel did not answer", now)
+            elif peer.is_connected and not self._transport.is_connected(_peer_id(key)):
+                self._fail_peer(key, "the connection was lost", now)
         for request in list(self._loads):
             self._advance_load(request, now)
         for completion in self._transport.poll_posted():
@@ -257,15 +261,16 @@ class StockDialect:
     def _prepare(
         self, request: RequestId, source: StockSource, arrived_at: float, now: float
     ) -> None:
-        peer = self._peers.get(source.engine)
+        key = _key(source)
+        peer = self._peers.get(key)
         is_usable = peer is not None and (not peer.error or now < peer.asked_at + RETRY_S)
         if not is_usable:
             self._drop_idle_peers(source.address)
-            self._peers[source.engine] = _StockPeer(source.address, now)
+            self._peers[key] = _StockPeer(now)
             try:
                 self._questions.ask(source.address, QUESTION)
             except Exception as error:  # boundary for one peer: the process may lack sockets
-                self._fail_peer(source.engine, _described(error), now)
+                self._fail_peer(key, _described(error), now)
         self._loads[request] = _Load(
             source,
             trusted_until(self._settings.lease_s, arrived_at),
@@ -295,7 +300,7 @@ class StockDialect:
 
     def _advance_load(self, request: RequestId, now: float) -> None:
         load = self._loads[request]
-        peer = self._peers[load.source.engine]
+        peer = self._peers[_key(load.source)]
         if load.pairs is None:
             return
         if not load.error and now > load.give_up_at:
@@ -315,7 +320,7 @@ class StockDialect:
         assert load.pairs is not None
         try:
             segments = block_segments(self._settings.regions, peer.regions, *load.pairs)
-            load.handle = self._transport.read(_peer_id(load.source.engine), segments)
+            load.handle = self._transport.read(_peer_id(_key(load.source)), segments)
             self._reads[load.handle] = request
         except Exception as error:  # boundary for one load: NIXL gets the peer's numbers
             load.error = _described(error)
@@ -362,40 +367,42 @@ class StockDialect:
     def _finish(self, request: RequestId) -> None:
         """Drop a load. The last load of a source lets the producer free the blocks."""
         source = self._loads.pop(request).source
-        key = (source.engine, source.request)
-        if not any((o.source.engine, o.source.request) == key for o in self._loads.values()):
-            self._peers[source.engine].owed.append(source.request)
+        key, name = _key(source), source.request
+        others = (load.source for load in self._loads.values())
+        if not any((_key(other), other.request) == (key, name) for other in others):
+            self._peers[key].owed.append(name)
 
     # -- peers --
 
     def _drop_idle_peers(self, address: Address) -> None:
         """Drop earlier engines at an address, so that there are not more peers than addresses."""
-        busy = {load.source.engine for load in self._loads.values()}
-        for engine, peer in list(self._peers.items()):
-            if peer.address == address and engine not in busy and not peer.owed:
-                self._transport.disconnect(_peer_id(engine))
-                del self._peers[engine]
+        busy = {_key(load.source) for load in self._loads.values()}
+        for key, peer in list(self._peers.items()):
+            if key[1] == address and key not in busy and not peer.owed:
+                self._transport.disconnect(_peer_id(key))
+                del self._peers[key]
 
     def _take_reply(self, address: Address, reply: bytes, now: float) -> None:
-        for engine, peer in self._peers.items():
-            if peer.address == address and not peer.is_connected and not peer.error:
+        for key, peer in self._peers.items():
+            if key[1] == address and not peer.is_connected and not peer.error:
                 try:
-                    self._connect(engine, peer, reply)
+                    self._connect(key, peer, reply)
                 except Exception as error:  # boundary for one peer: NIXL decodes the peer's bytes
-                    self._fail_peer(engine, _described(error), now)
+                    self._fail_peer(key, _described(error), now)
 
-    def _connect(self, engine: EngineId, peer: _StockPeer, reply: bytes) -> None:
+    def _connect(self, key: _PeerKey, peer: _StockPeer, reply: bytes) -> None:
         identity, regions = self._settings.identity, self._settings.regions
+        engine, _ = key
         metadata = decode_payload(reply, identity, engine)
         peer.regions = remote_regions(metadata, identity, regions)
-        self._transport.connect_unnamed(_peer_id(engine), metadata.agent_metadata, peer.regions)
+        self._transport.connect_unnamed(_peer_id(key), metadata.agent_metadata, peer.regions)
         peer.is_connected = True
         self._events.append(PeerConnected(engine, "nixl", "a stock vLLM, allowed by `interop`"))
 
-    def _fail_peer(self, engine: EngineId, reason: str, now: float) -> None:
-        peer = self._peers[engine]
-        self._questions.forget(peer.address)
-        self._transport.disconnect(_peer_id(engine))
+    def _fail_peer(self, key: _PeerKey, reason: str, now: float) -> None:
+        peer, (engine, address) = self._peers[key], key
+        self._questions.forget(address)
+        self._transport.disconnect(_peer_id(key))
         peer.is_connected, peer.error, peer.asked_at = False, reason, now
         if peer.owed:
             _log.info("stock peer not notified peer=%s requests=%d", engine, len(peer.owed))
@@ -403,38 +410,43 @@ class StockDialect:
         self._events.append(HandshakeFailed(engine, reason))
 
     def _send_heartbeats(self, now: float) -> None:
-        for engine, peer in self._peers.items():
+        for key, peer in self._peers.items():
             if not peer.is_connected or now < peer.beat_at + self._settings.lease_s / 6:
                 continue
             requests = {
                 load.source.request
                 for load in self._loads.values()
-                if load.source.engine == engine and now < load.give_up_at
+                if _key(load.source) == key and now < load.give_up_at
             }
             if requests:
                 peer.beat_at = now
-                self._notify(engine, heartbeat_notes(sorted(requests)), now)
+                self._notify(key, heartbeat_notes(sorted(requests)), now)
 
     def _send_completions(self, now: float) -> None:
-        for engine, peer in self._peers.items():
+        for key, peer in self._peers.items():
             if peer.owed and peer.is_connected:
                 notes = [completion_note(request) for request in peer.owed]
                 peer.owed.clear()
-                self._notify(engine, notes, now)
+                self._notify(key, notes, now)
             elif peer.owed and peer.error:
                 peer.owed.clear()
 
-    def _notify(self, engine: EngineId, notes: Sequence[bytes], now: float) -> None:
+    def _notify(self, key: _PeerKey, notes: Sequence[bytes], now: float) -> None:
         self._settled_at = now + SETTLE_S
         try:
             for note in notes:
-                self._transport.notify(_peer_id(engine), note)
+                self._transport.notify(_peer_id(key), note)
         except TransportError as error:
-            self._fail_peer(engine, str(error), now)
+            self._fail_peer(key, str(error), now)
 
 
-def _peer_id(engine: EngineId) -> PeerId:
-    return PeerId(engine, Epoch("stock"), 0)
+def _key(source: StockSource) -> _PeerKey:
+    return source.engine, source.address
+
+
+def _peer_id(key: _PeerKey) -> PeerId:
+    engine, address = key
+    return PeerId(engine, Epoch(f"stock {address}"), 0)
 
 
 def _described(error: Exception) -> str:
