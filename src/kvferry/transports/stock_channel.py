@@ -1,8 +1,9 @@
 """Sockets for the handshake of vLLM's own NixlConnector: plain ZeroMQ, without keys.
 
 Used only if `interop` is set; kvferry's own messages never travel here. The listener only ever
-sends what every stock peer may read, and both sockets bound the size and number of messages. Each
-object is owned by one thread.
+sends what every stock peer may read. Both sockets bound the size of a frame and the number of
+messages, but ZeroMQ cannot bound the frames of one message (docs/interop.md). Each object is owned
+by one thread.
 """
 
 import contextlib
