@@ -181,7 +181,7 @@ def test_tickets_of_replaced_weights_serve_our_own_decode_sides() -> None:
     p.fill([3, 5, 7], seed=1)
     params = p.prefill(EngineRequest("r", TOKENS), [3, 5, 7])
     start(d, arrive(d, params))
-    step_until(lambda: "r" in p.seen.finished_sending, p, d)
+    step_until(lambda: bool(p.seen.finished_sending and d.seen.finished_recving), p, d)
     assert d.seen.finished_recving == {"r"}
     for side in (p, d):
         side.shutdown()
