@@ -53,8 +53,8 @@ def test_what_cannot_be_started_is_named(model: Path, tmp_path: Path) -> None:
             model, tensor_parallel_size=3
         ),
         "is more than the model's 4096 positions": EngineOptions(model, max_model_len=5000),
-        "P2pNcclConnector is not supported yet": EngineOptions(
-            model, kv_transfer=transfer(kv_connector="P2pNcclConnector")
+        "MoRIIOConnector is a connector of vLLM": EngineOptions(
+            model, kv_transfer=transfer(kv_connector="MoRIIOConnector")
         ),
         "cannot be imported": EngineOptions(
             model, kv_transfer=transfer(kv_connector="X", kv_connector_module_path="no.such")

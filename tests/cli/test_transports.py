@@ -63,9 +63,9 @@ def test_memory_that_is_not_shared_has_no_shm_transport() -> None:
 def test_a_transport_that_is_known_but_not_here_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="names dist, which is not supported yet; use shm, cuda_ipc, nixl, tcp",
+        match="names memory, which is not supported yet; use shm, cuda_ipc, nixl, tcp",
     ):
-        kit(transports=["dist"])
+        kit(transports=["memory"])
 
 
 def test_mooncake_is_chosen_by_its_connector_and_carries_shared_memory_only(

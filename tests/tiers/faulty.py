@@ -83,6 +83,7 @@ class GatedCopier:
         self.loads = threading.Event()
         self.saves.set()
         self.loads.set()
+        self.num_saves_begun = 0
 
     def row_bytes(self, group: int, num_blocks: int) -> int:
         return self._copier.row_bytes(group, num_blocks)
@@ -94,6 +95,7 @@ class GatedCopier:
         self._copier.unpin(address)
 
     def save(self, rows: Sequence[RowBlocks]) -> list[int]:
+        self.num_saves_begun += 1
         assert self.saves.wait(GATE_TIMEOUT_S)
         return self._copier.save(rows)
 

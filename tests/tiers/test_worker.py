@@ -215,6 +215,8 @@ def test_if_the_jobs_fail_no_end_is_reported_while_a_copy_reads_the_blocks(rank:
     rank.copier.saves.clear()
     rank.pool.calls_until_bug = 1
     rank.submit(StoreChunks("a", (chunk(1, 1),), 1), EndStores("a"))
+    # A copy that has not begun when the jobs fail is dropped.
+    rank.wait_for(lambda: rank.copier.num_saves_begun == 1)
     rank.submit(StoreChunks("b", (chunk(2, 2),), 2), EndStores("b"))
     time.sleep(0.05)
     assert not rank.worker.take_events()
