@@ -372,7 +372,7 @@ def test_a_plain_name_means_our_connector_and_a_module_path_vllms(model: Path) -
     assert classes(DUMMY)[0].__module__.startswith("vllm.")
 
 
-@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheMPConnector", "MoRIIOConnector"])
+@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "LMCacheMPConnector"])
 def test_a_connector_whose_package_is_missing_says_what_to_install(model: Path, name: str) -> None:
     config = copy(_config(model, multi(PULL)))
     config.scheduler_config = copy(config.scheduler_config)
