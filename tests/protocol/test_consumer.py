@@ -394,6 +394,20 @@ def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() ->
     assert of(connect(consumer, now=2), StartRead)
 
 
+def test_a_failed_read_detaches_every_reader_before_the_peer_is_closed() -> None:
+    """Otherwise the producer would hold the blocks of the other requests until their leases end."""
+    consumer = reading(make_consumer())
+    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.take_actions()
+    consumer.read_ended(R1, PEER, "broken", now=2)
+    actions = consumer.take_actions()
+    detached = [message for message in sent(actions, Detach) if isinstance(message, Detach)]
+    assert [message.lease for message in detached] == ["a", "b"]
+    assert actions[-1] == ClosePeer(PEER, CONTROL)
+    consumer.advance(now=60)
+    assert not sent(consumer.take_actions(), Detach)
+
+
 def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
     consumer = make_consumer()
     for number in range(2500):

@@ -50,7 +50,7 @@ from kvferry.protocol.transfer import (
     WriteGrant,
     next_tokens,
 )
-from kvferry.types import PeerId
+from kvferry.types import EngineIncarnation, PeerId
 
 __all__ = [
     "MAX_GRANTED_BLOCKS",
@@ -476,11 +476,24 @@ def _give_up(context: ConsumerContext, transfer: Transfer, now: float) -> None:
         reason = transfer.reason or "the request was aborted"
         context.events.append(TransferFailed(transfer.request, reason, times))
     if transfer.read_error:
-        # The transport may have closed the connection for good. Drop the peer, so that the next
-        # request starts a new handshake.
-        lost = context.peers.lose(transfer.incarnation, transfer.read_error, now)
-        if lost is not None:
-            lose_peer(context, lost)
+        _drop_unreadable_peer(context, transfer.incarnation, transfer.read_error, now)
+
+
+def _drop_unreadable_peer(
+    context: ConsumerContext, incarnation: EngineIncarnation, reason: str, now: float
+) -> None:
+    """Drop a peer after a failed read, so that the next request starts a new handshake: the
+    transport may have closed its connection for good.
+
+    Every transfer from the peer fails. The control connection may still work, so their readers are
+    detached before it closes. Otherwise the producer would hold their blocks until the leases end.
+    """
+    for transfer in context.transfers.of_incarnation(incarnation):
+        if transfer.state not in GRANTED:
+            context.client.send_detach(transfer)
+    lost = context.peers.lose(incarnation, reason, now)
+    if lost is not None:
+        lose_peer(context, lost)
 
 
 ON_ENTER: dict[TransferState, Callable[[ConsumerContext, Transfer, float], None]] = {
