@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
 
+from kvferry.errors import LocalProtocolError
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 from kvferry.protocol.planning import BlockPermutation, Segments
 from kvferry.protocol.tickets import HOLE
@@ -49,6 +50,7 @@ __all__ = [
     "StreamEvent",
     "TransportKit",
     "TransportOffer",
+    "memory_not_registered",
 ]
 
 
@@ -133,6 +135,12 @@ class Completion:
     @property
     def ok(self) -> bool:
         return self.error is None
+
+
+def memory_not_registered(transport: str) -> LocalProtocolError:
+    return LocalProtocolError(
+        f"the {transport} transport is used before its memory is registered, or after it is closed"
+    )
 
 
 class DataTransport(Protocol):

@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -106,6 +106,13 @@ class SharedMemory:
     def fd(self) -> int:
         return self._fd
 
+    def contains(self, regions: Iterable[Region]) -> bool:
+        first, last = self._address, self._address + self._size_bytes
+        return all(
+            r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last
+            for r in regions
+        )
+
     def close(self) -> None:
         """Close the file at once. The kernel frees the pages when the last mapping of them is gone,
         in this process and in peers.
@@ -175,12 +182,9 @@ class ShmTransport:
         return "shm"
 
     def register(self, regions: Sequence[Region]) -> bool:
-        first, last = self._memory.address, self._memory.address + self._memory.size_bytes
-        if not all(
-            r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last
-            for r in regions
-        ):
+        if not self._memory.contains(regions):
             return False
+        first = self._memory.address
         whole = np.frombuffer(self._memory.buffer, np.uint8)
         self._regions = tuple(regions)
         self._views = [whole[r.address - first : r.address - first + r.size_bytes] for r in regions]

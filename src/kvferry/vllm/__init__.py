@@ -5,6 +5,7 @@ The connectors are imported on demand, because the plugin entry point runs in ev
 whatever connector the process uses.
 """
 
+from importlib import import_module
 from typing import Any
 
 __all__ = [
@@ -25,21 +26,23 @@ __all__ = [
     "P2pNcclConnector",
 ]
 
+_MODULES = {
+    "DecodeBenchConnector": "step_loading",
+    "ExampleConnector": "step_loading",
+    "KVFerryDecodeBenchConnector": "step_loading",
+    "KVFerryExampleConnector": "step_loading",
+    "KVFerryOffloadingConnector": "storage",
+    "MultiConnector": "multi",
+    "OffloadingConnector": "storage",
+    "P2pNcclConnector": "p2p_nccl",
+}
+"""The modules of connectors that are not in `connector.py`."""
+
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         from kvferry.vllm.release import check_release
 
         check_release()
-        if name == "MultiConnector":
-            from kvferry.vllm.multi import MultiConnector
-
-            return MultiConnector
-        if name == "P2pNcclConnector":
-            from kvferry.vllm.p2p_nccl import P2pNcclConnector
-
-            return P2pNcclConnector
-        from kvferry.vllm import connector, step_loading
-
-        return getattr(step_loading if name in step_loading.__all__ else connector, name)
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'connector')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

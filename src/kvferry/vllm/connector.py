@@ -7,8 +7,8 @@ thread. See docs/decisions/011-inside-vllm.md.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -26,23 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.request import RequestStatus
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.connectors.offloading import connector as offloading
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
-from kvferry.vllm.kv_events import KVEventTranslator
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
-from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
+from kvferry.vllm.remote_loads import OptionalLoadFailures, RemoteLoads
 from kvferry.vllm.salts import CacheSalts
 from kvferry.vllm.stock_interop import with_interop
 from kvferry.vllm.translate import (
@@ -51,22 +48,17 @@ from kvferry.vllm.translate import (
     cache_config,
     connector_config,
     null_blocks_as_holes,
-    publishes_kv_events,
     strip_transfer_params,
 )
 
 __all__ = [
     "KVFerryConnector",
     "KVFerryMooncakeConnector",
-    "KVFerryOffloadingConnector",
     "KVFerryPushConnector",
     "MooncakeConnector",
     "NixlConnector",
     "NixlPullConnector",
     "NixlPushConnector",
-    "OffloadingConnector",
-    "OptionalLoadFailures",
-    "RemoteLoads",
     "log_with_vllm",
 ]
 
@@ -83,115 +75,6 @@ def log_with_vllm() -> None:
         ours.addHandler(handler)
     ours.setLevel(theirs.getEffectiveLevel())
     ours.propagate = False
-
-
-# -- loads --
-# Loads whose KV vLLM must not use, although the load has not failed for vLLM.
-#
-# Optional loads only save computation: if such a load fails, the engine computes the request, even
-# if vLLM's failure policy is `fail`. vLLM has one policy for all loads. So a worker reports an
-# optional load that failed as finished, and reports the failure to the scheduler's connector
-# separately. The scheduler's connector then frees the request's blocks before vLLM looks at the
-# request again, as vLLM itself does under the policy `recompute`. The connector does the same with
-# KV of old weights that arrives after a reset.
-
-
-@dataclass(slots=True)
-class RemoteLoads:
-    """The requests that load KV from a peer, in the process that schedules."""
-
-    _loading: dict[str, Any] = field(default_factory=dict)
-    """vLLM's requests with a load in progress."""
-    _loaded: dict[str, Any] = field(default_factory=dict)
-    """Requests whose load has ended; vLLM may not have looked at them since."""
-    _void: set[str] = field(default_factory=set)
-    """Loads in progress whose KV must not be used; other ranks may still be loading."""
-    _unannounced: list[str] = field(default_factory=list)
-    """Optional loads that the next step's message will announce to the workers."""
-
-    @property
-    def request_ids(self) -> set[str]:
-        """The requests whose KV `reset` voids."""
-        return self._loading.keys() | self._loaded.keys()
-
-    def begin(self, request: Any) -> None:
-        self._loading[request.request_id] = request
-        # A request that was preempted since its last load may load again.
-        self._loaded.pop(request.request_id, None)
-
-    def announce_optional(self, request_id: str) -> None:
-        self._unannounced.append(request_id)
-
-    def take_unannounced(self) -> tuple[str, ...]:
-        """Remove and return the optional loads that the workers do not know yet."""
-        unannounced, self._unannounced = tuple(self._unannounced), []
-        return unannounced
-
-    def note_failed(self, request_ids: Collection[str]) -> None:
-        """Note optional loads that failed on some rank."""
-        self._void.update(self._loading.keys() & set(request_ids))
-
-    def end(self, finished: Collection[str], failed: Collection[str], manager: Any) -> set[str]:
-        """Process loads that have ended on every rank and return those whose KV must not be used.
-        `failed` are the loads that failed for vLLM, which handles their requests itself.
-        """
-        ended = {
-            request_id: self._loading.pop(request_id)
-            for request_id in self._loading.keys() & set(finished)
-        }
-        void = self._void & ended.keys()
-        self._void -= void
-        for request_id, request in ended.items():
-            if request_id not in failed:
-                self._loaded[request_id] = request
-        for request_id in void & self._loaded.keys():
-            _start_over(self._loaded.pop(request_id), manager)
-        return void
-
-    def reset(self, manager: Any) -> None:
-        """Let no request use KV that was loaded for it before now."""
-        self._void.update(self._loading)
-        for request in self._loaded.values():
-            _start_over(request, manager)
-        self._loaded.clear()
-
-    def end_request(self, request_id: str) -> None:
-        self._loaded.pop(request_id, None)
-
-
-def _start_over(request: Any, manager: Any) -> None:
-    """Free the blocks of a request whose load has ended, unless vLLM has gone on with the request
-    or has aborted it.
-    """
-    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-        manager.free(request)
-        request.num_computed_tokens = 0
-
-
-@dataclass(slots=True)
-class OptionalLoadFailures:
-    """The optional loads in progress on one worker, and the failures to report to the scheduler."""
-
-    _optional: set[str] = field(default_factory=set)
-    _failed: set[str] = field(default_factory=set)
-
-    def add_optional(self, request_ids: Collection[str]) -> None:
-        self._optional.update(request_ids)
-
-    def remove_optional(self, finished: Collection[str], failed: set[str]) -> set[str]:
-        """Remove the optional loads from `failed` and return the failures to report to vLLM."""
-        excused = self._optional & failed
-        self._failed |= excused
-        self._optional.difference_update(finished)
-        return failed - excused
-
-    def take_failed(self) -> frozenset[str]:
-        failed, self._failed = frozenset(self._failed), set()
-        return failed
-
-
-# -- connector --
-# vLLM's messages wrap kvferry's messages; the connector classes forward calls.
 
 
 _log = logging.getLogger(__name__)
@@ -609,106 +492,6 @@ class KVFerryMooncakeConnector(KVFerryConnector):
     inner_name = "MooncakeConnector"
 
 
-class KVFerryOffloadingConnector(KVFerryConnector):
-    """Keeps KV in tiers; in addition to the pull connector, it reports the progress of every
-    request's prompt to kvferry's scheduler half.
-    """
-
-    loads_are_optional = True
-    opens_side_channel = False
-    inner_name = "OffloadingConnector"
-    _stats_class = OffloadVllmStats
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._prefills = PrefillProgressTable()
-        self._publishes_events = publishes_kv_events(vllm_config)
-        self._event_translator: KVEventTranslator | None = None
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        if self._publishes_events:
-            self._event_translator = KVEventTranslator(kv_cache_manager, self._needs.block_size)
-            self._offloading.publish_events(self._event_translator.describe)
-
-    def take_events(self) -> Iterable[Any]:
-        translator = self._event_translator
-        if translator is None:
-            return []
-        return [translator.translate(event) for event in self._offloading.take_events()]
-
-    @property
-    def _offloading(self) -> offloading.OffloadingConnector:
-        assert isinstance(self._inner, offloading.OffloadingConnector)
-        return self._inner
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # Chunks are whole blocks, and the layout is part of their name.
-        return None
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
-    def has_urgent_work(self) -> bool:
-        assert isinstance(self._inner, offloading.OffloadingConnector)
-        return self._has_unreported_stats or self._inner.has_pending_commands
-
-    def _view(self, request: Any) -> VllmRequestView:
-        return replace(super()._view(request), progress=self._prefills.get(str(request.request_id)))
-
-    def _accept(self, request: Any) -> None:
-        self._prefills.add(request)
-        super()._accept(request)
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        for request_id, request in self._prefills.running():
-            self._check_adapter(request_id, request)
-        plan = self._prefills.plan(scheduler_output, self._tables)
-        metadata = self._wrapped(scheduler_output, plan)
-        for part in plan.slices:
-            if not self._offloading.is_watched(part.request_id):
-                self._prefills.park(part.request_id)
-        return metadata
-
-    def _check_adapter(self, request_id: str, request: Any) -> None:
-        """Store nothing of a request whose LoRA adapter vLLM may have replaced meanwhile."""
-        if request.lora_request and self._salts.has_lost_adapter(request):
-            self._offloading.withdraw(request_id)
-
-    def _end_request(self, request: Any) -> None:
-        super()._end_request(request)
-        self._check_adapter(str(request.request_id), request)
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        answer = super().request_finished(request, block_ids)
-        self._prefills.end(str(request.request_id))
-        return answer
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        answer = super().request_finished_all_groups(request, block_ids)
-        self._prefills.end(str(request.request_id))
-        return answer
-
-    def _tables(self, request_id: str) -> tuple[list[int], ...]:
-        return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
-
-
 NixlConnector = NixlPullConnector = KVFerryConnector
 """The name of vLLM's own connector, so that the module path is the only change in a configuration.
 """
@@ -716,5 +499,3 @@ NixlPushConnector = KVFerryPushConnector
 """The name of vLLM's own push connector."""
 MooncakeConnector = KVFerryMooncakeConnector
 """The name of vLLM's own connector for Mooncake's Transfer Engine."""
-OffloadingConnector = KVFerryOffloadingConnector
-"""The name of vLLM's own offloading connector."""

@@ -42,9 +42,10 @@ from kvferry.connectors.multi.scheduler import MultiScheduler
 from kvferry.connectors.multi.worker import MultiWorker
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.vllm.compatibility import drops_too_few_tokens
-from kvferry.vllm.connector import KVFerryConnector, RemoteLoads, log_with_vllm
+from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
 from kvferry.vllm.multi_metrics import MultiKVEvents, MultiKVStats, MultiPromMetrics
 from kvferry.vllm.release import warn_if_untested
+from kvferry.vllm.remote_loads import RemoteLoads
 
 __all__ = ["ChildConfig", "MultiConnector", "child_configs", "traits_of"]
 

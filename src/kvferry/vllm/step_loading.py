@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.connectors import contract
 from kvferry.errors import ConfigError
 from kvferry.vllm.compatibility import drops_too_few_tokens
-from kvferry.vllm.connector import KVFerryConnector
-from kvferry.vllm.offload_metrics import OffloadPromMetrics, OffloadVllmStats
+from kvferry.vllm.storage import StorageConnector
 from kvferry.vllm.translate import BlocksView, null_blocks_as_holes
 
 __all__ = [
@@ -48,36 +46,16 @@ class StepSlices:
     slices: tuple[StepSlice, ...]
 
 
-class StepLoadingConnector(KVFerryConnector):
+class StepLoadingConnector(StorageConnector):
     """What the connectors of this module have in common."""
 
     honours_token_range = False
-    opens_side_channel = False
-    _stats_class = OffloadVllmStats
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._layers = {
             layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names
         }
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return None
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._needs.note_admitted(request, num_external_tokens)

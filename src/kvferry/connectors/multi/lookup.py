@@ -36,9 +36,9 @@ class ChildTraits:
     reports_failed_blocks: bool = False
     """The child names the blocks of a failed load between steps, not the request."""
     follows_lookups: bool = False
-    """The child learns of a request when it is asked what it can load, and keeps the block ids that
-    it is told from then on. So it must be asked about every request, and must not see a request
-    that starts over with other blocks without being asked again.
+    """The child learns of a request when it is asked what it can load, and keeps the block ids of
+    the calls that follow. So the child must be asked about every request, and asked again about a
+    request that starts over with other blocks.
     """
     store_timeouts_are_harmless: bool = False
     """After a `TimeoutError` of any call, the child touches no block for that call any more."""

@@ -29,7 +29,14 @@ import msgspec
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.sleep import SHORT_SLEEP_S
-from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
+from kvferry.transports.base import (
+    Completion,
+    Handle,
+    Operation,
+    Segments,
+    TransportOffer,
+    memory_not_registered,
+)
 from kvferry.transports.copy.gather import AddressCopies, Timing
 from kvferry.transports.copy.segments import check_regions, check_segment_fields, check_segments
 from kvferry.transports.copy.table import FIRST_ROWS, group_by_offsets, is_one_launch, split_by_tick
@@ -204,9 +211,7 @@ class CudaIpcTransport:
 
     def offer(self) -> TransportOffer:
         if self._offer is None:
-            raise LocalProtocolError(
-                "the cuda_ipc transport is used before its memory is registered"
-            )
+            raise memory_not_registered(self.name)
         return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(self._offer))
 
     def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
@@ -293,10 +298,7 @@ class CudaIpcTransport:
     def _entered(self) -> "CudaDevice":
         """Return the device, with the device's context current in the calling thread."""
         if self._device is None:
-            raise LocalProtocolError(
-                "the cuda_ipc transport is used before its memory is registered, or after it is "
-                "closed"
-            )
+            raise memory_not_registered(self.name)
         self._device.work()
         return self._device
 

@@ -21,8 +21,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
+from kvferry.errors import ConfigError, TransportError
+from kvferry.transports.base import (
+    Completion,
+    Handle,
+    Segments,
+    TransportOffer,
+    memory_not_registered,
+)
 from kvferry.transports.copy.segments import (
     Descriptors,
     batches,
@@ -34,7 +40,7 @@ from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting, ReadCall
 from kvferry.transports.mooncake.agent_process import AgentProcess, MooncakeSettings
 from kvferry.transports.shm import SharedMemory
 from kvferry.transports.write_grants import write_grants_unsupported
-from kvferry.types import Address, MemoryKind, PeerId, Region
+from kvferry.types import Address, PeerId, Region
 
 __all__ = ["MooncakeSettings", "MooncakeTransport"]
 
@@ -83,11 +89,7 @@ class MooncakeTransport:
         return "mooncake"
 
     def register(self, regions: Sequence[Region]) -> bool:
-        first, last = self._memory.address, self._memory.address + self._memory.size_bytes
-        if not all(
-            r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last
-            for r in regions
-        ):
+        if not self._memory.contains(regions):
             return False
         host, listener = _listening_on(self._bind_host, self._advertised_host)
         agent = AgentProcess[_Transfer](self._settings, host, listener, self._memory.fd)
@@ -102,10 +104,7 @@ class MooncakeTransport:
 
     def offer(self) -> TransportOffer:
         if self._running is None:
-            raise LocalProtocolError(
-                "the mooncake transport is used before its memory is registered, or after it is "
-                "closed"
-            )
+            raise memory_not_registered(self.name)
         _, listener, host = self._running
         memory = self._memory
         offer = _MooncakeOffer(host, listener.getsockname()[1], memory.address, memory.size_bytes)

@@ -27,8 +27,15 @@ from enum import Enum
 
 import msgspec
 
-from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
+from kvferry.errors import ConfigError, TransportError
+from kvferry.transports.base import (
+    Completion,
+    Handle,
+    Operation,
+    Segments,
+    TransportOffer,
+    memory_not_registered,
+)
 from kvferry.transports.copy.segments import (
     Descriptors,
     batches,
@@ -379,9 +386,7 @@ class NixlTransport:
 
     def _registered(self) -> NixlAgent:
         if self._serving is None:
-            raise LocalProtocolError(
-                "the nixl transport is used before its memory is registered, or after it is closed"
-            )
+            raise memory_not_registered(self.name)
         return self._serving
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:

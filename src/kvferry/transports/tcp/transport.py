@@ -16,8 +16,14 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
+from kvferry.errors import ConfigError, TransportError
+from kvferry.transports.base import (
+    Completion,
+    Handle,
+    Segments,
+    TransportOffer,
+    memory_not_registered,
+)
 from kvferry.transports.copy.gather import AddressedMemory
 from kvferry.transports.copy.segments import (
     batches,
@@ -169,9 +175,7 @@ class TcpTransport:
 
     def _running(self) -> tuple[SocketLoop, Dialler, TcpWriteGrants]:
         if self._parts is None:
-            raise LocalProtocolError(
-                "the tcp transport is used before its memory is registered, or after it is closed"
-            )
+            raise memory_not_registered(self.name)
         return self._parts
 
     def _start(

@@ -15,8 +15,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.errors import LocalProtocolError, TransportError
-from kvferry.transports.base import Completion, Handle, Operation, Segments, TransportOffer
+from kvferry.errors import TransportError
+from kvferry.transports.base import (
+    Completion,
+    Handle,
+    Operation,
+    Segments,
+    TransportOffer,
+    memory_not_registered,
+)
 from kvferry.transports.copy.segments import (
     batches,
     check_regions,
@@ -191,9 +198,7 @@ class DistTransport:
 
     def _running(self) -> tuple[DistServer, StagingPool, StagingPool]:
         if self._parts is None:
-            raise LocalProtocolError(
-                "the dist transport is used before its memory is registered, or after it is closed"
-            )
+            raise memory_not_registered(self.name)
         return self._parts
 
     def _backend_with(self, offer: DistOffer, peer: PeerId) -> Backend:
