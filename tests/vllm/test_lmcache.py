@@ -235,7 +235,8 @@ def test_a_new_engine_loads_what_a_killed_engine_stored(beside: Beside, right: R
     first = beside.fleet.vllm("first", transfer=transfer, cores="1")
     ready(first)
     asyncio.run(check(first, is_new=False))
-    first.kill()
+    # Killed at once: LMCache keeps an engine alive whose API server has died.
+    first.kill(is_stopped=True)
     second = beside.fleet.vllm("second", transfer=transfer, cores="1")
     ready(second)
     asyncio.run(check(second, is_new=True))
