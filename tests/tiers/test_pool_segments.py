@@ -109,14 +109,18 @@ def test_a_pool_that_can_never_fit_costs_no_other_segment(folder: Path) -> None:
 
 
 def test_ranks_allocate_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two that allocate at once would find enough memory for itself alone."""
+    """Each of two that allocate at once would find enough memory for itself alone, and could remove
+    the file that the other is making.
+    """
     num_refused = 0
 
     def create_while_another_rank_opens(*place: Any) -> OwnedSegment:
         nonlocal num_refused
         monkeypatch.setattr(host_pool, "create_segment", create_segment)
+        (folder / ".new-1234").write_bytes(b"not locked yet")
         with pytest.raises(ConfigError, match="another engine has been allocating"):
             PoolEngine.open(folder, 3)
+        assert (folder / ".new-1234").exists()
         num_refused += 1
         return create_segment(*place)
 

@@ -220,5 +220,9 @@ def test_if_the_jobs_fail_no_end_is_reported_while_a_copy_reads_the_blocks(rank:
     rank.submit(StoreChunks("b", (chunk(2, 2),), 2), EndStores("b"))
     time.sleep(0.05)
     assert not rank.worker.take_events()
+    assert rank.worker.is_busy
     rank.copier.saves.set()
     rank.wait_for(lambda: rank.ended() == {"a", "b"})
+    rank.worker.take_counts()
+    # Otherwise the engine would run steps for ever.
+    rank.wait_for(lambda: not rank.worker.is_busy)

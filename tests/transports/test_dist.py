@@ -35,7 +35,13 @@ from kvferry.transports.torch_dist import server as dist_server
 from kvferry.transports.torch_dist import staging as dist_staging
 from kvferry.transports.torch_dist import transport as dist_transport
 from kvferry.transports.torch_dist.channel import Channel, DistOffer
-from kvferry.transports.torch_dist.group import Backend, Member, PairGroup
+from kvferry.transports.torch_dist.group import (
+    MAX_FRAMES,
+    Backend,
+    ChannelStore,
+    Member,
+    PairGroup,
+)
 from kvferry.transports.torch_dist.settings import DistSettings
 from kvferry.transports.torch_dist.transport import DistTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
@@ -156,6 +162,18 @@ def test_a_tag_is_valid_for_one_batch_only(near: Side) -> None:
 
     error = _read_from_liar(near, lie, reads=2)
     assert "not the bytes that the peer sent" in error
+
+
+def test_a_rendezvous_that_does_not_end_is_an_error() -> None:
+    """Otherwise a peer could fill our memory, or keep a thread for ever."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        liar = Channel(theirs, b"k" * 32)
+        for number in range(MAX_FRAMES + 1):
+            liar.send_frame(f"key {number}", b"value")
+        store = ChannelStore(Channel(ours, b"k" * 32))
+        with pytest.raises(TransportError, match="does not end the rendezvous"):
+            store.get("another key")
 
 
 def test_a_refusal_and_an_early_end_are_errors(near: Side) -> None:

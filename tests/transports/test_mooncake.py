@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from kvferry.testing.transport_pairs import (
     TransportSide,
 )
 from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
-from kvferry.transports.mooncake.agent import GREETING_BYTES, Greeting
+from kvferry.transports.mooncake.agent import GREETING_BYTES, MAX_CONNECTIONS, Greeting
 from kvferry.transports.mooncake.transport import MooncakeSettings
 from kvferry.types import EngineId, Epoch, PeerId
 
@@ -180,6 +180,15 @@ def test_the_transport_survives_garbage_at_its_ports() -> None:
                     stranger.sendall(random.bytes(size))
         assert read(near, far) == ""
         assert [agent.pid for agent in agents()] == pids
+
+
+def test_silent_strangers_do_not_keep_peers_out() -> None:
+    with side(1) as far, side(2) as near, ExitStack() as held:
+        offer = far.transport.offer()
+        host, port, _, _ = msgspec.msgpack.decode(offer.blob)
+        for _ in range(MAX_CONNECTIONS + 5):
+            held.enter_context(socket.create_connection((host, port), DEADLINE_S))
+        assert read(near, far) == ""
 
 
 STRANGER = """

@@ -411,6 +411,20 @@ def test_an_engine_that_is_named_at_a_wrong_address_is_still_loaded_from(
     assert TransferFailed(RequestId("wrong"), "the side channel did not answer") in consumer.ends()
 
 
+def test_a_wrong_name_at_an_address_does_not_end_the_question_of_the_right_one(
+    producer: StockProducer, consumer: Consumer
+) -> None:
+    wrong = replace(source(producer), engine=EngineId("another"))
+    consumer.execute(PrepareStockLoad(RequestId("wrong"), wrong, math.inf), start("wrong"))
+    consumer.clock.advance(3)
+    consumer.execute(prepare(producer), start())
+    # The deadline of the first question passes; the producer has not answered the second one yet.
+    consumer.clock.advance(3)
+    consumer.step()
+    run(producer, consumer, lambda: len(consumer.ends()) == 2)
+    assert TransferFinished(RequestId("d")) in consumer.ends()
+
+
 # -- the producer's side --
 
 

@@ -327,7 +327,10 @@ class Producer:
         take what the engine writes into freed blocks for its KV.
         """
         leases = self._leases
-        revoked = (leases.revoke_readers if self._settings.serves_stock else leases.revoke)(request)
+        if self._settings.serves_stock:
+            revoked = leases.revoke_readers(request)
+        else:
+            revoked = leases.revoke(request)
         if revoked is not None:
             self._note_end(revoked)
 

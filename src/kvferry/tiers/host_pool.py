@@ -113,8 +113,9 @@ class HostPool:
         """
         layout = _checked_layout(row_bytes, num_rows)
         prepare_folder(folder)
-        remove_unfinished(folder)
-        file, table = _adopt(folder, namespace, layout) or _create(folder, namespace, layout)
+        with _one_at_a_time(folder):
+            remove_unfinished(folder)
+            file, table = _adopt(folder, namespace, layout) or _create(folder, namespace, layout)
         others = PoolReader(folder, namespace, but_not=[file.path])
         return cls(table, make_policy, file, others)
 
@@ -393,29 +394,29 @@ def _latest_first(paths: Sequence[Path]) -> list[Path]:
 
 
 def _create(folder: Path, namespace: Namespace, layout: SegmentLayout) -> OwnedSegment:
-    with _one_at_a_time(folder):
-        # Segments are removed only if that can help.
-        check_fits(layout.total_bytes, available_bytes() + _orphan_bytes(folder))
-        while True:
-            try:
-                check_fits(layout.total_bytes, available_bytes())
-                return create_segment(folder, namespace, layout)
-            except ConfigError:
-                if not _make_room(folder, layout):
-                    raise
-            except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.ENOMEM)
-                if not is_full or not _make_room(folder, layout):
-                    raise ConfigError(
-                        f"a host pool of {layout.total_bytes} bytes cannot be made in {folder} "
-                        f"({error.strerror}); make the cpu tier smaller, or free space there"
-                    ) from error
+    # Segments are removed only if that can help.
+    check_fits(layout.total_bytes, available_bytes() + _orphan_bytes(folder))
+    while True:
+        try:
+            check_fits(layout.total_bytes, available_bytes())
+            return create_segment(folder, namespace, layout)
+        except ConfigError:
+            if not _make_room(folder, layout):
+                raise
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+            if not is_full or not _make_room(folder, layout):
+                raise ConfigError(
+                    f"a host pool of {layout.total_bytes} bytes cannot be made in {folder} "
+                    f"({error.strerror}); make the cpu tier smaller, or free space there"
+                ) from error
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let the ranks of a host allocate one after the other: each of two that allocate at once would
-    find enough memory for itself alone.
+    """Let the ranks of a host open their pools one after the other. Each of two that allocate at
+    once would find enough memory for itself alone, and could remove the file of the other before it
+    is locked.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -87,7 +87,7 @@ the key's row + 1. There are at least as many buckets as rows, so about one row 
 its bucket full. Readers do not find such a row.
 """
 LOWER_HALF = (1 << 32) - 1
-"""The bits of a slot that are the row's."""
+"""The bits of a slot that hold the row's number."""
 SUFFIX = ".rows"
 UNFINISHED = ".new-"
 """Prefix of files that are not complete."""
@@ -434,19 +434,22 @@ def adopt_segment(path: Path, namespace: Namespace, layout: SegmentLayout) -> Ow
     """Become the owner of a segment that an earlier process has left. None if the segment has an
     owner, or is not of this namespace and layout.
     """
-    with contextlib.suppress(OSError):
+    try:
         fd = os.open(path, WRITE_FLAGS)
+    except OSError:
+        return None
+    # OSError also if another engine has just removed the file.
+    with contextlib.suppress(OSError, ValueError):
         header = _checked_header(fd)
         if (
             header is not None
             and (header.namespace, header.layout) == (namespace.digest, layout)
             and _lock(fd, path)
         ):
-            with contextlib.suppress(OSError, ValueError):
-                ours = Header(layout, namespace.digest, namespace.text, os.getpid())
-                os.pwrite(fd, ours.to_bytes()[: HEADER.size], 0)
-                return SegmentFile(path, fd), _map_for_owner(fd, layout)
-        os.close(fd)
+            ours = Header(layout, namespace.digest, namespace.text, os.getpid())
+            os.pwrite(fd, ours.to_bytes()[: HEADER.size], 0)
+            return SegmentFile(path, fd), _map_for_owner(fd, layout)
+    os.close(fd)
     return None
 
 

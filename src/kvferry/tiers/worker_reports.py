@@ -81,7 +81,10 @@ class WorkerReports:
         self._wake_engine()
 
     def answer_all(self, failure: str) -> None:
-        """Send an answer to all that the engine waits for: loads have failed, stores have ended."""
+        """Send an answer to all that the engine waits for: loads have failed, stores have ended,
+        and no work is left.
+        """
+        self._has_work = False
         self.send(
             [
                 StoresCopied(self._last_store),

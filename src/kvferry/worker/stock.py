@@ -119,7 +119,9 @@ class _Load:
     trusted_until: float
     """When the producer may free the blocks, whatever heartbeats it was sent."""
     give_up_at: float
-    """When the request has waited too long: for its blocks, or for its read."""
+    """When the request has waited too long: for the engine's blocks before the read is started, for
+    the read afterwards.
+    """
     pairs: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """The local and the remote blocks of the read; None until the engine has allocated blocks."""
     handle: Handle | None = None
@@ -401,7 +403,9 @@ class StockDialect:
 
     def _fail_peer(self, key: _PeerKey, reason: str, now: float) -> None:
         peer, (engine, address) = self._peers[key], key
-        self._questions.forget(address)
+        others = [each for other, each in self._peers.items() if other[1] == address]
+        if all(each is peer or each.is_connected or each.error for each in others):
+            self._questions.forget(address)
         self._transport.disconnect(_peer_id(key))
         peer.is_connected, peer.error, peer.asked_at = False, reason, now
         if peer.owed:

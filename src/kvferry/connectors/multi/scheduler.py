@@ -46,7 +46,7 @@ class MultiScheduler:
         may_load_within_steps: bool = True,
     ) -> None:
         """`may_load_within_steps` is False if the engine would give wrong tokens after a load
-        within a step has failed. Only children with made-up KV then load so.
+        within a step has failed. Then only children with made-up KV may load within a step.
         """
         self._may_load_within_steps = may_load_within_steps
         self._children = children

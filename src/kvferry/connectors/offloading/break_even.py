@@ -18,7 +18,7 @@ MAX_SAMPLES = 32
 MAX_TIMED_STEPS = 8
 """More steps than this are never in flight at once."""
 RETRY_EVERY = 16
-"""So often a load is tried although computing was faster: the tier may have become faster."""
+"""Every 16th load that would be slower than computing is tried: the tier may have become faster."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,13 @@ class BreakEven:
 
     def end_step(self, step: int | None, now: float) -> None:
         """Note that a step has ended; `step` is its number if it was measured."""
-        built, num_tokens = self._timed_steps.pop(step or 0, (now, 0))
-        # With async scheduling, the step before was still running when this one was built.
-        seconds = now - max(built, self._last_output)
-        if num_tokens and seconds > 0:
-            self._token_s.append(seconds / num_tokens)
+        timed = None if step is None else self._timed_steps.pop(step, None)
+        if timed is not None:
+            built, num_tokens = timed
+            # With async scheduling, the step before was still running when this one was built.
+            seconds = now - max(built, self._last_output)
+            if seconds > 0:
+                self._token_s.append(seconds / num_tokens)
         self._last_output = now
 
     def note_load(self, seconds: float, bytes_by_tier: Mapping[str, int]) -> None:

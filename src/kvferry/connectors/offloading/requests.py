@@ -45,7 +45,7 @@ class StoreState:
     last_store: int = 0
     """The number of the request's last store; 0 if there was none since the last start."""
     uncopied_from: int = 0
-    """The first chunk whose blocks may still be read by a copy, if `last_store` is not copied."""
+    """While `last_store` is not copied: the first chunk whose blocks a copy may still read."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,5 @@
 """Opens pools and tiers from the settings of `OffloadingConnector`."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import POLICIES
 from kvferry.tiers.pool_reader import PoolReader
+from kvferry.tiers.pool_segment import default_folder
 
 __all__ = [
     "chunk_namespace",
@@ -62,7 +62,7 @@ def chunk_namespace(
 
 
 def pool_folder(extra: OffloadingExtraConfig) -> Path:
-    return Path(extra.pool_path or f"/dev/shm/kvferry-{os.getuid()}")
+    return Path(extra.pool_path) if extra.pool_path else default_folder()
 
 
 def open_pool(

@@ -171,7 +171,7 @@ class LoadJobs:
         """Process the copy of one row; `checksum` is None if the copy failed."""
         key, size, count = source.chunk.key, self.rows.size(source.chunk), self.outbox.count
         if source.stored is None:
-            self._end_read_row(source, checksum, now)
+            self._publish_read_row(source, checksum, now)
         elif checksum is not None and checksum != source.stored.checksum:
             # Damaged, or evicted and overwritten while it was copied.
             count(POOL, "refused")
@@ -185,7 +185,7 @@ class LoadJobs:
             count(source.tier, "loads")
             count(source.tier, "loaded_bytes", size)
 
-    def _end_read_row(self, source: _Source, checksum: int | None, now: float) -> None:
+    def _publish_read_row(self, source: _Source, checksum: int | None, now: float) -> None:
         """Keep a row in the pool that a slower tier has just checked, and copy it for all loads."""
         key, row = source.chunk.key, source.read_row
         assert row is not None

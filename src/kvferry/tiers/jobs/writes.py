@@ -13,8 +13,8 @@ __all__ = ["KNOWN_FOR_S", "WriteJobs"]
 
 MAX_KNOWN_OBJECTS = 65_536
 KNOWN_FOR_S = 60.0
-"""So long a tier is not offered an object that it was seen to have. It may have evicted the object
-since.
+"""How long a tier that was seen to have an object is not offered it again. The tier may evict the
+object in that time.
 """
 
 

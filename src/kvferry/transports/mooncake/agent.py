@@ -25,7 +25,9 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
-__all__ = ["GREETING_BYTES", "AgentSettings", "Greeting", "ReadCall"]
+__all__ = ["GREETING_BYTES", "MAX_CONNECTIONS", "AgentSettings", "Greeting", "ReadCall"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,7 +54,10 @@ _MAGIC = b"kvfmoon1"
 _GREETING = struct.Struct(f"!{len(_MAGIC)}sHQ{INCARNATION_BYTES}s")
 GREETING_BYTES = _GREETING.size
 MAX_CONNECTIONS = 500
-"""Below the usual limit of open files. Further peers are refused."""
+"""Below the usual limit of open files. For a further peer, the oldest connection of the address
+that has the most is closed: strangers must not keep peers out.
+"""
+ACCEPT_PAUSE_S = 0.5
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
@@ -165,7 +170,8 @@ class _Greeter:
         self._listener = listener
         self._control = control
         self._greeting = greeting.encode()
-        self._peers: set[socket.socket] = set()
+        self._peers: dict[socket.socket, str] = {}
+        """The address of each peer, in the order of arrival."""
         self._selector = selectors.DefaultSelector()
 
     def run(self, parent: int) -> None:
@@ -177,27 +183,33 @@ class _Greeter:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket):
-                    self._drop(key.fileobj)
+                    # Peers send nothing: this one has closed the connection, or does not know our
+                    # protocol. It may have been dropped for another peer in this round.
+                    if key.fileobj in self._peers:
+                        self._drop(key.fileobj)
                 else:
                     return
 
     def _accept(self) -> None:
-        # The peer may have gone already.
+        try:
+            peer, address = self._listener.accept()
+        except OSError:
+            # The peer has gone already, or this process has no file descriptor left.
+            time.sleep(ACCEPT_PAUSE_S)
+            return
+        if len(self._peers) >= MAX_CONNECTIONS:
+            [(crowd, _)] = Counter(self._peers.values()).most_common(1)
+            self._drop(next(each for each, host in self._peers.items() if host == crowd))
+        peer.setblocking(False)
+        self._peers[peer] = address[0]
+        self._selector.register(peer, selectors.EVENT_READ)
+        # So short that it fits into the empty buffer of a new connection. The peer may have gone.
         with suppress(OSError):
-            peer, _ = self._listener.accept()
-            if len(self._peers) >= MAX_CONNECTIONS:
-                peer.close()
-                return
-            peer.setblocking(False)
-            self._peers.add(peer)
-            self._selector.register(peer, selectors.EVENT_READ)
-            # So short that it fits into the empty buffer of a new connection.
             peer.send(self._greeting)
 
     def _drop(self, peer: socket.socket) -> None:
-        """Peers send nothing: this one has closed the connection, or does not know our protocol."""
         self._selector.unregister(peer)
-        self._peers.discard(peer)
+        del self._peers[peer]
         peer.close()
 
 

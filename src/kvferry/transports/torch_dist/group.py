@@ -22,9 +22,11 @@ from torch import distributed
 from kvferry.errors import ConfigError, TransportError
 from kvferry.transports.torch_dist.channel import STALL_TIMEOUT_S, Channel
 
-__all__ = ["Backend", "Member", "PairGroup", "nccl_device"]
+__all__ = ["MAX_FRAMES", "Backend", "ChannelStore", "Member", "PairGroup", "nccl_device"]
 
 RENDEZVOUS_TIMEOUT_S = 30.0
+MAX_FRAMES = 64
+"""Most frames that a peer may send in one rendezvous, in which two members exchange addresses."""
 END_OF_RENDEZVOUS = ""
 NEVER = timedelta(days=1000)
 POLL_S = 50e-6
@@ -47,12 +49,16 @@ class Member(IntEnum):
 
 
 class ChannelStore(distributed.Store):  # type: ignore[misc, name-defined]
-    """The key-value store through which two members exchange their addresses."""
+    """The key-value store through which two members exchange their addresses. TransportError if
+    the peer sends too much, or does not finish in time.
+    """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel: Channel | None = channel
         self._values: dict[str, bytes] = {}
+        self._frames_left = MAX_FRAMES
+        self._deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
 
     def set(self, key: str, value: Any) -> None:
         encoded = value.encode() if isinstance(value, str) else bytes(value)
@@ -82,6 +88,9 @@ class ChannelStore(distributed.Store):  # type: ignore[misc, name-defined]
                 pass
 
     def _take_frame(self, channel: Channel) -> bool:
+        self._frames_left -= 1
+        if self._frames_left < 0 or time.monotonic() > self._deadline:
+            raise TransportError("the peer does not end the rendezvous of a process group")
         key, value = channel.receive_frame()
         if key != END_OF_RENDEZVOUS:
             self._values[key] = value
