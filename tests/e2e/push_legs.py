@@ -53,13 +53,14 @@ class Shape:
     d_flags: tuple[str, ...] = ()
     at: Sequence[Host] = (HERE, HERE, HERE)
     """The hosts of P and of the two D, in the order of `POLICIES`."""
+    connector: str = "NixlPushConnector"
 
     def start_p(self, cluster: Cluster, port: int = 0) -> Starting:
         return cluster.serve(
             "prefill",
             *self.p_flags,
             extra=self.extra,
-            connector="NixlPushConnector",
+            connector=self.connector,
             engine_id="p",
             port=port,
             at=self.at[0],
@@ -72,7 +73,7 @@ class Shape:
             *self.d_flags,
             extra=self.extra,
             policy=policy,
-            connector="NixlPushConnector",
+            connector=self.connector,
             at=at,
         )
 

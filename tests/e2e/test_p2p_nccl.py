@@ -14,8 +14,9 @@ import psutil
 import pytest
 from tests.e2e.conftest import SHORT, random_prompts
 from tests.e2e.forgeries import knock
-from tests.e2e.handovers import assert_ended_well, assert_recovers, fresh, is_loading
+from tests.e2e.handovers import assert_ended_well, assert_recovers, count, fresh, is_loading
 from tests.e2e.harness import (
+    Answer,
     Cluster,
     Engine,
     Prompt,
@@ -28,6 +29,7 @@ from tests.e2e.harness import (
     prefill,
     until,
 )
+from tests.e2e.push_legs import Legs, Shape, assert_all_ended_well, count_now
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -185,6 +187,60 @@ def test_a_killed_side_costs_errors_or_time_but_no_wrong_token(
             assert (await ask(session, successor, prompts[0])) == right[0]
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "send_type", [pytest.param("PUT", marks=pytest.mark.exhaustive), "PUT_ASYNC"]
+)
+def test_a_side_that_is_killed_during_a_push_costs_no_wrong_token(
+    tmp_path: Path, model: Path, plain: Engine, send_type: str
+) -> None:
+    """P is killed while it writes to two D; then one D is killed while P's successor writes."""
+    extra = {**SHORT, "push_registration_timeout": 10, "send_type": send_type}
+    shape = Shape(extra, ("--max-num-batched-tokens", "16"), connector=CONNECTOR)
+
+    async def check(legs: Legs) -> None:
+        async with new_session() as session:
+            prompt = fresh(1500)
+            right = await ask(session, plain, prompt)
+            prefilling, decoding = await begin_push(session, legs, prompt)
+            legs.p.kill()
+            await asyncio.gather(prefilling, return_exceptions=True)
+            await assert_all_ended_well(decoding, right, "no longer answers", "was lost")
+            await assert_quiescent(session, *legs.decoders.values())
+
+            await legs.replace_p()
+            for d in legs.decoders.values():
+                await legs.assert_recovers(session, d, plain)
+            prompt = fresh(1500)
+            right = await ask(session, plain, prompt)
+            prefilling, decoding = await begin_push(session, legs, prompt)
+            legs.decoders["fail"].kill()
+            assert (await prefilling).is_ok
+            assert await decoding["recompute"] == right
+            await asyncio.gather(*decoding.values(), return_exceptions=True)
+            await assert_quiescent(session, legs.p, legs.decoders["recompute"])
+            assert await ask(session, legs.p, prompt) == right
+
+    with Legs.opened(tmp_path, model, shape) as legs:
+        asyncio.run(check(legs))
+
+
+async def begin_push(
+    session: aiohttp.ClientSession, legs: Legs, prompt: Prompt
+) -> "tuple[asyncio.Task[Answer], dict[str, asyncio.Task[Answer]]]":
+    """Start a prefill and a decode leg at each D, and wait until P has written some blocks."""
+    ticket, before = legs.ticket(), await count_now(session, legs.p, MOVED)
+    decoding = legs.decode_legs(session, prompt, ticket)
+    await legs.until_registered(session, len(decoding))
+    prefilling = asyncio.create_task(legs.prefill_leg(session, prompt, ticket))
+
+    async def has_begun() -> bool:
+        return await count(session, legs.p, MOVED) > before
+
+    await until("P writes", has_begun)
+    assert not prefilling.done(), "the prompt is too short"
+    return prefilling, decoding
 
 
 def listening_ports(engine: Engine) -> set[int]:
