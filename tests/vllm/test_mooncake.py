@@ -7,13 +7,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.e2e.harness import ask_all, metrics, new_session, until
+from tests.e2e.harness import Engine, ask_all, metrics, new_session, until
 from tests.transports.mooncake_agents import AGENT
 from tests.vllm.conftest import Trio
 from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, Fleet, ready
+from tests.vllm.killed import assert_right_or_error, kill_while_kv_moves
 from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
-from tests.vllm.vllm_asking import assert_free
+from tests.vllm.vllm_asking import assert_free, random_prompts
+
+from kvferry.bench.vllm.servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -73,24 +76,56 @@ def test_agents_that_are_killed_cost_no_token(right: Right, trio: Trio) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.exhaustive
+def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, trio: Trio) -> None:
+    """The negative control of the comparison above: it must see a wrong byte."""
+    (serve,) = documented("Mooncake")
+    corrupt = {"KVFERRY_FAULTS": "corrupt:every=1"}
+    d = trio.fleet.vllm("corrupted decode", transfer=serve.transfer, cores="1", environment=corrupt)
+    router = trio.fleet.kvferry_router([trio.p], [d])
+    ready(d, router)
+    chosen = [n for n, prompt in enumerate(PROMPTS) if len(prompt.token_ids) < 200][:8]
+    answers = asyncio.run(ask_all(router, [PROMPTS[n] for n in chosen], timeout_s=120))
+    assert all(answer.is_ok for answer in answers)
+    assert all(a != right.vllm[n] for a, n in zip(answers, chosen, strict=True))
+    trio.fleet.stop(router)
+    trio.fleet.stop(d)
+
+
 def test_an_engine_that_is_killed_costs_the_other_nothing(right: Right, trio: Trio) -> None:
-    """The last test of this file: P is killed while D asks it for KV."""
+    """The last test of this file. P is killed while D reads from it; its successor has the same
+    address. Then D is killed while it reads from that successor.
+    """
+    first, second = random_prompts(12, seed=74), random_prompts(12, seed=75)
 
     async def check() -> None:
-        asking = asyncio.ensure_future(
-            ask_all(trio.router, PROMPTS[:24], concurrency=8, timeout_s=240)
-        )
-        async with new_session(60) as session:
-            before = (await metrics(session, trio.d))["kvferry:finished_loads_total"]
-
-            async def is_moving() -> bool:
-                return (await metrics(session, trio.d))["kvferry:finished_loads_total"] > before
-
-            await until("KV moves", is_moving)
-            trio.p.kill(is_stopped=True)
-            for answer, expected in zip(await asking, right.vllm, strict=False):
-                assert answer.status != 200 or answer == expected
-            assert await ask_all(trio.d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
+        async with new_session(120) as session:
+            expected = await ask_all(trio.p, [*first, *second], timeout_s=120)
+            answers = await kill_while_kv_moves(session, trio.p, trio.d, trio.router, first)
+            assert_right_or_error(answers, expected[: len(first)])
             await assert_free(session, trio.d)
+            assert await ask_all(trio.d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
+
+            p = restart_p(trio)
+            answers = await kill_while_kv_moves(session, trio.d, trio.d, trio.router, second)
+            assert_right_or_error(answers, expected[len(first) :])
+            assert not all(answer.is_ok for answer in answers), "D was killed too late"
+            await assert_free(session, p)
+            assert await ask_all(p, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
 
     asyncio.run(check())
+
+
+def restart_p(trio: Trio) -> Engine:
+    """Start P again at its address, and wait until the router has found it."""
+    (serve,) = documented("Mooncake")
+    trio.fleet.stop(trio.p)
+    (side_channel,) = free_ports(1)
+    p = trio.fleet.vllm(
+        "second prefill",
+        transfer=serve.transfer,
+        extra={"kv_lease_duration": 3},
+        ports=(trio.p.address.port, side_channel),
+    )
+    ready(p, trio.router)
+    return p

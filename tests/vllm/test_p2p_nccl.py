@@ -1,28 +1,32 @@
 """Tests P2pNcclConnector in real vLLM over gloo: servers that register themselves with kvferry's
-router give the tokens of a plain vLLM, also while strangers send noise to their ports.
+router give the tokens of a plain vLLM, also while strangers send noise to their ports, and after
+kill -9 of each side.
 """
 
 import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 from tests.e2e.forgeries import knock
-from tests.e2e.harness import Answer, Engine, ask, ask_all, metrics, new_session, until
+from tests.e2e.harness import Engine, ask, ask_all, metrics, new_session, until
 from tests.vllm.documented import Documented, documented
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
+from tests.vllm.killed import assert_right_or_error, kill_while_kv_moves
 from tests.vllm.right import PROMPTS, Right
-from tests.vllm.vllm_asking import assert_free
+from tests.vllm.vllm_asking import assert_free, random_prompts
 
 from kvferry.bench.vllm.servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
+_seeds = count(1000)
 SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
 
 
@@ -89,7 +93,7 @@ def test_strangers_on_every_port_change_no_token(right: Right, registered: Regis
             for held in knock("127.0.0.1", port, 60):
                 held.close()
         answers = await ask_all(registered.router, PROMPTS[chosen], concurrency=4, timeout_s=120)
-        _assert_right_or_error(answers, right.vllm[chosen])
+        assert_right_or_error(answers, right.vllm[chosen])
         async with new_session(120) as session:
             await until("KV moves again", lambda: _is_answered(session, registered.router))
             await assert_free(session, registered.p, registered.d)
@@ -122,9 +126,41 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(
     registered.fleet.stop(p)
 
 
-def _assert_right_or_error(answers: list[Answer], right: list[Answer]) -> None:
-    for answer, expected in zip(answers, right, strict=True):
-        assert answer == expected or (answer.status >= 500 and answer.message), answer.body
+def test_a_killed_side_leaves_the_other_one_serving(right: Right, registered: Registered) -> None:
+    """The last test of this file. P is killed while it pushes; its successor registers with the
+    same router. Then D is killed while that successor pushes.
+    """
+    first, second = random_prompts(12, seed=72), random_prompts(12, seed=73)
+    router, d = registered.router, registered.d
+
+    async def check() -> None:
+        async with new_session(120) as session:
+            await until("both have registered", lambda: _is_answered(session, router))
+            expected = await ask_all(registered.p, [*first, *second], timeout_s=120)
+            answers = await kill_while_kv_moves(session, registered.p, d, router, first)
+            assert_right_or_error(answers, expected[: len(first)])
+            await assert_free(session, d)
+            assert await ask_all(d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
+
+            for_p = documented("In vLLM", "p2p-nccl.md")[1]
+            p = start(registered.fleet, "second prefill", router, for_p, "0")
+            ready(p)
+            await until("the second P pushes", lambda: _has_moved(session, registered))
+            answers = await kill_while_kv_moves(session, d, d, router, second)
+            assert_right_or_error(answers, expected[len(first) :])
+            assert not all(answer.is_ok for answer in answers), "D was killed too late"
+            await assert_free(session, p)
+            assert await ask_all(p, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
+
+    asyncio.run(check())
+
+
+async def _has_moved(session: aiohttp.ClientSession, registered: Registered) -> bool:
+    """Send a prompt, and return whether its KV came from P."""
+    before = (await metrics(session, registered.d))[FINISHED]
+    (prompt,) = random_prompts(1, seed=next(_seeds))
+    assert (await ask(session, registered.router, prompt)).is_ok
+    return (await metrics(session, registered.d))[FINISHED] > before
 
 
 async def _is_answered(session: aiohttp.ClientSession, router: Engine) -> bool:
