@@ -1,9 +1,10 @@
 """A program for vLLM's interpreter: runs vLLM's offline engine in one process, asks it one prompt
 several times, and writes the answers to a file as JSON.
 
-    python offline_asking.py MODEL TRANSFER OUTPUT STEP...
+    python offline_asking.py MODEL TRANSFER SETTINGS OUTPUT STEP...
 
-TRANSFER is the transfer configuration as JSON, or null. A step is `ask`, or `forget`, which drops
+TRANSFER is the transfer configuration as JSON, or null; SETTINGS are more settings of vLLM's engine
+as JSON. A step is `ask`, `ask with salt`, or `forget`, which drops
 vLLM's own prefix cache, or a folder to remove.
 """
 
@@ -18,7 +19,7 @@ TOKENS = [10 + (index * 7) % 300 for index in range(200)]
 BLOCK = 32
 
 
-def main(model: str, transfer: str, output: str, *steps: str) -> None:
+def main(model: str, transfer: str, more: str, output: str, *steps: str) -> None:
     # vLLM reads these when it is imported.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm.config import KVTransferConfig
@@ -35,12 +36,14 @@ def main(model: str, transfer: str, output: str, *steps: str) -> None:
         dtype="float32",
         max_model_len=512,
         disable_hybrid_kv_cache_manager=True,
+        **json.loads(more),
     )
     answers: list[dict[str, Any]] = []
     for step in steps:
-        if step == "ask":
+        if step in ("ask", "ask with salt"):
+            salt = {} if step == "ask" else {"cache_salt": "salt"}
             (answer,) = llm.generate(
-                {"prompt_token_ids": TOKENS},
+                {"prompt_token_ids": TOKENS, **salt},
                 SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
                 use_tqdm=False,
             )

@@ -5,12 +5,14 @@ tokens, and dummy KV that is saved nowhere.
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.harness import ask_all, metrics, new_session
+from tests.tiers.storages import mounted
 from tests.vllm.fleet import PYTHON, ROOT, Fleet, ready
 from tests.vllm.offline_asking import BLOCK, TOKENS
 from tests.vllm.right import PROMPTS, Right
@@ -60,9 +62,9 @@ def multi(*children: dict[str, Any], path: str | None = "kvferry.vllm") -> dict[
 
 
 def run_offline(
-    directory: Path, model: Path, transfer: dict[str, Any] | None, *steps: str
+    directory: Path, model: Path, transfer: dict[str, Any] | None, *steps: str, **settings: Any
 ) -> list[dict[str, Any]]:
-    """The answers of vLLM's offline engine to these steps."""
+    """The answers to these steps of vLLM's offline engine with these settings."""
     output, log = directory / "answers.json", directory / "log"
     output.unlink(missing_ok=True)
     environment = {
@@ -81,6 +83,7 @@ def run_offline(
                 str(ROOT / "tests/vllm/offline_asking.py"),
                 str(model),
                 json.dumps(transfer),
+                json.dumps(settings),
                 str(output),
                 *steps,
             ],
@@ -118,11 +121,64 @@ def test_two_stores_of_one_class_both_save_and_either_loads(
 
 def test_a_store_beside_our_connector(tmp_path: Path, model: Path, right_tokens: list[int]) -> None:
     store = tmp_path / "store"
-    answers = run_offline(
-        tmp_path, model, multi(NIXL, example(store)), "ask", "forget", "ask", "ask"
-    )
-    assert [answer["tokens"] for answer in answers] == [right_tokens] * 3
+    steps = ["ask", "forget", "ask", "ask", "forget", "ask with salt"]
+    answers = run_offline(tmp_path, model, multi(NIXL, example(store)), *steps)
+    assert [answer["tokens"] for answer in answers] == [right_tokens] * 4
     assert answers[1]["cached"] == SAVED
+    # The names of this child's files do not contain the salt.
+    assert answers[3]["cached"] == 0
+
+
+def test_a_prompt_that_is_computed_in_several_steps_is_not_saved_incomplete(
+    tmp_path: Path, model: Path, right_tokens: list[int]
+) -> None:
+    """vLLM's ExampleConnector saves the blocks of a prompt in its first step, computed or not."""
+    store = tmp_path / "store"
+    answers = run_offline(
+        tmp_path,
+        model,
+        multi(example(store)),
+        *["ask", "forget", "ask"],
+        max_num_batched_tokens=SAVED - 16,
+        max_num_seqs=8,
+    )
+    assert [answer["tokens"] for answer in answers] == [right_tokens] * 2
+    assert not list(store.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_damage_that_vllms_example_connector_notices_costs_only_the_child(
+    tmp_path: Path, model: Path, right_tokens: list[int]
+) -> None:
+    good, truncated, incomplete, changed = (
+        tmp_path / name for name in ("good", "truncated", "incomplete", "changed")
+    )
+    run_offline(tmp_path, model, multi(example(good)), "ask")
+    for copy in (truncated, incomplete, changed):
+        shutil.copytree(good, copy)
+    for path in truncated.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    min(incomplete.rglob("*.safetensors")).unlink()
+    for path in changed.rglob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-4096] + bytes(byte ^ 1 for byte in data[-4096:]))
+    wrong = example(tmp_path / "wrong")
+    (tmp_path / "wrong").rmdir()
+    (tmp_path / "wrong").write_text("not a folder")
+    with mounted(tmp_path / "full", "tmpfs", "size=64k,mode=700") as full:
+        children = [wrong, example(full), *map(example, (truncated, incomplete, good, changed))]
+        transfer = {**multi(*children), "kv_load_failure_policy": "recompute"}
+        steps = ["ask", "forget", "ask", "forget", "ask", "forget", str(good), "ask"]
+        answers = run_offline(tmp_path, model, transfer, *steps, async_scheduling=False)
+    assert [answer["tokens"] for answer in answers[:3]] == [right_tokens] * 3
+    assert [answer["cached"] for answer in answers[2:]] == [SAVED] * 2
+    # Valid files with other values are not noticed: the control that files are used.
+    assert answers[3]["tokens"] != right_tokens
+    log = (tmp_path / "log").read_text()
+    calls = ["save_kv_layer", "save_kv_layer", "start_load_kv", "start_load_kv"]
+    for index, call in enumerate(calls):
+        assert f"child connector failed child=ExampleConnector[{index}] call={call}" in log
+    assert "child=ExampleConnector[4] call" not in log
 
 
 def test_vllms_offloading_beside_our_connector(

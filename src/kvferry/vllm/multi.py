@@ -61,6 +61,7 @@ KNOWN_TRAITS: Mapping[str, ChildTraits] = {
     "OffloadingConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "MooncakeStoreConnector": ChildTraits(0, honours_token_range=True, loads_are_optional=True),
     "DecodeBenchConnector": ChildTraits(0, provides_dummy_kv=True),
+    "ExampleConnector": ChildTraits(0, names_kv_by_tokens_only=True, saves_in_first_step=True),
     "LMCacheConnectorV1": ChildTraits(0, loads_are_optional=True, follows_lookups=True),
     "LMCacheMPConnector": ChildTraits(
         0,
@@ -270,6 +271,14 @@ class _SchedulerOutputView:
         view.num_in_flight_tokens = 0
         view.status = RequestStatus.FINISHED_ABORTED
         return view
+
+    def partly_computed(self, scheduler_output: Any) -> set[str]:
+        return {
+            new.req_id
+            for new in scheduler_output.scheduled_new_reqs
+            if new.num_computed_tokens + scheduler_output.num_scheduled_tokens[new.req_id]
+            < len(new.prompt_token_ids or ())
+        }
 
 
 def _without_cached(cached: Any, requests: Collection[str]) -> Any:

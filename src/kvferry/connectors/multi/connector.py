@@ -422,3 +422,7 @@ class _StepView:
 
     def limited(self, request: Any, num_computed_tokens: int) -> Any:
         return _LimitedRequest(request, num_computed_tokens)
+
+    def partly_computed(self, scheduler_output: Any) -> set[str]:
+        """Only connectors of vLLM save in the first step whatever is computed."""
+        return set()

@@ -42,6 +42,14 @@ class ChildTraits:
     """
     store_timeouts_are_harmless: bool = False
     """After a `TimeoutError` of any call, the child touches no block for that call any more."""
+    names_kv_by_tokens_only: bool = False
+    """The child would give a request the KV of another adapter or salt, so it is not told of
+    requests that have one.
+    """
+    saves_in_first_step: bool = False
+    """The child saves a prompt in the first step of its request, computed or not. So the child must
+    not see a request of which that step computes only a part.
+    """
 
 
 @dataclass(frozen=True, slots=True)

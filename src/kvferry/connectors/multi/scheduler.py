@@ -31,6 +31,9 @@ class EngineView(Protocol):
     def limited(self, request: Any, num_computed_tokens: int) -> Any:
         """The request as if it had computed only this many tokens."""
 
+    def partly_computed(self, scheduler_output: Any) -> set[str]:
+        """The requests in their first step that have a part of the prompt to compute after it."""
+
 
 class MultiScheduler:
     """The state and decisions of a `MultiConnector` in the process that schedules."""
@@ -82,7 +85,11 @@ class MultiScheduler:
         told nothing more about the request.
         """
         state = self._requests.get(str(request.request_id))
+        is_special = any(getattr(request, name, None) for name in ("lora_request", "cache_salt"))
         for child in self._children.enabled:
+            if is_special and self._children.traits[child].names_kv_by_tokens_only:
+                state.excluded.add(child)
+                continue
             accepted = self._children.call(child, method, request, default=_REFUSED)
             if accepted is _REFUSED:
                 state.excluded.add(child)
@@ -247,6 +254,13 @@ class MultiScheduler:
         parts: list[Any] = [None] * len(self._children)
         for child in self._children.enabled:
             hidden = self._requests.hidden_from(child)
+            if self._children.traits[child].saves_in_first_step:
+                # The child gets the message of a request that it loads for in any case.
+                hidden |= {
+                    request
+                    for request in self._view.partly_computed(scheduler_output)
+                    if self._requests.get(request).part_of(child) is None
+                }
             step = self._view.without(scheduler_output, hidden) if hidden else scheduler_output
             parts[child] = self._children.call(
                 child, "build_connector_meta", step, is_decisive=True
