@@ -304,6 +304,83 @@ def test_a_child_loads_within_a_step_only_if_a_failure_gives_no_wrong_tokens(
     assert scheduler.get_num_new_matched_tokens(Asked("r", 100), 0) == (num_tokens, False)
 
 
+class Saver(Synchronous):
+    """A connector that is shown the names of a step's requests."""
+
+    def on_new_request(self, request: object) -> None: ...
+
+    def update_state_after_alloc(self, request: object, blocks: object, count: int) -> None: ...
+
+    def build_connector_meta(self, step: set[str]) -> set[str]:
+        return step
+
+
+class NameView:
+    """A view of steps that are sets of names; those in `partial` are computed in part."""
+
+    def __init__(self, partial: set[str]) -> None:
+        self._partial = partial
+
+    def without(self, step: set[str], requests: set[str]) -> set[str]:
+        return step - requests
+
+    def limited(self, request: object, num_computed_tokens: int) -> object:
+        return request
+
+    def partly_computed(self, step: set[str]) -> set[str]:
+        return self._partial & step
+
+
+class Blocks:
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return ([1, 2, 3],)
+
+
+def scheduler_with(traits: ChildTraits, partial: set[str]) -> MultiScheduler:
+    children = Children([Saver()], ["Saver"], [traits])
+    return MultiScheduler(children, NameView(partial), BLOCK, lookup_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("saves_in_first_step", "shown"),
+    [(True, {"whole", "loads"}), (False, {"whole", "part", "loads"})],
+)
+def test_a_child_that_saves_in_the_first_step_sees_no_request_computed_in_part(
+    saves_in_first_step: bool, shown: set[str]
+) -> None:
+    traits = ChildTraits(0, saves_in_first_step=saves_in_first_step)
+    scheduler = scheduler_with(traits, {"part", "loads"})
+    # The child expects the message of a request that it loads for.
+    scheduler.get_num_new_matched_tokens(Asked("loads", 100), 0)
+    scheduler.update_state_after_alloc(Asked("loads", 100), Blocks(), 2 * BLOCK)
+    assert scheduler.build_connector_meta({"whole", "part", "loads"}).parts == (shown,)
+
+
+class Special(NamedTuple):
+    request_id: str
+    num_tokens: int = 100
+    lora_request: object = None
+    cache_salt: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_tokens"),
+    [
+        (Special("plain"), 2 * BLOCK),
+        (Special("adapter", lora_request=object()), 0),
+        (Special("salt", cache_salt="salt"), 0),
+    ],
+)
+def test_a_child_that_names_kv_by_tokens_only_serves_plain_requests_only(
+    request_: Special, num_tokens: int
+) -> None:
+    scheduler = scheduler_with(ChildTraits(0, names_kv_by_tokens_only=True), set())
+    scheduler.announce("on_new_request", request_)
+    assert scheduler.get_num_new_matched_tokens(request_, 0) == (num_tokens, False)
+    shown = {request_.request_id} if num_tokens else set()
+    assert scheduler.build_connector_meta({request_.request_id}).parts == (shown,)
+
+
 # -- the transfers of a rank --
 
 

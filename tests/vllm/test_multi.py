@@ -147,13 +147,22 @@ def test_a_prompt_that_is_computed_in_several_steps_is_not_saved_incomplete(
 
 
 @pytest.mark.exhaustive
+def test_vllms_simple_offloading_cannot_start_on_a_cpu(tmp_path: Path, model: Path) -> None:
+    simple = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    with pytest.raises(AssertionError, match="has no attribute 'priority_range'"):
+        run_offline(tmp_path, model, multi(NIXL, simple), "ask")
+
+
+@pytest.mark.exhaustive
 def test_damage_that_vllms_example_connector_notices_costs_only_the_child(
     tmp_path: Path, model: Path, right_tokens: list[int]
 ) -> None:
     good, truncated, incomplete, changed = (
         tmp_path / name for name in ("good", "truncated", "incomplete", "changed")
     )
-    run_offline(tmp_path, model, multi(example(good)), "ask")
+    good_child = example(good)
+    good.rmdir()  # a missing folder is created
+    run_offline(tmp_path, model, multi(good_child), "ask")
     for copy in (truncated, incomplete, changed):
         shutil.copytree(good, copy)
     for path in truncated.rglob("*.safetensors"):

@@ -227,6 +227,8 @@ async def kill_while_asking(fleet: Fleet, engine: Engine) -> None:
 def test_no_made_up_kv_outlives_a_killed_engine_and_real_kv_does(
     tmp_path: Path, model: Path, right: Right
 ) -> None:
+    for name in ("fleet", "stores"):
+        (tmp_path / name).mkdir()
     dummy = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
     flags = ("--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
 
