@@ -109,8 +109,14 @@ def pair(
 
 
 def num_saved(kind: str, num_tokens: int) -> int:
-    """How many tokens of a prompt the child saves."""
-    return (num_tokens if kind == "offloading" else num_tokens - 2) // BLOCK * BLOCK
+    """How many tokens of a prompt the child saves and finds again. vLLM's ExampleConnector saves
+    prompts with one token more than whole blocks under another name than it looks for.
+    """
+    if kind == "example" and num_tokens % BLOCK == 1:
+        return 0
+    return (
+        num_tokens // BLOCK * BLOCK if kind == "offloading" else (num_tokens - 2) // BLOCK * BLOCK
+    )
 
 
 def test_tokens_of_100_prompts_computed_and_loaded_equal_a_vllms_without_a_connector(

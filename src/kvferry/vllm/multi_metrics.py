@@ -90,8 +90,8 @@ class MultiKVStats(KVConnectorStats):
 
 
 class MultiPromMetrics(KVConnectorPromMetrics):
-    """The metrics of each child. If a class appears twice, its metrics have one more label,
-    `child`, so that its children stay apart.
+    """The metrics of each child. If several children have the same metrics, these have one more
+    label, `child`, so that the children stay apart.
     """
 
     def __init__(
@@ -106,13 +106,14 @@ class MultiPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._logged: set[str] = set()
         self._parts: dict[str, Any] = {}
-        classes = [connector_class for _, connector_class, _ in children]
+        # Classes that inherit the method, as kvferry's stores do, have the same metrics.
+        methods = [_function(found.build_prom_metrics) for _, found, _ in children]
         shared: dict[Any, dict[Any, Callable[..., Any]]] = {}
-        for name, connector_class, child_config in children:
+        for (name, connector_class, child_config), method in zip(children, methods, strict=True):
             types, labels, values = dict(metric_types), labelnames, per_engine_labelvalues
-            if classes.count(connector_class) > 1:
+            if methods.count(method) > 1:
                 types = shared.setdefault(
-                    connector_class, {kind: _MadeOnce(made) for kind, made in metric_types.items()}
+                    method, {kind: _MadeOnce(made) for kind, made in metric_types.items()}
                 )
                 labels = [*labelnames, "child"]
                 values = {engine: [*row, name] for engine, row in per_engine_labelvalues.items()}
@@ -142,6 +143,11 @@ class MultiPromMetrics(KVConnectorPromMetrics):
         for name, rows in transfer_stats_data.get("counts", {}).items():
             for child, count in rows.items():
                 self._counters[name].labels(*labels, child).inc(count)
+
+
+def _function(method: Any) -> Any:
+    """The function of a class method, which is the same for all classes that inherit it."""
+    return getattr(method, "__func__", method)
 
 
 class _MadeOnce:
