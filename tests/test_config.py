@@ -770,7 +770,16 @@ def test_a_configuration_of_vllms_p2p_connector_is_accepted_as_it_was_written() 
     assert (extra.router_url, extra.http_port) == ("http://10.0.1.1:30001", 20001)
     assert (extra.mem_pool_bytes, extra.kv_buffer_size) == (1 << 29, 8e9)
     assert extra.nccl_num_channels == 16
-    assert (extra.transfer_mode, extra.transports) == ("push", ("dist",))
+    assert (extra.transfer_mode, extra.transports) == ("push", ())
+
+
+def test_only_a_backend_moves_the_bytes_in_process_groups() -> None:
+    for settings, transports in (
+        ({}, ()),
+        ({"backend": "gloo"}, ("dist",)),
+        ({"backend": "gloo", "transports": ["tcp"]}, ("tcp",)),
+    ):
+        assert KVTransferConfig.from_mapping(p2p(**settings)).extra.transports == transports
 
 
 @pytest.mark.parametrize(

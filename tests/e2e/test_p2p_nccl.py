@@ -49,7 +49,12 @@ class Registered:
 
 
 def serve(cluster: Cluster, role: str, router: Engine, **extra: Any) -> Starting:
-    settings = {"proxy_ip": router.address.host, "proxy_port": str(router.address.port), **extra}
+    settings = {
+        "proxy_ip": router.address.host,
+        "proxy_port": str(router.address.port),
+        "backend": "gloo",
+        **extra,
+    }
     kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
     return cluster.serve(
         role, "--kv-transfer-config.kv_role", kv_role, extra=settings, connector=CONNECTOR

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 _seeds = count(1000)
+GLOO = {"backend": "gloo"}
 SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
 
 
@@ -41,13 +42,13 @@ class Registered:
 
 
 def start(fleet: Fleet, name: str, router: Engine, command: Documented, cores: str) -> Engine:
-    """Start a server as documented, with the ports of this test."""
+    """Start a server as documented, with the ports of this test, and with gloo."""
     http, side_channel = free_ports(2)
     ports = {"proxy_port": str(router.address.port), "http_port": str(http)}
     return fleet.vllm(
         name,
         transfer=command.transfer,
-        extra={**SHORT, **ports},
+        extra={**SHORT, **GLOO, **ports},
         cores=cores,
         ports=(http, side_channel),
     )
@@ -107,7 +108,7 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(
 ) -> None:
     """The negative control of the comparison above: it must see a wrong byte."""
     transfer = {**BY_MODULE_PATH, "kv_connector": "P2pNcclConnector"}
-    pull = {"send_type": "GET"}
+    pull = {"send_type": "GET", **GLOO}
     p = registered.fleet.vllm("pulled prefill", transfer=transfer, extra=pull)
     d = registered.fleet.vllm(
         "corrupted decode",

@@ -15,7 +15,6 @@ from kvferry.config.fields import (
     Natural,
     Port,
     Text,
-    Texts,
     nearest,
     refuse_unknown_keys,
     shown,
@@ -49,20 +48,21 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     both never make P wait. GET: D fetches the blocks after P has computed the prompt, as
     NixlConnector does.
     """
-    backend: Text = "gloo"
-    """The library that moves the bytes: gloo, or nccl between different GPUs. nccl is not for
-    production yet: see docs/p2p-nccl.md.
+    backend: Text | None = None
+    """null: the bytes move as with NixlConnector. gloo, or nccl between different GPUs: they move
+    in process groups of torch.distributed (the transport dist), only in a network that you trust:
+    see docs/p2p-nccl.md.
     """
     mem_pool_size_gb: Gibibytes = 32.0
-    """The most memory for staging buffers of a cache in host memory, in GiB; allocated when needed,
-    16 MiB at a time.
+    """With a backend: the most memory for staging buffers of a cache in host memory, in GiB;
+    allocated when needed, 16 MiB at a time.
     """
     kv_buffer_size: Bytes = 1e9
-    """The most memory for staging buffers of a cache on a GPU, in bytes; allocated when needed,
-    16 MiB at a time.
+    """With a backend: the most memory for staging buffers of a cache on a GPU, in bytes; allocated
+    when needed, 16 MiB at a time.
     """
     nccl_num_channels: Natural = 0
-    """The number of channels of each NCCL group; 0: NCCL decides. No effect with backend gloo."""
+    """With backend nccl: the number of channels of each group; 0: NCCL decides."""
     proxy_ip: Text | None = None
     """The host of the kvferry router with which this engine registers; null: the engine does not
     register. Needs proxy_port, and kv_role kv_producer (prefill) or kv_consumer (decode).
@@ -73,15 +73,15 @@ class P2pNcclExtraConfig(NixlExtraConfig):
     """The port of this engine's HTTP server, at which the router reaches it. Needed in vLLM; the
     embedded engine knows its port.
     """
-    transports: Texts = ("dist",)
-    """The data transports to use, in order of preference: dist, and those of NixlConnector."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, known in (("send_type", SEND_TYPES), ("backend", BACKENDS)):
             value = getattr(self, key)
-            if value not in known:
+            if value is not None and value not in known:
                 raise ConfigError(f"{key} is {shown(value)}; {nearest(value, known)}")
+        if self.backend is not None and not self.transports:
+            object.__setattr__(self, "transports", ("dist",))
         if self.proxy_ip is not None and not self.proxy_port:
             raise ConfigError("proxy_port is missing; proxy_ip needs it: the router's HTTP port")
 

@@ -250,7 +250,7 @@ def _dist_settings(transfer: KVTransferConfig | None) -> DistSettings:
             return DistSettings(
                 host_pool_bytes=connector.extra.mem_pool_bytes,
                 device_pool_bytes=int(connector.extra.kv_buffer_size),
-                backend=connector.extra.backend,
+                backend=connector.extra.backend or "gloo",
                 num_channels=connector.extra.nccl_num_channels,
             )
     return DistSettings()
