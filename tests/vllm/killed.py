@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Sequence
 
 import aiohttp
-from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, until
+from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, metrics, prefill, until
 
-__all__ = ["assert_right_or_error", "kill_while_kv_moves"]
+__all__ = ["assert_right_or_error", "kill_p_while_d_reads", "kill_while_kv_moves"]
 
-FINISHED = "kvferry:finished_loads_total"
+FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
 
 async def kill_while_kv_moves(
@@ -31,6 +31,30 @@ async def kill_while_kv_moves(
     assert not asking.done(), "the prompts are too few"
     killed.kill(is_stopped=True)
     return await asking
+
+
+async def kill_p_while_d_reads(
+    session: aiohttp.ClientSession, p: Engine, d: Engine, prompts: Sequence[Prompt]
+) -> list[Answer]:
+    """P computes the prompts and is stopped; D begins to read their KV; P is killed. No router ends
+    the decode legs, so D itself must notice, and count each load as failed.
+    """
+    before = (await metrics(session, d))[FAILED]
+    params = [await prefill(session, p, prompt) for prompt in prompts]
+    p.pause()
+    decoding = [
+        asyncio.create_task(ask(session, d, prompt, kv_transfer_params=part))
+        for prompt, part in zip(prompts, params, strict=True)
+    ]
+
+    async def is_reading() -> bool:
+        return (await metrics(session, d))["kvferry:num_transfers"] > 0
+
+    await until("D reads", is_reading)
+    p.kill(is_stopped=True)
+    answers = list(await asyncio.gather(*decoding))
+    assert (await metrics(session, d))[FAILED] == before + len(prompts)
+    return answers
 
 
 def assert_right_or_error(answers: Sequence[Answer], right: Sequence[Answer]) -> None:
