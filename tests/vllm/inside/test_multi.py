@@ -460,6 +460,17 @@ def test_the_stats_of_each_child_reach_the_page_under_its_name(
     assert read_metrics(page.encode()).side_channel.startswith("127.0.0.1:")
 
 
+def test_stores_of_kvferry_that_have_the_same_metrics_are_told_apart_by_the_label_child(
+    model: Path,
+) -> None:
+    names = ("OffloadingConnector", "DecodeBenchConnector", "ExampleConnector")
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    shown = _Page(_config(model, {**multi(*children), "engine_id": "d"}))
+    page = generate_latest(shown.registry).decode()
+    for name in names:
+        assert f'kvferry:offload_queried_tokens_total{{child="{name}"' in page
+
+
 class _Page:
     """The metrics page of vLLM's front-end."""
 
