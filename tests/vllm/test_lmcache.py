@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
-from tests.vllm.fleet import BY_MODULE_PATH, LOOPBACK, START_S, Fleet, ready
+from tests.vllm.fleet import LOOPBACK, START_S, Fleet, ready
 from tests.vllm.lmcache_fleet import (
     CHUNK,
     LMCacheFleet,
@@ -256,36 +256,6 @@ def test_without_a_server_vllm_stops_at_start_and_says_how_to_start_one(
         said = "\n".join(engine.process.tail(400))
     assert "Cannot reach the LMCache MP server" in said
     assert "lmcache server --l1-size-gb" in said
-
-
-@pytest.mark.exhaustive
-def test_lmcache_inside_the_engine_stores_nothing_on_a_cpu_and_costs_no_request(
-    tmp_path: Path, model: Path, right: Right
-) -> None:
-    skip_without_lmcache()
-    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    children = [nixl, {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}]
-    transfer = {**BY_MODULE_PATH, "kv_connector": "MultiConnector"}
-    flags = ("--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager")
-    with LMCacheFleet(tmp_path, model) as fleet:
-        engine = fleet.vllm("engine", *flags, transfer=transfer, extra={"connectors": children})
-        ready(engine)
-        said = "\n".join(engine.process.tail(200))
-
-        async def check() -> None:
-            async with new_session(120) as session:
-                for _ in range(2):
-                    answers = await ask_all(engine, FEW[:2], timeout_s=120)
-                    assert answers == expected(right, FEW[:2])
-                assert await loaded_tokens(session, engine) == 0
-                # LMCache waits for its part in the worker, which is not there.
-                found = await metrics(session, engine)
-                assert found["kvferry:child_slow_calls_total"] > 0
-                await assert_free(session, engine)
-
-        asyncio.run(check())
-    assert "No supported cpu connector found" in said
-    assert "degraded mode (recompute)" in said
 
 
 def test_damaged_kv_gives_other_tokens(beside: Beside, right: Right) -> None:
