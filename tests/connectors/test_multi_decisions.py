@@ -4,9 +4,9 @@ Hypothesis plays children that own prefixes of a prompt, and ranks whose childre
 order, twice, or without having been asked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given
@@ -321,14 +321,14 @@ class NameView:
     def __init__(self, partial: set[str]) -> None:
         self._partial = partial
 
-    def without(self, step: set[str], requests: set[str]) -> set[str]:
-        return step - requests
+    def without(self, scheduler_output: Any, requests: Collection[str]) -> Any:
+        return scheduler_output - set(requests)
 
-    def limited(self, request: object, num_computed_tokens: int) -> object:
+    def limited(self, request: Any, num_computed_tokens: int) -> Any:
         return request
 
-    def partly_computed(self, step: set[str]) -> set[str]:
-        return self._partial & step
+    def partly_computed(self, scheduler_output: Any) -> set[str]:
+        return self._partial & set(scheduler_output)
 
 
 class Blocks:

@@ -71,11 +71,11 @@ class Pair:
     def start(self, name: str) -> Engine:
         http, side_channel = free_ports(2)
         ports = self.ports.setdefault(name, (http, side_channel))
-        child, flags = example(self.folder / name), EXAMPLE_FLAGS
+        child, flags = example(self.folder / name), list(EXAMPLE_FLAGS)
         if self.kind == "offloading":
-            settings = OFFLOADING["kv_connector_extra_config"]
+            settings: Any = OFFLOADING["kv_connector_extra_config"]
             settings = {**settings, "cpu_bytes_to_use": 1 << 29, "damage": str(self.damage)}
-            child, flags = {**OFFLOADING, "kv_connector_extra_config": settings}, ()
+            child, flags = {**OFFLOADING, "kv_connector_extra_config": settings}, []
         self.engines[name] = self.fleet.vllm(
             name,
             "--disable-hybrid-kv-cache-manager",
