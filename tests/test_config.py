@@ -779,7 +779,9 @@ def test_only_a_backend_moves_the_bytes_in_process_groups() -> None:
         ({"backend": "gloo"}, ("dist",)),
         ({"backend": "gloo", "transports": ["tcp"]}, ("tcp",)),
     ):
-        assert KVTransferConfig.from_mapping(p2p(**settings)).extra.transports == transports
+        extra = KVTransferConfig.from_mapping(p2p(**settings)).extra
+        assert isinstance(extra, P2pNcclExtraConfig)
+        assert extra.transports == transports
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,12 @@ def test_a_side_that_is_killed_during_a_push_costs_no_wrong_token(
     tmp_path: Path, model: Path, plain: Engine, send_type: str
 ) -> None:
     """P is killed while it writes to two D; then one D is killed while P's successor writes."""
-    extra = {**SHORT, "push_registration_timeout": 10, "send_type": send_type}
+    extra = {
+        **SHORT,
+        "push_registration_timeout": 10,
+        "send_type": send_type,
+        "backend": "gloo",
+    }
     shape = Shape(extra, ("--max-num-batched-tokens", "16"), connector=CONNECTOR)
 
     async def check(legs: Legs) -> None:
