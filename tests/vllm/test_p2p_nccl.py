@@ -1,6 +1,6 @@
-"""Tests P2pNcclConnector in real vLLM over gloo: servers that register themselves with kvferry's
-router give the tokens of a plain vLLM, also while strangers send noise to their ports, and after
-kill -9 of each side.
+"""Tests P2pNcclConnector in real vLLM, over gloo and as documented: servers that register
+themselves with kvferry's router give the tokens of a plain vLLM, also while strangers send noise to
+their ports, and after kill -9 of each side.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 _seeds = count(1000)
-GLOO = {"backend": "gloo"}
+MOVED_IN_GROUPS = "kvferry:transfer_bytes_total/dist"
 SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
 
 
@@ -35,27 +35,43 @@ SHORT = {"kv_lease_duration": 3, "handshake_timeout": 2, "read_timeout": 5, "rec
 class Registered:
     """P and D as documented, and the router with which they have registered."""
 
+    backend: dict[str, str]
     fleet: Fleet
     p: Engine
     d: Engine
     router: Engine
 
 
-def start(fleet: Fleet, name: str, router: Engine, command: Documented, cores: str) -> Engine:
-    """Start a server as documented, with the ports of this test, and with gloo."""
+def start(
+    fleet: Fleet,
+    name: str,
+    router: Engine,
+    command: Documented,
+    cores: str,
+    backend: dict[str, str],
+) -> Engine:
+    """Start a server as documented, with the ports and the backend of this test."""
     http, side_channel = free_ports(2)
     ports = {"proxy_port": str(router.address.port), "http_port": str(http)}
     return fleet.vllm(
         name,
         transfer=command.transfer,
-        extra={**SHORT, **GLOO, **ports},
+        extra={**SHORT, **backend, **ports},
         cores=cores,
         ports=(http, side_channel),
     )
 
 
-@pytest.fixture(scope="module")
-def registered(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Registered]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"backend": "gloo"}, id="gloo"),
+        pytest.param({}, id="as documented", marks=pytest.mark.exhaustive),
+    ],
+)
+def registered(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[Registered]:
     for_router, for_p, for_d = documented("In vLLM", "p2p-nccl.md")
     assert for_router.words[:2] == ("kvferry", "proxy")
     directory = tmp_path_factory.mktemp("p2p")
@@ -65,10 +81,10 @@ def registered(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterato
     with Fleet(directory, model) as fleet:
         config = str(directory / "router.toml")
         router = fleet.router("router of p2p", [*proxy, "--config", config], port)
-        p = start(fleet, "prefill", router, for_p, "0")
-        d = start(fleet, "decode", router, for_d, "1")
+        p = start(fleet, "prefill", router, for_p, "0", request.param)
+        d = start(fleet, "decode", router, for_d, "1", request.param)
         ready(p, d)
-        yield Registered(fleet, p, d, router)
+        yield Registered(request.param, fleet, p, d, router)
 
 
 def test_tokens_equal_a_plain_vllms(right: Right, registered: Registered) -> None:
@@ -81,6 +97,8 @@ def test_tokens_equal_a_plain_vllms(right: Right, registered: Registered) -> Non
             after = await metrics(session, registered.d)
             assert after[FINISHED] - before[FINISHED] > len(PROMPTS) // 2
             assert after[FAILED] == before[FAILED]
+            in_groups = (await metrics(session, registered.p)).get(MOVED_IN_GROUPS, 0)
+            assert (in_groups > 0) == bool(registered.backend)
             await assert_free(session, registered.p, registered.d)
 
     asyncio.run(check())
@@ -108,7 +126,7 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(
 ) -> None:
     """The negative control of the comparison above: it must see a wrong byte."""
     transfer = {**BY_MODULE_PATH, "kv_connector": "P2pNcclConnector"}
-    pull = {"send_type": "GET", **GLOO}
+    pull = {"send_type": "GET", **registered.backend}
     p = registered.fleet.vllm("pulled prefill", transfer=transfer, extra=pull)
     d = registered.fleet.vllm(
         "corrupted decode",
@@ -144,7 +162,7 @@ def test_a_killed_side_leaves_the_other_one_serving(right: Right, registered: Re
             assert await ask_all(d, PROMPTS[:8], timeout_s=120) == right.vllm[:8]
 
             for_p = documented("In vLLM", "p2p-nccl.md")[1]
-            p = start(registered.fleet, "second prefill", router, for_p, "0")
+            p = start(registered.fleet, "second prefill", router, for_p, "0", registered.backend)
             ready(p)
             await until("the second P pushes", lambda: _has_moved(session, registered))
             answers = await kill_while_kv_moves(session, d, d, router, second)
