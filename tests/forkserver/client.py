@@ -28,7 +28,8 @@ from kvferry.cli.cluster.processes import ProcessHandle
 __all__ = ["ForkServer"]
 
 ROOT = Path(__file__).parents[2]
-START_S = 120.0
+START_S = 300.0
+"""The first import of vLLM after its installation takes minutes on a busy machine."""
 END_S = 10.0
 INSIDE = ("ip", "netns", "exec")
 
@@ -115,7 +116,12 @@ class ForkServer:
         with self._request_lock:
             link = self._open()
             send_message(link, request, files)
-            answer = receive_message(link)
+            try:
+                answer = receive_message(link)
+            except TimeoutError:
+                # A late answer would be taken for the answer to the next request.
+                self._kill()
+                raise
         assert answer is not None, "the forkserver is gone"
         return int(answer[0]["pid"])
 
@@ -150,6 +156,13 @@ class ForkServer:
                 )
             atexit.register(self._close)
         return self._link
+
+    def _kill(self) -> None:
+        assert self._link is not None
+        assert self._process is not None
+        self._link.close()
+        self._link = None
+        self._process.kill()
 
     def _close(self) -> None:
         if self._link is not None and self._process is not None:
