@@ -74,7 +74,10 @@ async def join(session: aiohttp.ClientSession, router: Engine) -> None:
     await until("both engines have registered", serves)
 
 
-@pytest.fixture(scope="module", params=["GET", "PUT_ASYNC"])
+@pytest.fixture(
+    scope="module",
+    params=["GET", pytest.param("PUT", marks=pytest.mark.exhaustive), "PUT_ASYNC"],
+)
 def registered(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Iterator[Registered]:
@@ -136,11 +139,10 @@ def test_strangers_on_every_port_change_no_token(registered: Registered, plain: 
 def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster) -> None:
     """The negative control: the comparison above sees a wrong byte."""
     faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
+    extra = {"send_type": "GET", "backend": "gloo"}
     starting = [
-        cluster.serve("prefill", extra={"send_type": "GET"}, connector=CONNECTOR),
-        cluster.serve(
-            "decode", extra={"send_type": "GET"}, connector=CONNECTOR, environment=faults
-        ),
+        cluster.serve("prefill", extra=extra, connector=CONNECTOR),
+        cluster.serve("decode", extra=extra, connector=CONNECTOR, environment=faults),
     ]
     p, d = (process.ready() for process in starting)
     router = cluster.proxy([p], [d]).ready()
@@ -150,6 +152,8 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster) -> 
         moved, alone = await ask_all(router, prompts), await ask_all(p, prompts)
         assert all(answer.is_ok for answer in moved)
         assert all(a.token_ids != b.token_ids for a, b in zip(moved, alone, strict=True))
+        async with new_session() as session:
+            assert await count(session, d, MOVED) > 0
 
     asyncio.run(check())
 
@@ -159,7 +163,7 @@ def test_a_killed_side_costs_errors_or_time_but_no_wrong_token(
     cluster: Cluster, plain: Engine, policy: str
 ) -> None:
     """P is killed while D reads; then D is killed while P holds blocks for it."""
-    extra = {**SHORT, "send_type": "GET"}
+    extra = {**SHORT, "send_type": "GET", "backend": "gloo"}
     starting = [
         cluster.serve(name, extra=extra, policy=policy, connector=CONNECTOR, engine_id=name)
         for name in ("prefill", "decode")
@@ -169,6 +173,7 @@ def test_a_killed_side_costs_errors_or_time_but_no_wrong_token(
     async def check() -> None:
         async with new_session() as session:
             await assert_recovers(session, p, d, plain)
+            assert (moved := await count(session, d, MOVED)) > 0
             prompts = [fresh(600) for _ in range(4)]
             right = await ask_all(plain, prompts)
             params = [await prefill(session, p, prompt) for prompt in prompts]
@@ -186,6 +191,7 @@ def test_a_killed_side_costs_errors_or_time_but_no_wrong_token(
             again = cluster.serve("prefill", extra=extra, connector=CONNECTOR, engine_id="prefill")
             successor = again.ready()
             await assert_recovers(session, successor, d, plain)
+            assert await count(session, d, MOVED) > moved
             await prefill(session, successor, fresh(600))
             d.kill()
             await assert_quiescent(session, successor)
