@@ -37,6 +37,7 @@ STOCK_NIXL = {
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
     "kv_role": "kv_both",
 }
+MORIIO = {"kv_connector": "MoRIIOConnector", "kv_role": "kv_both"}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
@@ -406,6 +407,7 @@ def test_the_role_of_the_multi_connector_includes_its_childrens(model: Path) -> 
     [
         ([PULL, PULL], r"NixlConnector\[0\] and NixlConnector\[1\], but an engine has one side"),
         ([PULL, STOCK_NIXL], "but an engine has one side channel"),
+        ([PULL, MORIIO], "but an engine has one side channel"),
         ([{**PULL, "engine_id": "x"}], r'connectors\[0\].engine_id is "x"'),
         ([{**PULL, "kv_load_failure_policy": "recompute"}], "share its kv_load_failure_policy"),
         ([{**PULL, "kv_conector": 1}], "kv_conector is not a setting of"),
