@@ -1,5 +1,5 @@
-"""Tests kvferry's `MultiConnector` in real vLLM with vLLM's own connectors as children: right
-tokens, and dummy KV that is saved nowhere.
+"""Tests kvferry's `MultiConnector` in real vLLM with kvferry's and vLLM's own connectors as
+children: right tokens, and dummy KV that is saved nowhere.
 """
 
 import asyncio
@@ -7,15 +7,18 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from tests.e2e.harness import ask_all, metrics, new_session
+from tests.e2e.harness import Engine, Prompt, ask_all, metrics, new_session
 from tests.tiers.storages import mounted
 from tests.vllm.fleet import PYTHON, ROOT, Fleet, ready
 from tests.vllm.offline_asking import BLOCK, TOKENS
-from tests.vllm.right import PROMPTS, Right
+from tests.vllm.right import BYTES_PER_TOKEN, PROMPTS, Right
+from tests.vllm.test_tiers import until_stored
 from tests.vllm.vllm_asking import assert_free
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -234,3 +237,79 @@ def test_tokens_through_p_and_d_with_a_store_in_both(
 
         asyncio.run(check())
     assert list((tmp_path / "p").iterdir())
+
+
+@pytest.fixture
+def pools() -> Iterator[Path]:
+    """A folder in memory, because tiers map their pools."""
+    folder = Path(mkdtemp(prefix="kvferry-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def tier(pool: Path) -> dict[str, Any]:
+    """kvferry's offloading."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "tiers": [{"cpu": "256MiB"}],
+            "pool_path": str(pool),
+            # Tests must load what was stored, also where this model computes faster.
+            "break_even": False,
+        },
+    }
+
+
+async def loaded_blocks(engine: Engine) -> tuple[float, float]:
+    """How many blocks came from P, and how many from the tier."""
+    async with new_session(60) as session:
+        await assert_free(session, engine)
+        found = await metrics(session, engine)
+    moved_bytes = found.get("kvferry:transfer_bytes_total", 0)
+    return moved_bytes / (BLOCK * BYTES_PER_TOKEN), found.get("kvferry:tier_loads_total/cpu", 0)
+
+
+def test_a_d_that_has_a_prefix_in_its_tier_fetches_only_the_rest_from_p(
+    tmp_path: Path, model: Path, right: Right, pools: Path
+) -> None:
+    """P and D have a tier of their own; neither has a prefix cache."""
+    answers = dict(zip(PROMPTS, right.vllm, strict=True))
+    long = max(PROMPTS, key=lambda prompt: len(prompt.token_ids))
+    head = Prompt(long.token_ids[: 20 * BLOCK], max_tokens=1)
+    # An engine always computes the last token, so a tier can have all other KV of this prompt.
+    short = next(prompt for prompt in PROMPTS if len(prompt.token_ids) == 2 * BLOCK + 1)
+    with Fleet(tmp_path, model) as fleet:
+        flag = "--no-enable-prefix-caching"
+        p = fleet.vllm("p", flag, transfer=multi(NIXL, tier(pools / "p")))
+        d = fleet.vllm("d", flag, transfer=multi(NIXL, tier(pools / "d")), cores="1")
+        router = fleet.kvferry_router([p], [d])
+        ready(p, d, router)
+
+        async def check() -> None:
+            async def ask(prompt: Prompt) -> tuple[float, float]:
+                """Check the answer, and count the blocks that D has loaded for it."""
+                before = await loaded_blocks(d)
+                [answer] = await ask_all(router, [prompt])
+                assert answer == answers.get(prompt, answer)
+                assert answer.is_ok, answer.body
+                after = await loaded_blocks(d)
+                return after[0] - before[0], after[1] - before[1]
+
+            async def stored(num_blocks: int) -> None:
+                for engine in (p, d):
+                    await until_stored(engine, "cpu", num_blocks)
+
+            num_full_blocks = len(long.token_ids) // BLOCK
+            assert await ask(head) == (20, 0)
+            await stored(20)
+            assert await ask(long) == (num_full_blocks + 1 - 20, 20)
+            assert await ask(short) == (3, 0)
+            await stored(num_full_blocks + 2)
+            assert await ask(short) == (0, 2)
+            # P has used its own tier, too.
+            assert await loaded_blocks(p) == (0, 20 + 2)
+            found = await ask_all(router, PROMPTS[:24], concurrency=8, timeout_s=240)
+            assert found == right.vllm[:24]
+
+        asyncio.run(check())
