@@ -71,6 +71,11 @@ def prefill(engine: Engine, prompts: list[Prompt]) -> None:
     assert all(answer.is_ok for answer in answers)
 
 
+def stored(prompts: list[Prompt]) -> list[Prompt]:
+    """Prompts of more than one block, which P saves and D loads."""
+    return [prompt for prompt in prompts if len(prompt.token_ids) > BLOCK]
+
+
 async def count(engine: Engine, counter: str) -> float:
     async with new_session(60) as session:
         await assert_free(session, engine)
@@ -82,9 +87,8 @@ def test_tokens_of_100_prompts_equal_a_vllms_without_a_connector(
 ) -> None:
     prefill(servers.p, PROMPTS)
     assert ask(servers.d, PROMPTS) == right.vllm
-    stored = [prompt for prompt in PROMPTS if len(prompt.token_ids) > BLOCK]
-    assert asyncio.run(count(servers.d, "loads")) == len(stored)
-    assert asyncio.run(count(servers.p, "stores")) == len(stored)
+    assert asyncio.run(count(servers.d, "loads")) == len(stored(PROMPTS))
+    assert asyncio.run(count(servers.p, "stores")) == len(stored(PROMPTS))
     assert asyncio.run(count(servers.d, "refused")) == 0
 
 
@@ -127,10 +131,15 @@ def test_a_killed_server_costs_only_its_own_requests(
 
     for path in servers.files():
         path.unlink()
+    if name == "d":
+        # D is killed while it answers prompts that it can load.
+        prefill(servers.p, PROMPTS[:40])
     asyncio.run(kill_while_asking())
     assert ask(servers.d, prompts) == answers
     prefill(servers.p, prompts)
+    loads = asyncio.run(count(servers.d, "loads"))
     assert ask(servers.d, prompts) == answers
+    assert asyncio.run(count(servers.d, "loads")) - loads == len(stored(prompts))
 
 
 def test_made_up_kv_decodes_at_any_context_length(tmp_path: Path, model: Path) -> None:
