@@ -4,14 +4,16 @@ tokens are right, and all blocks are free afterwards. See docs/interop.md.
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from tests.e2e.harness import Engine, Prompt, ask, ask_all, metrics, new_session, prefill
+from tests.e2e.harness import Engine, Prompt, ask, ask_all, metrics, new_session, prefill, until
 from tests.vllm.abused_cluster import kill
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
@@ -31,6 +33,10 @@ STOCK_TRANSFER = {
 }
 BLOCK_TOKENS = 32
 MOVED = "vllm:nixl_bytes_transferred_sum"
+HITS = ((1, 1), (31, 1), (32, 1), (33, 1), (64, 1), (64, 1), (70, 1), (200, 5), (230, 2))
+"""Lengths of prompts that continue each other, and how many blocks D lacks. vLLM never takes the
+block of a prompt's last token from its prefix cache, so a repeated prompt moves its last block.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,12 @@ def test_short_prompts_hits_streams_and_choices(
     async def check() -> None:
         async with new_session(60) as session:
             whole = fresh(230, name)
-            for length in (1, 31, 32, 33, 64, 64, 70, 200, 230):
+            for length, num_missing in HITS:
                 prompt = Prompt(whole.token_ids[:length])
+                before = await moved_blocks(session, d)
                 answer = await ask(session, router, prompt)
                 assert answer.is_ok, answer.body
+                assert await moved_blocks(session, d) - before == num_missing, length
                 assert answer == await ask(session, p, prompt, cache_salt="direct"), length
             streamed = fresh(150, f"{name} stream", max_tokens=24)
             tokens = await stream(session, router, streamed)
@@ -158,21 +166,42 @@ def test_decode_legs_that_never_come_free_p_when_the_lease_expires(mixed: Mixed)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_aborted_decode_legs_free_both_sides(mixed: Mixed, direction: str) -> None:
+@pytest.mark.parametrize("state", ["running", "waiting"])
+def test_aborted_decode_legs_free_both_sides_before_the_lease_expires(
+    mixed: Mixed, direction: str, state: str
+) -> None:
+    """A leg is aborted while D decodes, or while D loads from a P that is paused."""
     p, d = mixed.sides(direction)
 
     async def check() -> None:
         async with new_session(60) as session:
-            for number in range(6):
-                prompt = fresh(900, f"{direction} aborted {number}", max_tokens=400)
+
+            async def is_in_state() -> bool:
+                return (await metrics(session, d))[f"vllm:num_requests_{state}"] > 0
+
+            for number in range(1, 4):
+                prompt = fresh(900, f"{direction} {state} {number}", max_tokens=1000)
+                since = time.monotonic()
                 params = await prefill(session, p, prompt)
-                asking = asyncio.create_task(ask(session, d, prompt, kv_transfer_params=params))
-                await asyncio.wait({asking}, timeout=0.01 * number)
-                asking.cancel()
-                await asyncio.wait({asking})
-            await assert_free(session, p, d)
+                assert (await metrics(session, p))["vllm:kv_cache_usage_perc"] > 0
+                with paused(p) if state == "waiting" else nullcontext():
+                    asking = asyncio.create_task(ask(session, d, prompt, kv_transfer_params=params))
+                    await until(f"the request at D is {state}", is_in_state)
+                    asking.cancel()
+                    await asyncio.wait({asking})
+                left_s = since + LEASE_S - time.monotonic()
+                await assert_free(session, p, d, timeout_s=left_s - 2)
 
     asyncio.run(check())
+
+
+@contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
 def test_a_killed_stock_engine_costs_its_requests_and_no_block(mixed: Mixed) -> None:
