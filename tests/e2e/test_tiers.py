@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from tests.checkpoints import put_checkpoint
 from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import (
     Answer,
@@ -29,7 +30,6 @@ from tests.tiers.mooncake_store import MooncakeStorage, lender, mooncake_master
 from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.s3_server import s3_server
 
-from kvferry.engine.make_model.writer import make_model
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.types import Address
@@ -347,21 +347,20 @@ def test_a_d_that_has_a_prefix_in_its_tier_fetches_only_the_rest_from_p(
     assert asyncio.run(settled(p))["kvferry:num_used_blocks"] == 0
 
 
-@pytest.mark.parametrize("setup", ["cpu+disk"], indirect=True)
+@pytest.mark.parametrize("setup", ["cpu+disk+object", "mooncake"], indirect=True)
 def test_another_checkpoint_at_the_same_path_finds_nothing(
     setup: TierSetup, tmp_path: Path
 ) -> None:
-    """Fill every persistent tier, put other weights at the same path, and restart."""
+    """Fill every tier, put other weights at the same path, and restart."""
     model = tmp_path / "model"
-    make_model(model, seed=1)
+    put_checkpoint(model, seed=1)
     with Cluster(tmp_path, model) as cluster:
         engine = setup.serve(cluster, "first")
         old = asyncio.run(ask_all(engine, [LONG]))
-        asyncio.run(until_stored(engine, "disk", len(LONG.token_ids) // 16))
+        for tier in setup.names:
+            asyncio.run(until_stored(engine, tier, len(LONG.token_ids) // 16))
         cluster.dismiss(engine.process)
-    shutil.rmtree(model)
-    make_model(model, seed=2)
-    with Cluster(tmp_path, model) as cluster:
+        put_checkpoint(model, seed=2)
         plain = cluster.serve("plain", is_plain=True).ready()
         right = asyncio.run(ask_all(plain, [LONG]))
         assert right != old

@@ -3,7 +3,6 @@ used only if it is what the engine itself would compute. The controls show that 
 give wrong text with vLLM's own `fs` tier.
 """
 
-import json
 import random
 import re
 import shutil
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checkpoints import put_checkpoint
 from tests.tiers.s3_server import request, s3_server
 from tests.vllm.adapters import write_adapter
 from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, ROOT
 from tests.vllm.stock_engines import SECRET, StockEngine, StockEngines
 
-from kvferry.engine.make_model.writer import MARKER, make_model
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.types import Address
@@ -45,17 +44,6 @@ FILLERS = random_prompts(5, seed=55)
 """Together they take nearly twice as many chunks as vLLM's CPU tier has rows: some chunks of a
 filler may be there already, and evict nothing.
 """
-
-
-def put_checkpoint(path: Path, seed: int) -> None:
-    """Write a checkpoint of the same configuration with other weights for each seed, in the place
-    of the one that is there.
-    """
-    make_model(path, seed=seed)
-    config = json.loads((path / "config.json").read_text())
-    # The configuration alone would show that this is another checkpoint.
-    config[MARKER]["seed"] = 0
-    (path / "config.json").write_text(json.dumps(config))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from tests.checkpoints import put_checkpoint
 from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
 from tests.e2e.test_tiers import damage, damage_and_seal, objects
@@ -256,12 +257,12 @@ def test_another_checkpoint_at_the_same_path_finds_nothing(
 ) -> None:
     """The control, vLLM's own tier, is in tests/vllm/test_stock_tiers.py."""
     path = tmp_path / "model"
-    make_model(path, seed=1)
-    with Fleet(tmp_path / "old", path) as fleet:
-        old = asyncio.run(fill(serve(fleet, storage, "first", *ALL_TIERS), "disk", "object"))
-    shutil.rmtree(path)
-    make_model(path, seed=2)
-    with Fleet(tmp_path / "new", path) as fleet:
+    put_checkpoint(path, seed=1)
+    with Fleet(tmp_path / "fleet", path) as fleet:
+        engine = serve(fleet, storage, "first", *ALL_TIERS)
+        old = asyncio.run(fill(engine, "disk", "object"))
+        end(fleet, engine)
+        put_checkpoint(path, seed=2)
         plain = fleet.vllm("plain", "--max-model-len", "4096", transfer=None)
         engine = serve(fleet, storage, "second", *ALL_TIERS)
         ready(plain)
