@@ -198,6 +198,10 @@ def test_a_killed_server_finds_its_kv_again(tmp_path: Path, model: Path, storage
         for tiers in (ALL_TIERS, ("disk",), ("object",)):
             engine = serve(fleet, storage, " and ".join(tiers), *tiers)
             assert asyncio.run(ask_and_count(engine)) == (right, num_chunks(LONG) * 32)
+            found = asyncio.run(read_metrics(engine))
+            assert found[f"kvferry:tier_loads_total/{tiers[0]}"] == num_chunks(LONG)
+            num_computed = found["vllm:request_prefill_kv_computed_tokens_sum"]
+            assert num_computed == len(LONG.token_ids) % 32
             end(fleet, engine)
 
 
