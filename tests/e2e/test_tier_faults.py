@@ -92,12 +92,15 @@ def test_an_object_store_that_falls_silent_costs_a_request_its_deadline(
     with s3_server() as server, FaultProxy(server, listen) as proxy:
         assert ask_s3(server, "PUT", f"/{BUCKET}")[0] == 200
         tier = {"bucket": BUCKET, "endpoint": f"http://{proxy.address}", "store_after": 1}
-        engine = serve(cluster, "engine", [{"object": tier}], lookup_timeout=2.0)
+        engine = serve(cluster, "engine", [{"object": tier}])
         assert asyncio.run(ask_all(engine, [prompt])) == right
         count = len(prompt.token_ids) // 16
         asyncio.run(until_counted(engine, "kvferry:tier_stores_total/object", count))
+        timeouts = "kvferry:offload_lookup_timeouts_total"
+        before = asyncio.run(counters(engine))[timeouts]
         proxy.stall()
         assert asyncio.run(ask_all(engine, [prompt])) == right
+        asyncio.run(until_counted(engine, timeouts, before + 1))
         assert asyncio.run(ask_all(engine, [prompt])) == right
     asyncio.run(assert_free_of_requests(engine))
 
@@ -164,4 +167,5 @@ def test_an_object_store_that_is_not_there_at_the_start_does_not_stop_the_engine
     tier = {"bucket": "missing", "endpoint": f"http://{nowhere}", "store_after": 1}
     engine = serve(cluster, "engine", [{"object": tier}])
     assert asyncio.run(ask_all(engine, PROMPTS[:3])) == right
+    asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/object", 1))
     asyncio.run(assert_free_of_requests(engine))
