@@ -75,3 +75,31 @@ def test_routers_read_the_tiers_of_all_engines_from_the_page(model: Path) -> Non
     assert reading.lookups == LookupCounters(180, 0, 0)
     assert reading.tiers["disk"].counters == TierCounters(loaded_bytes=10, refused=2)
     assert reading.tiers["disk"].levels == TierLevels(20, 80, 4)
+
+
+def test_dashboards_find_vllms_own_names_for_the_figures_of_tiers(model: Path) -> None:
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = vllm_config(str(model), "p", "{}")
+    shown = OffloadPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    stats = OffloadStats()
+    stats.add_tiers(
+        {
+            "cpu": {"loaded_bytes": 3, "stored_bytes": 5, "dropped_stores": 7},
+            "disk": {"loaded_bytes": 11, "loads": 13, "failed_stores": 17},
+        }
+    )
+    shown.observe(stats.to_dict())
+    own, disk = (
+        {"model_name": "m", "engine": "0"},
+        {"model_name": "m", "engine": "0", "tier": "disk"},
+    )
+    for name, labels, value in [
+        ("load_bytes", own, 3),
+        ("store_bytes", own, 5),
+        ("allocation_failure", own, 7),
+        ("tiering_read_bytes", disk, 11),
+        ("tiering_chunk_hits", disk, 13),
+        ("tiering_cascade_job_failures", disk, 17),
+    ]:
+        assert registry.get_sample_value(f"vllm:kv_offload_{name}_total", labels) == value, name
