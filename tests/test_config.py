@@ -382,10 +382,60 @@ def test_offloading_needs_to_know_how_much_memory() -> None:
     assert isinstance(extra, OffloadingExtraConfig)
 
 
+def offloading(**extra: object) -> dict[str, object]:
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**connector, "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpu_bytes"),
+    [
+        ({"cpu_bytes_to_use": 4096}, 4096),
+        ({"cpu_bytes_to_use": "2MiB"}, 2 * 2**20),
+        ({"num_cpu_blocks": 3}, 3 * 100),
+        ({"tiers": [{"cpu": "2MiB"}]}, 2 * 2**20),
+    ],
+)
+def test_vllms_names_set_the_size_of_the_tier_cpu(
+    settings: dict[str, object], cpu_bytes: int
+) -> None:
+    """The engine has blocks of 100 bytes."""
+    extra = KVTransferConfig.from_mapping(offloading(**settings)).extra
+    assert isinstance(extra, OffloadingExtraConfig)
+    assert extra.cpu_bytes(100) == cpu_bytes
+    assert extra.store_after() == {"cpu": 1}
+
+
+def test_block_size_sets_the_tokens_of_a_chunk() -> None:
+    extra = KVTransferConfig.from_mapping(offloading(cpu_bytes_to_use=1, block_size=48)).extra
+    assert isinstance(extra, OffloadingExtraConfig)
+    assert extra.blocks_of_chunk(16) == 3
+    with pytest.raises(ConfigError, match=r"block_size is 48, which is not a multiple .* of 32 "):
+        extra.blocks_of_chunk(32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"block_size": 32, "blocks_per_chunk": 2}, "block_size and blocks_per_chunk both set"),
+        ({"block_size": -16}, "block_size must be "),
+        ({"block_size": "16"}, "block_size must be "),
+        ({"eviction_policy": "lur"}, 'eviction_policy is "lur"; '),
+        ({"spec_name": "MySpec"}, 'spec_name is "MySpec"; only vLLM\'s own OffloadingConnector'),
+        ({"num_cpu_blocks": 1}, "cpu_bytes_to_use and num_cpu_blocks both set the size"),
+        ({"tiers": [{"cpu": "1MiB"}]}, "tiers has a tier cpu, and cpu_bytes_to_use or "),
+        ({"cpu_bytes_to_use": "much"}, 'cpu_bytes_to_use is "much", which is not a size'),
+        ({"cpu_bytes_to_use": 0}, "tiers is missing"),
+        ({"num_cpu_blocks": -1}, "num_cpu_blocks must be "),
+    ],
+)
+def test_a_wrong_setting_of_offloading_is_named(settings: dict[str, object], sentence: str) -> None:
+    found = refusal(offloading(**{"cpu_bytes_to_use": 4096, **settings}))
+    assert f"kv_connector_extra_config.{sentence}" in found, found
+
+
 def mooncake(**settings: object) -> dict[str, object]:
-    tiers = [{"mooncake": settings}]
-    extra = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return {**extra, "kv_connector_extra_config": {"tiers": tiers}}
+    return offloading(tiers=[{"mooncake": settings}])
 
 
 def test_a_mooncake_tier_lends_nothing_unless_told() -> None:
