@@ -22,7 +22,6 @@ from tests.vllm.right import PROMPTS
 from tests.vllm.test_weights_update import load, reset
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.engine.make_model.writer import make_model
 from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.types import Address
 
@@ -256,40 +255,56 @@ async def read_metrics(engine: Engine) -> dict[str, float]:
         return await metrics(session, engine)
 
 
+@dataclass(frozen=True)
+class OtherCheckpoint:
+    path: Path
+    right: list[Answer]
+    """The answer of a vLLM without a connector to `LONG`."""
+
+
+OTHER_SEED = 1
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> OtherCheckpoint:
+    """The configuration of `model`, with other weights."""
+    folder = tmp_path_factory.mktemp("other")
+    put_checkpoint(folder / "model", OTHER_SEED)
+    with Fleet(folder / "fleet", folder / "model") as fleet:
+        plain = fleet.vllm("plain", "--max-model-len", "4096", transfer=None)
+        ready(plain)
+        return OtherCheckpoint(folder / "model", asyncio.run(ask_all(plain, [LONG])))
+
+
 def test_another_checkpoint_at_the_same_path_finds_nothing(
-    tmp_path: Path, storage: Storage
+    tmp_path: Path, storage: Storage, other: OtherCheckpoint
 ) -> None:
     """The control, vLLM's own tier, is in tests/vllm/test_stock_tiers.py."""
     path = tmp_path / "model"
-    put_checkpoint(path, seed=1)
+    put_checkpoint(path, seed=0)
     with Fleet(tmp_path / "fleet", path) as fleet:
         engine = serve(fleet, storage, "first", *ALL_TIERS)
-        old = asyncio.run(fill(engine, "disk", "object"))
+        assert asyncio.run(fill(engine, "disk", "object")) != other.right
         end(fleet, engine)
-        put_checkpoint(path, seed=2)
-        plain = fleet.vllm("plain", "--max-model-len", "4096", transfer=None)
+        put_checkpoint(path, OTHER_SEED)
         engine = serve(fleet, storage, "second", *ALL_TIERS)
-        ready(plain)
-        right = asyncio.run(ask_all(plain, [LONG]))
-        assert right != old
-        assert asyncio.run(ask_and_count(engine)) == (right, 0)
+        assert asyncio.run(ask_and_count(engine)) == (other.right, 0)
 
 
 def test_weights_that_are_replaced_in_a_running_server_find_only_their_own_kv(
-    tmp_path: Path, model: Path, storage: Storage
+    tmp_path: Path, model: Path, storage: Storage, other: OtherCheckpoint
 ) -> None:
-    make_model(tmp_path / "other", seed=1)
     with Fleet(tmp_path / "fleet", model) as fleet:
         engine = serve(fleet, storage, "engine", *ALL_TIERS)
 
         async def check() -> None:
             old = await fill(engine, "disk", "object")
+            assert old != other.right
             async with new_session(60) as session:
                 before = (await metrics(session, engine))["kvferry:offload_hit_tokens_total"]
-                await load(session, engine, tmp_path / "other")
+                await load(session, engine, other.path)
                 await reset(session, engine)
-                new = await ask_all(engine, [LONG])
-                assert new != old
+                assert await ask_all(engine, [LONG]) == other.right
                 found = await metrics(session, engine)
                 assert found["kvferry:offload_hit_tokens_total"] == before
                 # Back to the first weights: their KV is still on the disk, and right.
