@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoints import put_checkpoint
 from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import Answer, Engine, Prompt, ask_all, metrics, new_session, until
-from tests.e2e.test_tiers import damage, damage_and_seal, objects
+from tests.e2e.test_tiers import flipped, objects, resealed
 from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.s3_server import s3_server
 from tests.vllm.fleet import BY_MODULE_PATH, Fleet, ready
@@ -22,7 +22,6 @@ from tests.vllm.right import PROMPTS
 from tests.vllm.test_weights_update import load, reset
 from tests.vllm.vllm_asking import assert_free
 
-from kvferry.tiers.envelope import HEADER_BYTES
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -234,7 +233,7 @@ def test_one_flipped_bit_in_each_object_is_refused(
         end(fleet, engine)
         shutil.copytree(disk, kept)
         for number, path in enumerate(objects(disk)):
-            damage(path, HEADER_BYTES + 64 * number % (path.stat().st_size - HEADER_BYTES))
+            path.write_bytes(flipped(path.read_bytes(), number))
         engine = serve(fleet, storage, "second", "disk")
         assert asyncio.run(ask_all(engine, [LONG])) == right
         found = asyncio.run(read_metrics(engine))
@@ -245,7 +244,7 @@ def test_one_flipped_bit_in_each_object_is_refused(
         shutil.rmtree(disk)
         shutil.copytree(kept, disk)
         for path in objects(disk):
-            damage_and_seal(path, fleet.secret)
+            path.write_bytes(resealed(path.read_bytes(), str(path), fleet.secret))
         engine = serve(fleet, storage, "third", "disk")
         assert asyncio.run(ask_all(engine, [LONG])) != right
 
