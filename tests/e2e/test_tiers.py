@@ -33,6 +33,7 @@ from tests.tiers.s3_server import s3_server
 
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
+from kvferry.tiers.keys import FORMAT_VERSION
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -270,6 +271,25 @@ def test_one_flipped_bit_in_each_object_is_refused(
         setup.write_object(name, resealed(stored, name, cluster.secret))
     engine = setup.serve(cluster, "second")
     assert asyncio.run(ask_all(engine, [LONG])) != right
+
+
+@pytest.mark.parametrize("setup", ["disk"], indirect=True)
+def test_objects_of_an_older_format_are_refused(
+    setup: TierSetup, cluster: Cluster, plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their MAC fits, and their payload would give other tokens."""
+    right = asyncio.run(ask_all(plain, [LONG]))
+    engine = setup.serve(cluster, "engine", *NO_PREFIX_CACHE)
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    count = len(LONG.token_ids) // 16
+    asyncio.run(until_stored(engine, "disk", count))
+    monkeypatch.setattr("kvferry.tiers.envelope.FORMAT_VERSION", FORMAT_VERSION - 1)
+    for name, stored in setup.read_objects().items():
+        setup.write_object(name, resealed(stored, name, cluster.secret))
+    assert asyncio.run(ask_all(engine, [LONG])) == right
+    found = asyncio.run(settled(engine))
+    assert found["kvferry:tier_refused_total/disk"] == count
+    assert found["kvferry:tier_loads_total/disk"] == 0
 
 
 def objects(root: Path) -> list[Path]:
