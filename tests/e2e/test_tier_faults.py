@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import (
@@ -27,6 +28,7 @@ from tests.tiers.s3_server import request as ask_s3
 from tests.tiers.s3_server import s3_server
 
 from kvferry.testing.fault_proxy import FaultProxy
+from kvferry.tiers.pool_reader import list_segments
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -113,30 +115,49 @@ def test_an_engine_that_is_killed_while_it_loads_from_disk_finds_everything_agai
         {"cpu": "64MiB"},
         {"disk": {"path": str(folder / "disk"), "size": "64MiB"}},
     ]
-    prompts = [Prompt(tuple((17 * n + k) % 400 + 10 for n in range(800))) for k in range(4)]
+    prompts = [Prompt(tuple((17 * n + k) % 400 + 10 for n in range(1600))) for k in range(8)]
+    num_chunks = 8 * 100
     right = asyncio.run(ask_all(plain, prompts))
-    pool = str(folder / "pool")
-    engine = serve(cluster, "first", tiers, pool_path=pool)
+    pool = folder / "pool"
+    engine = serve(cluster, "first", tiers, pool_path=str(pool))
     assert asyncio.run(ask_all(engine, prompts)) == right
-    asyncio.run(until_counted(engine, "kvferry:tier_stores_total/disk", 4 * 50))
+    asyncio.run(until_counted(engine, "kvferry:tier_stores_total/disk", num_chunks))
     engine.kill()
     cluster.dismiss(engine.process)
     shutil.rmtree(pool)
+    num_promoted = 0
     for attempt in range(3):
-        engine = serve(cluster, f"attempt {attempt}", tiers, pool_path=pool)
-        asyncio.run(kill_while_asked(engine, prompts, 0.02 * (attempt + 1)))
+        # One thread that reads: most of the promotion is still to come when the first row is seen.
+        engine = serve(cluster, f"attempt {attempt}", tiers, pool_path=str(pool), io_threads=1)
+        assert num_rows(pool) == num_promoted
+        asyncio.run(kill_while_it_promotes(engine, prompts, pool))
         cluster.dismiss(engine.process)
-    engine = serve(cluster, "last", tiers, pool_path=pool)
+        assert num_promoted < num_rows(pool) < num_chunks
+        num_promoted = num_rows(pool)
+    engine = serve(cluster, "last", tiers, pool_path=str(pool))
     assert asyncio.run(ask_all(engine, prompts)) == right
     found = asyncio.run(counters(engine))
     assert found.get("kvferry:tier_refused_total", 0) == 0
-    assert found["kvferry:offload_hit_tokens_total"] == 4 * 800
+    assert found["kvferry:offload_hit_tokens_total"] == 8 * 1600
+    assert found["kvferry:tier_loads_total/cpu"] == num_promoted
+    assert found["kvferry:tier_loads_total/disk"] == num_chunks - num_promoted
 
 
-async def kill_while_asked(engine: Engine, prompts: list[Prompt], after_s: float) -> None:
+def num_rows(pool: Path) -> int:
+    """How many chunks a host pool holds."""
+    return sum(segment.num_objects for segment in list_segments(pool))
+
+
+async def kill_while_it_promotes(engine: Engine, prompts: list[Prompt], pool: Path) -> None:
+    """Kill the engine as soon as the pool has one chunk more."""
+    before, family = num_rows(pool), engine.family()
     asking = asyncio.create_task(ask_all(engine, prompts))
-    await asyncio.sleep(after_s)
-    engine.kill()
+    while num_rows(pool) == before:
+        assert not asking.done(), "nothing was promoted"
+        await asyncio.sleep(0)
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family)
     with suppress(aiohttp.ClientError, OSError):
         await asking
 
