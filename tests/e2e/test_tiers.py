@@ -51,14 +51,16 @@ class TierSetup:
 
     names: tuple[str, ...]
     folder: Path
+    sizes: tuple[str, str] = ("256MiB", "256MiB")
+    """Of the tiers `cpu` and `disk`."""
     server: Address | None = None
     mooncake: MooncakeStorage | None = None
 
     @property
     def extra(self) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "cpu": {"cpu": "256MiB"},
-            "disk": {"disk": {"path": str(self.folder / "disk"), "size": "256MiB"}},
+            "cpu": {"cpu": self.sizes[0]},
+            "disk": {"disk": {"path": str(self.folder / "disk"), "size": self.sizes[1]}},
         }
         if self.server is not None:
             settings["object"] = {
@@ -136,7 +138,8 @@ def setup(
             master = stack.enter_context(mooncake_master())
             client = stack.enter_context(lender(master.address, 256 * 2**20))
             mooncake = MooncakeStorage(master, client)
-        yield TierSetup(names, folder, object_server if "object" in names else None, mooncake)
+        server = object_server if "object" in names else None
+        yield TierSetup(names, folder, server=server, mooncake=mooncake)
 
 
 async def loads(engine: Engine) -> dict[str, float]:
@@ -160,19 +163,7 @@ def expected(plain: Engine, pytestconfig: pytest.Config) -> list[Answer]:
     return asyncio.run(ask_all(plain, PROMPTS[:count]))
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        "cpu",
-        "disk",
-        "object",
-        "mooncake",
-        pytest.param("cpu+disk", marks=pytest.mark.exhaustive),
-        pytest.param("cpu+disk+object", marks=pytest.mark.exhaustive),
-        pytest.param("cpu+disk+mooncake", marks=pytest.mark.exhaustive),
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("setup", ["cpu", "disk", "object", "mooncake"], indirect=True)
 def test_tokens_from_tiers_equal_an_engines_without_tiers(
     setup: TierSetup, cluster: Cluster, expected: list[Answer]
 ) -> None:
@@ -189,6 +180,32 @@ def test_tokens_from_tiers_equal_an_engines_without_tiers(
     whole_blocks = sum(len(prompt.token_ids) // 16 * 16 for prompt in prompts)
     assert hit >= 0.95 * whole_blocks
     assert after.get("kvferry:offload_failed_loads_total", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "cpu+disk+object",
+        *(
+            pytest.param(names, marks=pytest.mark.exhaustive)
+            for names in ("cpu+disk", "cpu+object", "disk+object", "cpu+disk+mooncake")
+        ),
+    ],
+    indirect=True,
+)
+def test_tokens_are_right_if_each_tier_has_a_part_of_the_kv(
+    setup: TierSetup, cluster: Cluster, expected: list[Answer]
+) -> None:
+    """The faster tiers are too small for all prompts. The prompts that were asked last are asked
+    first, while the faster tiers still have them.
+    """
+    engine = replace(setup, sizes=("8MiB", "16MiB")).serve(cluster, "engine", *NO_PREFIX_CACHE)
+    prompts = PROMPTS[: len(expected)]
+    assert asyncio.run(ask_all(engine, prompts)) == expected
+    assert asyncio.run(ask_all(engine, prompts[::-1])) == expected[::-1]
+    found = asyncio.run(settled(engine))
+    assert all(found[f"kvferry:tier_loads_total/{tier}"] for tier in setup.names), found
+    assert found["kvferry:tier_refused_total"] == 0
 
 
 @pytest.mark.parametrize("setup", ["cpu", "disk", "object", "mooncake"], indirect=True)
