@@ -210,7 +210,11 @@ def stores(folder: Path) -> list[dict[str, Any]]:
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tiers": tiers, "break_even": False},
+        "kv_connector_extra_config": {
+            "tiers": tiers,
+            "break_even": False,
+            "pool_path": str(folder / "pool"),
+        },
     }
     return [offloading, example(folder / "example")]
 
