@@ -157,7 +157,8 @@ async def kill_while_it_promotes(engine: Engine, prompts: list[Prompt], pool: Pa
         await asyncio.sleep(0)
     for member in family:
         member.kill()
-    psutil.wait_procs(family)
+    _, alive = psutil.wait_procs(family, 20)
+    assert not alive
     with suppress(aiohttp.ClientError, OSError):
         await asking
 

@@ -163,6 +163,7 @@ class ForkServer:
         self._link.close()
         self._link = None
         self._process.kill()
+        self._process.wait(END_S)
 
     def _close(self) -> None:
         if self._link is not None and self._process is not None:

@@ -485,8 +485,9 @@ def _drop_unreadable_peer(
     """Drop a peer after a failed read, so that the next request starts a new handshake: the
     transport may have closed its connection for good.
 
-    Every transfer from the peer fails. The control connection may still work, so their readers are
-    detached before it closes. Otherwise the producer would hold their blocks until the leases end.
+    Every transfer from the peer fails. The control connection may still work, so the consumer
+    detaches their readers before it closes the connection. Otherwise the producer would hold their
+    blocks until the leases end.
     """
     for transfer in context.transfers.of_incarnation(incarnation):
         if transfer.state not in GRANTED:

@@ -107,6 +107,7 @@ class SharedMemory:
         return self._fd
 
     def contains(self, regions: Iterable[Region]) -> bool:
+        """Whether all regions lie in this memory."""
         first, last = self._address, self._address + self._size_bytes
         return all(
             r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last

@@ -424,5 +424,5 @@ class _StepView:
         return _LimitedRequest(request, num_computed_tokens)
 
     def partly_computed(self, scheduler_output: Any) -> set[str]:
-        """Only connectors of vLLM save in the first step whatever is computed."""
+        """Empty: only children in vLLM save blocks that are not computed yet."""
         return set()

@@ -85,9 +85,11 @@ class MultiScheduler:
         told nothing more about the request.
         """
         state = self._requests.get(str(request.request_id))
-        is_special = any(getattr(request, name, None) for name in ("lora_request", "cache_salt"))
+        has_adapter_or_salt = any(
+            getattr(request, name, None) for name in ("lora_request", "cache_salt")
+        )
         for child in self._children.enabled:
-            if is_special and self._children.traits[child].names_kv_by_tokens_only:
+            if has_adapter_or_salt and self._children.traits[child].names_kv_by_tokens_only:
                 state.excluded.add(child)
                 continue
             accepted = self._children.call(child, method, request, default=_REFUSED)
