@@ -154,6 +154,14 @@ class Region:
     """The layers that share the region's blocks, in the order of the layer axis. Empty means one
     layer, which the region is named after.
     """
+    state_heads: int = 0
+    """Nonzero if a block holds the state of a whole sequence (a state-space or linear-attention
+    layer) instead of KV per token: the number of heads of that state over all ranks.
+    """
+
+    @property
+    def is_state(self) -> bool:
+        return self.state_heads > 0
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ The tests need no GPU: they read only the metadata of a tensor, and move bytes i
 for the device memory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -230,7 +230,7 @@ def moved(
     source, target = p.memory(), d.memory()
     source[:] = np.random.default_rng(1).integers(1, 256, len(source), np.uint8)
     theirs, ours = ([list(range(backend.num_blocks - 1, -1, -1))] for backend in (p, d))
-    for part in plan_read(at_d, at_p, at_d.heads, ours, theirs, range(TOKENS)):
+    for part in plan_read(at_d, at_p, ours, theirs, range(TOKENS)):
         here, there = (
             at_d.regions[part.local_region].address - BASE,
             at_p.regions[part.remote_region].address - BASE,
@@ -280,6 +280,9 @@ def test_a_rank_takes_its_heads_from_a_whole_cache() -> None:
     config = connector_config()
     assert config.parallel == ParallelConfig()
     whole = Backend("LBHNC", heads=4).geometry()
-    [first, *_] = plan_read(whole, whole, range(1, 3), [[0]], [[0]], range(16))
+    half = Backend("LBHNC", heads=2).geometry()
+    half = replace(half, tp_rank=1, tp_size=2, total_kv_heads=4)
+    [first, *_] = plan_read(half, whole, [[0]], [[0]], range(16))
     head_bytes = 16 * 16
-    assert (first.segment_bytes, first.local_offsets.tolist()) == (2 * head_bytes, [head_bytes])
+    assert (first.segment_bytes, first.local_offsets.tolist()) == (2 * head_bytes, [0])
+    assert first.remote_offsets.tolist() == [2 * head_bytes]

@@ -152,9 +152,7 @@ def read(
     )
     for rank_mapping in planned:
         source = sources[rank_mapping.rank]
-        for segments in plan_read(
-            ours_is, source.geometry, rank_mapping.heads, ours, theirs, tokens, needed
-        ):
+        for segments in plan_read(ours_is, source.geometry, ours, theirs, tokens, needed):
             here, there = (
                 into.memory[segments.local_region].reshape(-1),
                 source.memory[segments.remote_region].reshape(-1),

@@ -180,7 +180,9 @@ def test_another_engine_or_life_is_refused(engine: str, epoch: str, says: str) -
 def test_malformed_answers_are_refused() -> None:
     good = ask(serve(r0=make_layout()))
     with pytest.raises(RemoteProtocolError, match="wire version"):
-        check_reply(msgspec.structs.replace(good, wire_version=9), FACTORS, ENGINE, EPOCH, 0)
+        check_reply(
+            msgspec.structs.replace(good, wire_version=WIRE_VERSION + 1), FACTORS, ENGINE, EPOCH, 0
+        )
     with pytest.raises(RemoteProtocolError, match="cannot be decoded"):
         check_reply(
             msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0

@@ -155,7 +155,7 @@ def moved_tokens(
 
 def test_nothing_missing_is_nothing_to_move() -> None:
     cache = Cache(Model(), Form(), 0).geometry
-    assert plan_read(cache, cache, range(2), [[1]], [[2]], range(4, 4)) == []
+    assert plan_read(cache, cache, [[1]], [[2]], range(4, 4)) == []
     assert plan_permutations(cache, [Cache(Model(), NHD, 0).geometry], [[1]], range(4, 4)) == []
 
 
@@ -176,7 +176,7 @@ def test_block_lists_are_checked_before_any_address_is_computed(
 ) -> None:
     cache = Cache(Model(), Form(), 0).geometry
     with pytest.raises(RemoteProtocolError):
-        plan_read(cache, cache, range(2), ours, theirs, range(0, 8))
+        plan_read(cache, cache, ours, theirs, range(0, 8))
 
 
 def segments(
@@ -186,8 +186,7 @@ def segments(
 ) -> list[tuple[int, list[int], list[int]]]:
     """Return segment size, local and remote offsets of a two-block plan, per local region."""
     ours, theirs = Cache(model, local, 0), Cache(model, remote, 0)
-    heads = range(min(ours.geometry.num_kv_heads, theirs.geometry.num_kv_heads))
-    plan = plan_read(ours.geometry, theirs.geometry, heads, [[0, 5]], [[3, 1, 4, 2]], range(8))
+    plan = plan_read(ours.geometry, theirs.geometry, [[0, 5]], [[3, 1, 4, 2]], range(8))
     return [(p.segment_bytes, p.local_offsets.tolist(), p.remote_offsets.tolist()) for p in plan]
 
 
@@ -198,9 +197,7 @@ def test_equal_sides_move_whole_blocks() -> None:
 def test_layers_that_move_the_same_runs_share_their_offsets_and_no_others_do() -> None:
     model = Model(layers=GROUPS)
     ours, theirs = Cache(model, NHD, 0), Cache(model, replace(NHD, tp_size=2), 0)
-    plan = plan_read(
-        ours.geometry, theirs.geometry, range(1), [[0, 5], [1, 2]], [[3, 1], [3, 1]], range(8)
-    )
+    plan = plan_read(ours.geometry, theirs.geometry, [[0, 5], [1, 2]], [[3, 1], [3, 1]], range(8))
     assert len(plan) == 4
     for part in plan:
         group = ours.geometry.regions[part.local_region].group
@@ -232,7 +229,7 @@ def test_regions_of_which_one_is_not_understood_move_whole_blocks_of_both(form: 
         for side in (ours, theirs)
     )
     check_geometry("p", ours, theirs)
-    plan = plan_read(ours, theirs, ours.heads, [[0, 5]], [[3, 1]], range(8))
+    plan = plan_read(ours, theirs, [[0, 5]], [[3, 1]], range(8))
     assert [(p.local_region, p.total_bytes) for p in plan] == [(0, 64), (1, 64)]
 
 

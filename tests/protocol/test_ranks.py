@@ -5,7 +5,13 @@ every rank with a lease is contacted.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.layout import RankMapping, can_divide, heads_of, rank_mappings
+from kvferry.protocol.layout import (
+    RankMapping,
+    can_divide,
+    heads_of,
+    heads_to_read,
+    rank_mappings,
+)
 
 
 @st.composite
@@ -22,14 +28,17 @@ def test_each_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_it(
 ) -> None:
     total, size, remote_size = shape
     for rank in range(size):
-        planned = rank_mappings(rank, size, remote_size, total)
-        assert sorted(head for rank_mapping in planned for head in rank_mapping.heads) == list(
+        reads = {
+            rank_mapping.rank: heads_to_read(rank, size, rank_mapping.rank, remote_size, total)
+            for rank_mapping in rank_mappings(rank, size, remote_size, total)
+        }
+        assert sorted(head for heads in reads.values() for head in heads) == list(
             heads_of(rank, size, total)
         )
         assert all(
-            head in heads_of(rank_mapping.rank, remote_size, total)
-            for rank_mapping in planned
-            for head in rank_mapping.heads
+            head in heads_of(remote, remote_size, total)
+            for remote, heads in reads.items()
+            for head in heads
         )
 
 
@@ -57,9 +66,8 @@ def test_every_rank_of_the_producer_is_visited_and_all_visitors_know_of_each_oth
 def test_equal_sizes_pair_up(shape: tuple[int, int, int]) -> None:
     total, size, _ = shape
     for rank in range(size):
-        assert rank_mappings(rank, size, size, total) == (
-            RankMapping(rank, heads_of(rank, size, total), (rank,)),
-        )
+        assert rank_mappings(rank, size, size, total) == (RankMapping(rank, (rank,)),)
+        assert heads_to_read(rank, size, rank, size, total) == heads_of(rank, size, total)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
@@ -75,11 +83,24 @@ def test_sizes_that_do_not_fit_are_left_to_the_handshake_to_refuse(
 
 def test_a_rank_that_has_nothing_for_us_is_visited_by_one_of_ours() -> None:
     assert rank_mappings(0, 1, 4, 2) == (
-        RankMapping(0, range(0, 1), (0,)),
-        RankMapping(1, range(0), (0,)),
-        RankMapping(2, range(1, 2), (0,)),
-        RankMapping(3, range(0), (0,)),
+        RankMapping(0, (0,)),
+        RankMapping(1, (0,)),
+        RankMapping(2, (0,)),
+        RankMapping(3, (0,)),
     )
+    assert [heads_to_read(0, 1, remote, 4, 2) for remote in range(4)] == [
+        range(0, 1),
+        range(0),
+        range(1, 2),
+        range(0),
+    ]
+
+
+def test_a_rank_attaches_to_every_rank_that_holds_kv_heads_or_parts_of_a_state_for_it() -> None:
+    # One KV head, which our ranks 0 and 1 read from ranks 0 and 2, and a state of four heads.
+    visited = [[each.rank for each in rank_mappings(rank, 2, 4, 1, 4)] for rank in range(2)]
+    assert visited == [[0, 1], [2, 3]]
+    assert [heads_to_read(0, 2, remote, 4, 4) for remote in (0, 1)] == [range(0, 1), range(1, 2)]
 
 
 def test_ranks_that_share_a_head_spread_over_those_that_hold_it() -> None:

@@ -5,7 +5,8 @@ the order of layers, tokens and heads within a block, as axes; and the geometry 
 which the handshake checks. Integer arithmetic; pure.
 
 Heads: rank r of T holds heads r*H/T to (r+1)*H/T of H. With more ranks than heads, T/H neighbouring
-ranks hold the same head (docs/decisions/012-unequal-tensor-parallelism.md).
+ranks hold the same head (docs/decisions/012-unequal-tensor-parallelism.md). The states of a hybrid
+model are divided in the same way, but each part of a state has its own number of heads.
 
     P, TP 4, 2 heads    |0 |0'|1 |1'|    D's only rank reads head 0 from P's rank 0
     D, TP 1             |  0  1     |    and head 1 from P's rank 2.
@@ -37,6 +38,7 @@ __all__ = [
     "dense_axes",
     "geometry_from_layout",
     "heads_of",
+    "heads_to_read",
     "is_dense",
     "offsets_along",
     "rank_mappings",
@@ -51,8 +53,6 @@ class RankMapping:
 
     rank: int
     """The producer rank."""
-    heads: range
-    """Heads to read from the producer rank. Empty: the reader attaches only to end the lease."""
     consumer_ranks: tuple[int, ...]
     """All consumer ranks that attach to this producer rank: the sibling ranks of a reader."""
 
@@ -69,25 +69,38 @@ def heads_of(rank: int, size: int, total_heads: int) -> range:
 
 @lru_cache(maxsize=256)
 def rank_mappings(
-    rank: int, size: int, remote_size: int, total_heads: int
+    rank: int, size: int, remote_size: int, *head_counts: int
 ) -> tuple[RankMapping, ...]:
     """Return the producer ranks that consumer rank `rank` of TP `size` attaches to.
 
-    Together the consumer's ranks attach to every rank of the producer, and each consumer rank reads
-    each of its heads once.
+    Together the consumer's ranks attach to every rank of the producer, and each consumer rank
+    attaches to every rank from which it reads. `head_counts` are the numbers of heads over all
+    ranks, one for each way in which the regions of the cache are divided.
     """
-    reads = [_reads(each, size, remote_size, total_heads) for each in range(size)]
+    reads: list[set[int]] = [
+        set().union(*(_reads(each, size, remote_size, total) for total in head_counts))
+        for each in range(size)
+    ]
     # Producer ranks from which no head is read: one consumer rank attaches without reading.
     for remote in set(range(remote_size)).difference(*reads):
-        reads[remote * size // remote_size][remote] = []
+        reads[remote * size // remote_size].add(remote)
     return tuple(
-        RankMapping(
-            remote, _as_range(heads), tuple(each for each in range(size) if remote in reads[each])
-        )
-        for remote, heads in sorted(reads[rank].items())
+        RankMapping(remote, tuple(each for each in range(size) if remote in reads[each]))
+        for remote in sorted(reads[rank])
     )
 
 
+def heads_to_read(
+    rank: int, size: int, remote_rank: int, remote_size: int, total_heads: int
+) -> range:
+    """Return the heads that consumer rank `rank` of TP `size` reads from a producer rank.
+
+    Each consumer rank reads each of its heads from one producer rank. The range may be empty.
+    """
+    return _as_range(_reads(rank, size, remote_size, total_heads).get(remote_rank, ()))
+
+
+@lru_cache(maxsize=1024)
 def _reads(rank: int, size: int, remote_size: int, total_heads: int) -> dict[int, list[int]]:
     """Return the heads to read from each producer rank.
 
@@ -295,6 +308,19 @@ class Geometry:
         return heads_of(self.tp_rank, self.tp_size, self.total_kv_heads)
 
     @property
+    def has_states(self) -> bool:
+        return any(region.is_state for region in self.regions)
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Return every number of heads over all ranks by which some region is divided."""
+        return tuple(sorted({self.heads_in(region) for region in self.regions}))
+
+    def heads_in(self, region: Region) -> int:
+        """Return the number of heads over all ranks by which this region is divided."""
+        return region.state_heads or self.total_kv_heads
+
+    @property
     def can_cut_blocks(self) -> bool:
         """Return whether the position of each token and head within a block is known."""
         return all(region.axes is not None for region in self.regions)
@@ -308,6 +334,7 @@ class Geometry:
             layer: self.block_size // r.count(AxisKind.TOKEN)
             for r in self.regions
             for layer in r.layer_names
+            if not r.is_state
         }
 
     def group_of_layers(self) -> dict[str, int]:
@@ -323,6 +350,18 @@ class Geometry:
             layer: r.block_bytes / (len(r.layer_names) * share)
             for r in self.regions
             for layer in r.layer_names
+            if not r.is_state
+        }
+
+    def states_of_layers(self) -> dict[str, tuple[int, float]]:
+        """Return, for each layer that holds a state, the number of heads over all ranks and the
+        bytes per head.
+        """
+        return {
+            layer: (r.state_heads, r.block_bytes / (len(r.layer_names) * r.count(AxisKind.HEAD)))
+            for r in self.regions
+            for layer in r.layer_names
+            if r.is_state
         }
 
 
@@ -373,11 +412,12 @@ def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
         "head_dim": (local.head_dim, remote.head_dim),
         "layers": (sorted(local.group_of_layers()), sorted(remote.group_of_layers())),
         "groups": (local.group_of_layers(), remote.group_of_layers()),
+        "states": (local.states_of_layers(), remote.states_of_layers()),
     }
     differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not differences:
         differences = _bytes_that_differ(local, remote)
-    if not can_divide(total, remote.tp_size):
+    if not all(can_divide(count, remote.tp_size) for count in local.head_counts):
         differences["tp_size"] = (local.tp_size, remote.tp_size)
     if not _can_divide_blocks(local, remote):
         differences["block_size"] = (local.block_size, remote.block_size)
@@ -459,6 +499,7 @@ def region_info(region: Region) -> RegionInfo:
         if region.axes is None
         else [(str(axis.kind), axis.count, axis.stride_bytes) for axis in region.axes],
         list(region.layers),
+        region.state_heads,
     )
 
 
@@ -479,14 +520,22 @@ def _region(info: RegionInfo) -> Region:
         info.group,
         axes,
         tuple(info.layers),
+        info.state_heads,
     )
 
 
 def _makes_sense(region: Region, geometry: Geometry) -> bool:
     """Return whether a peer's region is consistent with the rest of the peer's layout."""
-    counts = {AxisKind.LAYER: len(region.layer_names), AxisKind.HEAD: geometry.num_kv_heads}
+    heads = (
+        len(heads_of(geometry.tp_rank, geometry.tp_size, region.state_heads))
+        if 0 < region.state_heads <= _MAX_COUNT
+        else geometry.num_kv_heads
+    )
+    counts = {AxisKind.LAYER: len(region.layer_names), AxisKind.HEAD: heads}
     return (
         region.num_blocks == geometry.num_blocks
+        and 0 <= region.state_heads <= _MAX_COUNT
+        and not (region.is_state and region.axes is None)
         and 0 < region.block_bytes <= region.stride_bytes
         and region.group >= 0
         and region.address >= 0

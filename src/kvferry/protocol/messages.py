@@ -21,6 +21,7 @@ Durations cross the wire, deadlines never do. A new field has a default. Each ch
     7  messages and fields renamed; entries 1 to 6 use the new names
     8  `factors` names every setting of the model instead of one hash, and is bounded; questions of
        routers: `wait_s` in RetainedTurnRequest; FailureRequest, FailureReply; ReleaseLeg
+    9  hybrid models: `state_heads` in RegionInfo
 """
 
 from typing import Annotated, TypeVar
@@ -77,7 +78,7 @@ __all__ = [
 ]
 
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 MAX_FACTORS = 2048
 MAX_FACTOR_CHARS = 256
@@ -420,6 +421,10 @@ class RegionInfo(msgspec.Struct, frozen=True):
     layers: list[str] = []
     """Layers that share the region's blocks, in the order of the layer axis; empty: the region
     holds only the layer `name`.
+    """
+    state_heads: int = 0
+    """Nonzero if a block holds the state of a whole sequence: the number of its heads over all
+    ranks.
     """
 
 

@@ -234,7 +234,7 @@ class PeerTable:
         planned = {
             rank_mapping.rank: rank_mapping
             for rank_mapping in rank_mappings(
-                ours.tp_rank, ours.tp_size, tp_size, ours.total_kv_heads
+                ours.tp_rank, ours.tp_size, tp_size, *ours.head_counts
             )
         }
         peer = Peer(

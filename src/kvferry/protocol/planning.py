@@ -22,13 +22,21 @@ from kvferry.protocol.layout import (
     Geometry,
     arrival_axes,
     common_axes,
+    heads_of,
+    heads_to_read,
     offsets_along,
     reads_in_producers_order,
 )
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
-__all__ = ["BlockPermutation", "Segments", "plan_permutations", "plan_read"]
+__all__ = [
+    "BlockPermutation",
+    "Segments",
+    "check_state_boundary",
+    "plan_permutations",
+    "plan_read",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +66,8 @@ class BlockPermutation:
 #     ours, 8 tokens      |  a:  0 .. 7                    |  b:  8 .. 15                   |
 #     theirs, 4 tokens    |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
 #     chunks                     0               1                2               3
+#
+# A state is one chunk: it lies in the block of the last token, whatever size the blocks have.
 
 
 Offsets = npt.NDArray[np.int64]
@@ -136,43 +146,59 @@ class _Chunks:
 def plan_read(
     local: Geometry,
     remote: Geometry,
-    heads: range,
     local_blocks: Sequence[Sequence[int]],
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
     needed_from: Sequence[int] = (),
 ) -> list[Segments]:
-    """Return the segments that fill our blocks with the KV of `tokens` (positions) and `heads`.
+    """Return the segments that fill our blocks with the KV of `tokens` (positions), as far as our
+    rank reads it from this rank of the producer.
 
-    Both sides must hold `heads`. Both block lists hold each group's blocks from token 0. A hole in
-    our list needs no KV. A hole only in the producer's list raises RemoteProtocolError, except for
-    tokens before the group's `needed_from`, to which no token will attend.
+    Both block lists hold each group's blocks from token 0. A hole in our list needs no KV. A hole
+    only in the producer's list raises RemoteProtocolError, except for tokens before the group's
+    `needed_from`, to which no token will attend.
     """
-    if not tokens or not heads:
+    if not tokens:
         return []
-    groups = {region.group for region in local.regions}
-    chunks = {
-        group: _chunks(
+    chunks: dict[int, list[_Chunks]] = {}
+    for region in local.regions:
+        if region.group in chunks:
+            continue
+        if region.is_state:
+            chunks[region.group] = _state_chunk(
+                local, remote, region.group, local_blocks, remote_blocks, tokens
+            )
+            continue
+        chunks[region.group] = _chunks(
             local,
             remote,
-            group,
+            region.group,
             local_blocks,
             remote_blocks,
             tokens,
-            needed_from[group] if needed_from else 0,
+            needed_from[region.group] if needed_from else 0,
         )
-        for group in groups
-    }
-    size = min(local.block_size, remote.block_size)
-    mine, other = (
-        _ChunkShare(size, side.block_size, _within(heads, side)) for side in (local, remote)
-    )
     offset_cache = _OffsetCache()
-    return [
-        _segments(overlap, mine, other, part, offset_cache)
-        for overlap in _overlaps(local.regions, remote.regions)
-        for part in chunks[overlap.local.group]
-    ]
+    segments = []
+    for overlap in _overlaps(local.regions, remote.regions):
+        mine, other = _chunk_shares(local, remote, overlap.local)
+        if mine.heads:
+            segments += [
+                _segments(overlap, mine, other, part, offset_cache)
+                for part in chunks[overlap.local.group]
+            ]
+    return segments
+
+
+def check_state_boundary(geometry: Geometry, ticket_tokens: int, end: int) -> None:
+    """Raise RemoteProtocolError if the cache holds states and the producer's states are not those
+    after exactly `end` tokens.
+    """
+    if geometry.has_states and ticket_tokens != end:
+        raise RemoteProtocolError(
+            f"the producer's states are those after {ticket_tokens} tokens, but the states after "
+            f"{end} tokens are needed"
+        )
 
 
 def plan_permutations(
@@ -308,6 +334,50 @@ def _chunks(
     ]
 
 
+def _state_chunk(
+    local: Geometry,
+    remote: Geometry,
+    group: int,
+    local_blocks: Sequence[Sequence[int]],
+    remote_blocks: Sequence[Sequence[int]],
+    tokens: range,
+) -> list[_Chunks]:
+    """Return the chunk with the state after the last of `tokens`; none if our block list has no
+    block for that state, because `tokens` is only a part of what will be read.
+    """
+    here, there = ((tokens.stop - 1) // side.block_size for side in (local, remote))
+    ours = _block_slice(local_blocks, group, here, here + 1, "our")
+    if ours[0] == HOLE:
+        return []
+    theirs = _block_slice(remote_blocks, group, there, there + 1, "the ticket's")
+    return [
+        _Chunks(
+            0,
+            0,
+            _existing(ours, local.num_blocks, "our"),
+            _existing(theirs, remote.num_blocks, "the ticket's"),
+        )
+    ]
+
+
+def _chunk_shares(
+    local: Geometry, remote: Geometry, region: Region
+) -> tuple["_ChunkShare", "_ChunkShare"]:
+    """Return the share of each chunk of a region that our rank reads from the producer's rank."""
+    total = local.heads_in(region)
+    heads = heads_to_read(local.tp_rank, local.tp_size, remote.tp_rank, remote.tp_size, total)
+    size = min(local.block_size, remote.block_size)
+    mine, other = (
+        _ChunkShare(
+            side.block_size if region.is_state else size,
+            side.block_size,
+            _within(heads, side, total),
+        )
+        for side in (local, remote)
+    )
+    return mine, other
+
+
 @dataclass(frozen=True, slots=True)
 class _ChunkShare:
     """The part of each chunk that one rank holds: `tokens` per chunk, and head numbers within the
@@ -395,9 +465,9 @@ def _template(local: _Cut, remote: _Cut, item_bytes: int) -> _Template:
     return _Template(items * item_bytes, to[kept], source[kept])
 
 
-def _within(heads: range, geometry: Geometry) -> range:
+def _within(heads: range, geometry: Geometry, total_heads: int) -> range:
     """Convert head numbers of the model to head numbers within a rank's cache."""
-    first = geometry.heads.start
+    first = heads_of(geometry.tp_rank, geometry.tp_size, total_heads).start
     return range(heads.start - first, heads.stop - first)
 
 

@@ -39,7 +39,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
-from kvferry.protocol.planning import Segments, plan_read
+from kvferry.protocol.planning import Segments, check_state_boundary, plan_read
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.protocol.transfer import next_tokens, reader_name
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
@@ -247,7 +247,7 @@ class PushWriter:
         if (
             lease is None
             or not lease.tp_rank < tp_size <= MAX_TP_SIZE
-            or not can_divide(self.peers.geometry.total_kv_heads, tp_size)
+            or not all(can_divide(count, tp_size) for count in self.peers.geometry.head_counts)
         ):
             return None
         if message.decode_epoch == UNKNOWN_EPOCH:
@@ -263,7 +263,7 @@ class PushWriter:
         return next(
             (
                 each
-                for each in rank_mappings(rank, tp_size, ours.tp_size, ours.total_kv_heads)
+                for each in rank_mappings(rank, tp_size, ours.tp_size, *ours.head_counts)
                 if each.rank == ours.tp_rank
             ),
             None,
@@ -485,14 +485,14 @@ class PushWriter:
                 f"the prefill was of another prompt or of other weights: {shared} tokens are known "
                 f"to be the same, but {lease.end_token} are needed"
             )
+        check_state_boundary(ours, ticket.num_tokens, lease.end_token)
         tokens = next_tokens(
             writing.wanted,
             progress.posted_until,
             progress.ready,
             max(ours.block_size, theirs.block_size),
         )
-        rank_mapping = self._rank_mapping_of(lease.tp_rank, theirs.tp_size)
-        if rank_mapping is None:
+        if self._rank_mapping_of(lease.tp_rank, theirs.tp_size) is None:
             raise RemoteProtocolError(
                 f"rank {lease.tp_rank} of the decode engine shares no heads with rank "
                 f"{ours.tp_rank}"
@@ -501,7 +501,6 @@ class PushWriter:
         plan = plan_read(
             theirs,
             ours,
-            rank_mapping.heads,
             lease.local_block_ids,
             ticket.block_ids(),
             tokens,

@@ -40,7 +40,12 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.peers import LostPeer, Peer
-from kvferry.protocol.planning import Segments, plan_permutations, plan_read
+from kvferry.protocol.planning import (
+    Segments,
+    check_state_boundary,
+    plan_permutations,
+    plan_read,
+)
 from kvferry.protocol.transfer import (
     GRANTED,
     ReaderStatus,
@@ -571,12 +576,12 @@ def _plan_reads(
             f"the prefill was of another prompt or of other weights: {shared} tokens are known to "
             f"be the same, but {to.tokens.stop} are needed"
         )
+    check_state_boundary(ours, ticket.num_tokens, to.tokens.stop)
     to.permutations = tuple(plan_permutations(ours, list(visited.values()), to.blocks, to.tokens))
     return {
         rank: plan_read(
             ours,
             geometry,
-            peer.rank_mappings[rank].heads,
             to.blocks,
             ticket.block_ids(),
             tokens,

@@ -101,7 +101,6 @@ def planned_segments(
         for part in plan_read(
             ours,
             theirs,
-            rank_mapping.heads,
             [range(ours.num_blocks)],
             [range(theirs.num_blocks)],
             range(end),

@@ -114,7 +114,6 @@ def test_a_plan_covers_exactly_the_blocks_of_the_tokens(
         plan_read(
             geometry,
             geometry,
-            geometry.heads,
             [[5, 9, 2]],
             [[1, 7, 3]],
             range(BLOCK, 2 * BLOCK + 1),
@@ -245,9 +244,7 @@ def test_layers_that_share_blocks_are_one_region(model: Path) -> None:
     assert (region.block_bytes, region.stride_bytes) == (4 * 2 * BLOCK * 128 * FLOAT,) * 2
     [(size, here)] = [
         (segments.segment_bytes, segments.local_offsets.tolist())
-        for segments in plan_read(
-            geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK)
-        )
+        for segments in plan_read(geometry, geometry, [[5, 9]], [[1, 7]], range(2 * BLOCK))
     ]
     assert (size, here) == (region.block_bytes, [5 * region.block_bytes, 9 * region.block_bytes])
 
