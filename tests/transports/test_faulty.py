@@ -19,6 +19,7 @@ PEER = PeerId(EngineId("far"), Epoch("1"), 0)
     [
         ("", Faults()),
         ("corrupt:every=1", Faults(corrupt_every=1)),
+        ("corrupt:every=1;corrupt:regions=conv", Faults(corrupt_every=1, corrupt_regions="conv")),
         ("fail:every=3", Faults(fail_every=3)),
         (" delay:polls=5 ; corrupt:every=2", Faults(corrupt_every=2, delay_polls=5)),
     ],
@@ -32,6 +33,7 @@ def test_specs_mean_what_they_say(text: str, faults: Faults) -> None:
     [
         "corrupt",
         "corrupt:every",
+        "corrupt:regions=",
         "corrupt:every=0",
         "corrupt:every=-1",
         "corrupt:polls=1",

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvferry.protocol.tickets import HOLE
+
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
@@ -49,6 +51,7 @@ __all__ = [
     "Request",
     "RequestStatus",
     "ScheduledSlice",
+    "StateLayout",
     "SupportsHMA",
     "supports_hma",
 ]
@@ -154,21 +157,56 @@ class KVTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The states of a group's layers. A state-space or linear-attention layer keeps one state per
+    request, which each token replaces, instead of KV for each token.
+    """
+
+    block_size: int
+    """How many tokens one entry of the engine's block table stands for. The block of the last
+    computed token holds the state.
+    """
+    heads: Mapping[str, int]
+    """For each of the group's `layer_names` (each names a part of a layer's state), the number of
+    heads over all ranks. A part is divided over ranks by its heads.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table, and how far back their attention looks: without limit, over
-    a sliding window, or within chunks.
+    a sliding window, or within chunks. Or layers without attention, which keep a state.
     """
 
     layer_names: tuple[str, ...]
     sliding_window: int | None = None
     attention_chunk: int | None = None
+    state: StateLayout | None = None
 
     @property
     def has_local_attention(self) -> bool:
         return self.sliding_window is not None or self.attention_chunk is not None
 
+    @property
+    def is_state(self) -> bool:
+        return self.state is not None
+
+    def block_list(self, table: Sequence[int], num_tokens: int, block_size: int) -> list[int]:
+        """The blocks that hold the KV of the first `num_tokens` tokens, one entry per `block_size`
+        tokens. The state after these tokens is in the last block; all others are holes.
+        """
+        num_blocks = -(-num_tokens // block_size)
+        if self.state is None:
+            return list(table[:num_blocks])
+        index = (num_tokens - 1) // self.state.block_size
+        return [HOLE] * (num_blocks - 1) + [table[index] if index < len(table) else HOLE]
+
     def first_visible_token(self, position: int) -> int:
-        """The first token that the token at `position` attends to."""
+        """The first token that the token at `position` attends to. For a state, the token before
+        `position`: the block of that token holds the state that `position` continues.
+        """
+        if self.state is not None:
+            return max(0, position - 1)
         if self.attention_chunk is not None:
             return position // self.attention_chunk * self.attention_chunk
         return max(0, position - self.sliding_window + 1) if self.sliding_window is not None else 0
@@ -201,6 +239,19 @@ class KVCacheConfig:
     """
     admits_second_load: bool = True
     """kvferry only: a request whose load has failed may load again before it has run."""
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
+
+    def block_lists(
+        self, tables: Iterable[Sequence[int]], num_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The blocks of each group that hold the KV of the first `num_tokens` tokens."""
+        return tuple(
+            group.block_list(table, num_tokens, self.block_size)
+            for group, table in zip(self.groups, tables, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +401,8 @@ class KVConnectorBase_V1(ABC):
     """kvferry only. The connector fills blocks with values that no model computed; no other
     connector may save them, and the engine must not share them between requests.
     """
+    moves_states: ClassVar[bool] = False
+    """kvferry only. The connector supports groups whose layers keep a state (`StateLayout`)."""
     opens_side_channel: ClassVar[bool] = False
     """kvferry only. The connector opens the engine's side channel, so an engine has at most one
     such connector.

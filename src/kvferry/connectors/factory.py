@@ -49,6 +49,11 @@ class KVConnectorFactory:
     ) -> KVConnectorBase_V1:
         """Build the configured connector; `ConfigError` if it cannot serve this cache."""
         connector_class = cls.get_connector_class(config.kv_transfer)
+        if kv_cache_config.has_states and not connector_class.moves_states:
+            raise ConfigError(
+                f"{config.kv_transfer.kv_connector} does not support models with state-space or "
+                "linear-attention layers; NixlConnector and NixlPushConnector do"
+            )
         groups = kv_cache_config.groups
         is_hybrid = len(groups) > 1 or any(group.has_local_attention for group in groups)
         if is_hybrid and not supports_hma(connector_class):

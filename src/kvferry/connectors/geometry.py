@@ -5,10 +5,15 @@ Pure, except that `geometry_of` reads the addresses of tensors.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVTensor
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVTensor,
+    ParallelConfig,
+)
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import Geometry, dense_axes, heads_of
 from kvferry.protocol.messages import Factor
@@ -32,7 +37,7 @@ def geometry_of(
     if unknown:
         raise ConfigError(f"layer {unknown[0]} has a cache tensor but belongs to no KV-cache group")
     regions = [
-        _region(name, kv_caches[name], groups[name], cache)
+        _region(name, kv_caches[name], groups[name], cache, config.parallel)
         for name in sorted(kv_caches, key=_natural)
     ]
     return Geometry(
@@ -80,7 +85,9 @@ def _total_kv_heads(config: ConnectorConfig, cache: KVCacheConfig) -> int:
     return total if is_divided else cache.num_kv_heads
 
 
-def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Region:
+def _region(
+    name: str, tensor: KVTensor, group: int, cache: KVCacheConfig, parallel: ParallelConfig
+) -> Region:
     """The region of one layer's tensor. Dimension 0 counts blocks, or equal parts of blocks that
     follow each other in memory.
     """
@@ -98,6 +105,8 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
             f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes: its "
             f"shape is {tuple(tensor.shape)}"
         )
+    state = cache.groups[group].state
+    state_heads = 0 if state is None else state.heads[name]
     is_host = str(getattr(tensor.device, "type", tensor.device)) == "cpu"
     return Region(
         name,
@@ -108,8 +117,24 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
         MemoryKind.DRAM if is_host else MemoryKind.VRAM,
         0 if is_host else int(getattr(tensor.device, "index", 0) or 0),
         group,
-        _axes(tensor, cache, per_block),
+        _state_axes(name, tensor, len(heads_of(parallel.tp_rank, parallel.tp_size, state_heads)))
+        if state_heads
+        else _axes(tensor, cache, per_block),
+        state_heads=state_heads,
     )
+
+
+def _state_axes(name: str, tensor: KVTensor, heads: int) -> tuple[Axis, ...]:
+    """The axes of a state. The heads must be outermost in the tensor's memory."""
+    size = prod(tensor.shape[1:])
+    if size % heads or any(
+        tensor.stride(dim) < tensor.stride(dim + 1) for dim in range(1, len(tensor.shape) - 1)
+    ):
+        raise ConfigError(
+            f"the state {name} cannot be divided into {heads} heads: its shape is "
+            f"{tuple(tensor.shape)}"
+        )
+    return dense_axes([(AxisKind.HEAD, heads)], size // heads * tensor.element_size())
 
 
 def _axes(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> tuple[Axis, ...] | None:
@@ -205,7 +230,7 @@ ALIGNMENT = 4096
 
 def host_buffer_bytes(regions: Sequence[Region]) -> int:
     """The size of a host buffer that holds these regions."""
-    return sum(_padded_bytes(region) for region in _largest_of_each(regions).values())
+    return sum(pages.padded_bytes for pages in _pages(regions))
 
 
 def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
@@ -213,31 +238,49 @@ def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region
     share memory (groups whose layers use the blocks of one tensor in turn) share their part of the
     host buffer.
     """
-    places = {}
-    for start, region in _largest_of_each(regions).items():
-        places[start] = (address, region.block_bytes)
-        address += _padded_bytes(region)
-    return tuple(
-        replace(
-            region,
-            address=places[region.address][0],
-            stride_bytes=places[region.address][1],
-            memory=MemoryKind.DRAM,
-            device=0,
-        )
-        for region in regions
-    )
+    moved: dict[Region, Region] = {}
+    for pages in _pages(regions):
+        for region in pages.regions:
+            moved[region] = replace(
+                region,
+                address=address + region.address - pages.address,
+                stride_bytes=pages.page_bytes,
+                memory=MemoryKind.DRAM,
+                device=0,
+            )
+        address += pages.padded_bytes
+    return tuple(moved[region] for region in regions)
 
 
-def _largest_of_each(regions: Sequence[Region]) -> dict[int, Region]:
-    """The region with the largest blocks at each address."""
-    largest: dict[int, Region] = {}
-    for region in regions:
-        known = largest.get(region.address)
-        if known is None or known.block_bytes < region.block_bytes:
-            largest[region.address] = region
-    return largest
+@dataclass(slots=True)
+class _Pages:
+    """Equally many pages of memory, one per block, and the regions whose blocks lie within them."""
+
+    address: int
+    stride_bytes: int
+    num_blocks: int
+    regions: list[Region]
+
+    @property
+    def page_bytes(self) -> int:
+        return max(region.address + region.block_bytes for region in self.regions) - self.address
+
+    @property
+    def padded_bytes(self) -> int:
+        return -(-self.page_bytes * self.num_blocks // ALIGNMENT) * ALIGNMENT
 
 
-def _padded_bytes(region: Region) -> int:
-    return -(-region.block_bytes * region.num_blocks // ALIGNMENT) * ALIGNMENT
+def _pages(regions: Sequence[Region]) -> list[_Pages]:
+    found: list[_Pages] = []
+    for region in sorted(regions, key=lambda region: region.address):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and region.stride_bytes == last.stride_bytes
+            and region.num_blocks == last.num_blocks
+            and region.address + region.block_bytes <= last.address + last.stride_bytes
+        ):
+            last.regions.append(region)
+        else:
+            found.append(_Pages(region.address, region.stride_bytes, region.num_blocks, [region]))
+    return found

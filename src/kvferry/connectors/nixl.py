@@ -35,6 +35,7 @@ class NixlConnector(TwoHalvesConnector[NixlConnectorScheduler, NixlConnectorWork
     """The pull connector: the decode side reads the blocks of a finished prefill leg."""
 
     honours_token_range = True
+    moves_states = True
     opens_side_channel = True
     transfer_mode: ClassVar[Literal["pull", "push"]] = "pull"
 

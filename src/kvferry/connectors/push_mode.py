@@ -203,11 +203,14 @@ class PrefillStreams:
         self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
         """Replace the blocks that the last token does not attend to by holes: the engine may free
-        those blocks at any time, and a reader would not notice that the contents changed.
+        those blocks at any time, and a reader would not notice that the contents changed. The
+        states are holes too: they change until the prefill leg ends.
         """
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
         firsts = [
-            min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size)
+            ready
+            if group.is_state
+            else min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size)
             for group in self.groups
         ]
         return tuple(
@@ -322,8 +325,12 @@ class PushMode:
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         salt, size = request.cache_salt, self._cache.block_size
+        tokens = request.prompt_token_ids
+        if self._cache.has_states:
+            # The prefill side computes one token less.
+            tokens = tokens[:-1]
         # A fingerprint of no tokens shares no prefix with any other.
-        return fingerprint(() if salt is None else request.prompt_token_ids, size, salt or "")
+        return fingerprint(() if salt is None else tokens, size, salt or "")
 
     def _expect(
         self,
@@ -334,10 +341,14 @@ class PushMode:
         """Register and offer the whole prompt to the engine. `shared` identifies the prefill leg
         among the requests that wait for the same leg.
         """
-        # With local attention the offer must leave out the last token, which the engine computes
-        # itself: see `NixlConnectorScheduler._usable`.
-        has_local_attention = any(group.has_local_attention for group in self._cache.groups)
-        num_tokens = request.num_prompt_tokens - has_local_attention
+        # With local attention or states the offer must leave out the last token, which the engine
+        # computes itself: see `NixlConnectorScheduler._usable`.
+        leaves_last_token = any(
+            group.has_local_attention or group.is_state for group in self._cache.groups
+        )
+        num_tokens = request.num_prompt_tokens - leaves_last_token
+        if self._cache.has_states:
+            shared = None
         if command.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.

@@ -50,7 +50,13 @@ from kvferry.connectors.params import (
     read_leg_id,
     read_params,
 )
-from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, LoadTable, RetainedTurns
+from kvferry.connectors.scheduler_tables import (
+    HeldBlocks,
+    LoadOffer,
+    LoadTable,
+    RetainedTurns,
+    SharedTicketKey,
+)
 from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.connectors.transfer_mode import (
     LoadByTicket,
@@ -287,12 +293,21 @@ class NixlConnectorScheduler:
         if offer.refusal is not None:
             self._commands.append(RejectLoad(request_id, offer.refusal))
             return
-        table = tuple(tuple(group) for group in blocks.get_block_ids())
         first = offer.num_local_tokens
         if first is None:
             first = offer.num_tokens - num_external_tokens
         # An engine may take fewer tokens than offered, but never other tokens.
         end = min(first + num_external_tokens, offer.num_tokens)
+        if self._cache.has_states and end != offer.num_tokens:
+            self._commands.append(
+                RejectLoad(
+                    request_id,
+                    f"this engine asked for the KV of {end} tokens, but the states that the "
+                    f"prefill side holds are those after {offer.num_tokens} tokens",
+                )
+            )
+            return
+        table = tuple(map(tuple, self._cache.block_lists(blocks.get_block_ids(), end)))
         needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
         self._commands.append(StartLoad(request_id, table, first, end, needed_from))
 
@@ -393,8 +408,7 @@ class NixlConnectorScheduler:
         salt = request.cache_salt
         if salt is None:
             return None
-        num_blocks = -(-num_tokens // self._cache.block_size)
-        held = tuple(group[:num_blocks] for group in block_ids)
+        held = self._cache.block_lists(block_ids, num_tokens)
         all_tokens = request.all_token_ids[:num_tokens]
         num_held = sum(block != HOLE for group in held for block in group)
         if isinstance(role, LoadFromPeer | NoTransfer):
@@ -554,16 +568,20 @@ class NixlConnectorScheduler:
             self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
             self._refuse(request_id, self._describe_other_weights(ticket))
             return
-        matched = self._usable(ticket, _shared_tokens(ticket, request), request.num_prompt_tokens)
+        shared = _shared_tokens(ticket, request)
+        matched = self._usable(ticket, shared, request.num_prompt_tokens)
         if not matched:
             self._stats.count("unmatched_tickets")
             _log.warning(
-                "ticket not used request=%s peer=%s reason=no token of the prompt can be loaded "
-                "with it; this engine computes the prompt",
+                "ticket not used request=%s peer=%s reason=%s; this engine computes the prompt",
                 request_id,
                 ticket.engine,
+                f"its states are those after {ticket.num_tokens} tokens, of which the "
+                f"{request.num_prompt_tokens} tokens of the prompt begin with {shared}"
+                if self._cache.has_states and shared
+                else "no token of the prompt can be loaded with it",
             )
-        name = (ticket.engine, ticket.epoch, ticket.serial)
+        name = self._shared_name(ticket)
         self._loads.offer(request_id, LoadOffer(matched, name))
         self._commands.append(PrepareLoad(request_id, str(text)))
 
@@ -601,7 +619,7 @@ class NixlConnectorScheduler:
                 f"{matched} tokens of the prompt can be loaded from it, fewer than {min_tokens}",
             )
         else:
-            name = (ticket.engine, ticket.epoch, ticket.serial)
+            name = self._shared_name(ticket)
             offer = LoadOffer(
                 matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
             )
@@ -634,16 +652,25 @@ class NixlConnectorScheduler:
         An engine always computes the last token of a prompt itself. If some group has local
         attention, the offer must leave the last token out: the engine decides from the number of
         loaded tokens which blocks it needs, and the last token attends further back than the token
-        after it.
+        after it. States are those after exactly the ticket's tokens, so the engine loads these
+        tokens or none.
         """
-        if not any(group.has_local_attention for group in self._cache.groups):
+        if not any(group.has_local_attention or group.is_state for group in self._cache.groups):
             return matched
         matched = min(matched, num_prompt_tokens - 1)
+        if self._cache.has_states and matched != ticket.num_tokens:
+            return 0
         needed = -(-matched // ticket.block_size)
         for group, blocks in zip(self._cache.groups, ticket.block_ids(), strict=False):
             if HOLE in blocks[group.first_visible_token(matched) // ticket.block_size : needed]:
                 return 0
         return matched
+
+    def _shared_name(self, ticket: Ticket) -> SharedTicketKey | None:
+        """The name under which requests with the same ticket read it once; None if each request
+        must read for itself, because the engine's prefix cache does not keep the states.
+        """
+        return None if self._cache.has_states else (ticket.engine, ticket.epoch, ticket.serial)
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
         """Release the lease of a ticket that this engine issued itself.

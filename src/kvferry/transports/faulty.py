@@ -7,6 +7,7 @@ that owns the wrapped transport makes all calls.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,8 @@ class Faults:
     """Corrupt the first block of each region in every n-th read that ends. A revoked write grant
     counts as a read: the first granted block of each region is corrupted.
     """
+    corrupt_regions: str = ""
+    """Corrupt only regions whose name contains this text."""
     fail_every: int = 0
     """Fail every n-th transfer after its bytes have moved."""
     delay_polls: int = 0
@@ -41,20 +44,25 @@ class Faults:
 
 
 def parse_faults(text: str) -> Faults:
-    """Parse `corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. Empty
-    means no faults. ConfigError for anything else.
+    """Parse `corrupt:every=1`, `fail:every=3`, `delay:polls=5`, or several joined by `;`. With
+    `corrupt:regions=TEXT` only regions whose name contains the text are corrupted. Empty means no
+    faults. ConfigError for anything else.
     """
     faults = Faults()
     for part in filter(None, (each.strip() for each in text.split(";"))):
         kind, _, setting = part.partition(":")
         key, _, number = setting.partition("=")
+        if (kind, key) == ("corrupt", "regions") and number:
+            faults = replace(faults, corrupt_regions=number)
+            continue
         if (kind, key) not in KNOWN or not number.isdecimal() or int(number) < 1:
             known = ", ".join(f"{each}:{name}=N" for each, name in KNOWN)
             raise ConfigError(
-                f"fault {part!r} is not known; use one or more of {known}, joined by ';', with N "
-                "of at least 1"
+                f"fault {part!r} is not known; use one or more of {known}, corrupt:regions=TEXT, "
+                "joined by ';', with N of at least 1"
             )
-        faults = replace(faults, **{KNOWN[kind, key]: int(number)})
+        chosen: dict[str, Any] = {KNOWN[kind, key]: int(number)}
+        faults = replace(faults, **chosen)
     return faults
 
 
@@ -180,6 +188,8 @@ class FaultyTransport:
         The bytes are not moved by whole tokens: attention does not depend on the order of the
         tokens of one head.
         """
+        if self._faults.corrupt_regions not in self._regions[region].name:
+            return
         address = self._regions[region].address + offset
         if self._regions[region].memory is MemoryKind.DRAM:
             segment = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
