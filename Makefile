@@ -126,8 +126,8 @@ chaos-router: $(STAMP)  ## the same for a router's fleet of 3 + 3: kills, restar
 docs: $(STAMP)  ## write the generated tables in docs/ again
 	$(BIN)/python scripts/generate_docs.py
 
-compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md again
-	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest --exhaustive tests/compatibility $(PYTEST_FLAGS)
+compatibility: $(STAMP)  ## run every pair of cache forms, and hybrid models in vLLM, and write docs/compatibility.md again
+	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest --exhaustive tests/compatibility tests/vllm/test_hybrid.py $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

@@ -23,7 +23,7 @@ from kvferry.types import KVLayout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-FAMILIES = {"GQA": "qwen3", "MLA": "mla", "hybrid": "window"}
+FAMILIES = {"GQA": "qwen3", "MLA": "mla", "sliding windows": "window"}
 TRANSPORTS = ("shm", "nixl")
 TP_SIZES = (1, 2)
 BLOCK_SIZES = (16, 32, 64)
@@ -35,7 +35,7 @@ CAPACITY_TOKENS = 4096
 FORMS = [Form(*each) for each in itertools.product(TP_SIZES, BLOCK_SIZES, LAYOUTS)]
 # Every D reads from engines of all forms. `make test` runs each model family over one transport,
 # with a pairwise sample of families and forms of D.
-USUAL_TRANSPORT = {"GQA": "nixl", "MLA": "shm", "hybrid": "nixl"}
+USUAL_TRANSPORT = {"GQA": "nixl", "MLA": "shm", "sliding windows": "nixl"}
 CASES = [
     pytest.param(
         (family, transport),

@@ -4,7 +4,7 @@ changes nothing.
 Transfers move whole blocks of every layer, and any prefix of a prompt may be used by another
 request. So the cache must hold all tokens of a request, or the last ones, in blocks of one size
 (full attention, MLA, sliding windows, chunks), and a token's KV must depend on earlier tokens
-alone.
+alone. State-space and linear-attention layers hold a state instead (`states.py`).
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,14 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvferry.errors import ConfigError
+from kvferry.vllm.states import check_states
 
 __all__ = ["check_supported", "drops_too_few_tokens", "layer_specs"]
 
@@ -67,11 +69,17 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
             f"{model} holds part of its KV in a host pool of its own; kvferry does not transfer "
             "that yet"
         )
+    for spec in specs:
+        if isinstance(spec, MambaSpec):
+            check_states(model, spec)
+    specs = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    if not specs:
+        raise ConfigError(f"{model} has no attention layers; kvferry does not transfer that yet")
     others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})
     if others:
         raise ConfigError(
             f"{model} stores its KV as {', '.join(others)}; kvferry supports full attention, MLA, "
-            "sliding windows and chunks"
+            "sliding windows, chunks, and the states of state-space and linear-attention layers"
         )
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:

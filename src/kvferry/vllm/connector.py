@@ -26,13 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
-from kvferry.vllm.compatibility import check_supported
+from kvferry.vllm.compatibility import check_supported, layer_specs
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
@@ -41,6 +42,7 @@ from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.remote_loads import OptionalLoadFailures, RemoteLoads
 from kvferry.vllm.salts import CacheSalts
+from kvferry.vllm.states import shorten_prefill_leg, state_views
 from kvferry.vllm.stock_interop import with_interop
 from kvferry.vllm.translate import (
     BlocksView,
@@ -165,6 +167,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._salts.adapters.watch_engine()
         cache = cache_config(vllm_config, kv_cache_config, formats)
         config = with_interop(config, cache, vllm_config, kv_cache_config, is_worker)
+        self._has_states = cache.has_states
         self._needs = BlockDemand(cache.block_size, len(cache.groups))
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
@@ -241,6 +244,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._salts.note_request(request)
+        if self._has_states and isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
+            shorten_prefill_leg(request)
         if self._weights.is_known:
             self._accept(request)
         else:
@@ -377,8 +382,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
         self._end_request(request)
+        view = self._view(request)
+        if self._has_states and request.num_in_flight_tokens:
+            view = replace(view, has_unknown_states=True)
         return self._inner.request_finished_all_groups(
-            self._view(request), tuple(map(null_blocks_as_holes, block_ids))
+            view, tuple(map(null_blocks_as_holes, block_ids))
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -403,8 +411,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names
         }
         self._loaded_weights = LoadedWeights.find()
+        specs = {
+            layer: spec
+            for group in self._kv_cache_config.kv_cache_groups
+            for spec in layer_specs(group.kv_cache_spec)[:1]
+            if isinstance(spec, MambaSpec)
+            for layer in group.layer_names
+        }
+        states = state_views(
+            kv_caches,
+            specs,
+            self._vllm_config.parallel_config.tensor_parallel_size,
+            self._vllm_config.model_config.hf_text_config,
+        )
         self._inner.register_kv_caches(
-            {layer: tensor for layer, tensor in kv_caches.items() if layer in layers}
+            {layer: kv_caches[layer] for layer in kv_caches if layer in layers - specs.keys()}
+            | states
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -14,6 +14,8 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
 import vllm
 from kvferry.connectors.contract import ModelIdentity
 from kvferry.protocol.handshake import named_factors
@@ -32,7 +34,11 @@ COMPARED_OPTIONS: Mapping[str, tuple[str, ...]] = {
         "model_class_overrides",
         "code_revision",
     ),
-    "cache_config": ("kv_cache_dtype_skip_layers",),
+    "cache_config": (
+        "kv_cache_dtype_skip_layers",
+        "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype",
+    ),
     "attention_config": (
         "backend_per_kind",
         "disable_flashinfer_q_quantization",
@@ -140,6 +146,8 @@ def _settings(vllm_config: Any) -> dict[str, Factor]:
         **_length_factors(model),
         **_lora_factors(vllm_config),
         **_processor_factors(vllm_config),
+        # How the convolutions of states lie in memory.
+        **({"ssm_conv_state_layout": get_conv_state_layout()} if model.is_hybrid else {}),
     }
 
 

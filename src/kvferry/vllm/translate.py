@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
@@ -30,6 +30,7 @@ from kvferry.vllm.factors import model_identity
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
 from kvferry.vllm.salts import CacheSalts
+from kvferry.vllm.states import state_group
 
 __all__ = [
     "BlocksView",
@@ -87,6 +88,8 @@ class VllmRequestView:
     """The version of weights that replaced those of the start; see `WeightsVersion`."""
     progress: PrefillProgress | None = None
     """Set for prefill legs that are transferred while they are computed."""
+    has_unknown_states: bool = False
+    """A step that is still running replaces the states of the request."""
 
     @property
     def request_id(self) -> str:
@@ -134,7 +137,9 @@ class VllmRequestView:
 
     @property
     def cache_salt(self) -> str | None:
-        return self.salts.salt(self.request, self.weights_version)
+        return (
+            None if self.has_unknown_states else self.salts.salt(self.request, self.weights_version)
+        )
 
     @property
     def family(self) -> str | None:
@@ -185,8 +190,16 @@ def cache_config(
 ) -> KVCacheConfig:
     """The contract's view of vLLM's cache. Only workers know the `attention_backends`."""
     model = vllm_config.model_config
-    spec = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
-    groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
+    spec = next(
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group.kv_cache_spec)
+        if not isinstance(spec, MambaSpec)
+    )
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    groups = tuple(
+        _group(group, tp_size, model.hf_text_config) for group in kv_cache_config.kv_cache_groups
+    )
     return KVCacheConfig(
         num_blocks=kv_cache_config.num_blocks,
         block_size=spec.block_size,
@@ -252,8 +265,10 @@ def connector_config(
     )
 
 
-def _group(group: Any) -> KVCacheGroup:
+def _group(group: Any, tp_size: int, config: Any) -> KVCacheGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
+    if isinstance(spec, MambaSpec):
+        return state_group(group, spec, tp_size, config)
     return KVCacheGroup(
         tuple(group.layer_names),
         sliding_window=spec.sliding_window + spec.extra_retained_tokens

@@ -5,7 +5,8 @@ For every token, the made-up forward writes a number that depends on all tokens 
 token's slot of every layer, as a model would write KV. The number also depends on the engine's
 weights, which `load_weights` replaces. Before that it reads all earlier slots of
 the request and records every wrong one in `wrong_slots`. So a block that was not loaded, was
-loaded from the wrong place or was overwritten is noticed the moment attention would use it.
+loaded from the wrong place or was overwritten is noticed the moment attention would use it. A layer
+with a state has one such number for all tokens, in the block of the last token.
 """
 
 import json
@@ -30,9 +31,11 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
@@ -45,6 +48,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -135,6 +139,7 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
     is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
+    state_mode = arguments.pop("state_mode", None)
     defaults = {
         "block_size": BLOCK,
         "enforce_eager": True,
@@ -149,6 +154,14 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     # platform.
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.kv_cache_layout = layout
+    if state_mode is not None:
+        # As vLLM sets them for a hybrid model.
+        config.cache_config.mamba_cache_mode = state_mode
+        config.cache_config.mamba_block_size = (
+            config.cache_config.block_size
+            if state_mode == "align"
+            else config.model_config.max_model_len
+        )
     return config
 
 
@@ -409,8 +422,12 @@ class Engine:
         values = torch.tensor(slot_values(tokens, seed), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
         for name, group, spec in self._layers:
+            if isinstance(spec, MambaSpec):
+                self._compute_state(self.tensors[name], spec, values[:end], work, group)
+                continue
             self._compute_layer(
                 self.tensors[name],
+                spec.block_size,
                 values[:end],
                 first_visible_token(spec, work.start),
                 work,
@@ -424,12 +441,12 @@ class Engine:
     def _compute_layer(
         self,
         tensor: torch.Tensor,
+        size: int,
         values: torch.Tensor,
         seen_from: int,
         work: _Work,
         blocks: list[int],
     ) -> None:
-        size = self._block_size
         for index in range(seen_from // size, -(-len(values) // size)):
             first, block = index * size, blocks[index]
             begin, known = (
@@ -444,6 +461,22 @@ class Engine:
                 self.wrong_slots.append((work.request_id, index))
             fresh = values[first + known : first + size, None]
             tensor[block, :, known : known + len(fresh), :] = fresh
+
+    def _compute_state(
+        self, pages: torch.Tensor, spec: MambaSpec, values: torch.Tensor, work: _Work, group: int
+    ) -> None:
+        """Check the state that the step continues, and write the state after the step. Every
+        element of a state has another number.
+        """
+        blocks = work.blocks[group]
+        states = pages[:, 0, 0, : spec.real_page_size_bytes].view(torch.float32)
+        offsets = torch.arange(states.shape[1])
+        if work.start:
+            block = blocks[(work.start - 1) // spec.block_size]
+            if not torch.equal(states[block], (values[work.start - 1] + offsets) % _MODULUS):
+                self.wrong_slots.append((work.request_id, (work.start - 1) // spec.block_size))
+        block = blocks[(len(values) - 1) // spec.block_size]
+        states[block] = (values[-1] + offsets) % _MODULUS
 
     def _take(self, outputs: dict[int, Any]) -> None:
         for stats in (
@@ -632,6 +665,21 @@ def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
                 attention_chunk_size=64,
             )
             return {name: full if index % 2 else chunk for index, name in enumerate(names)}
+        case "states beside full attention":
+            heads, width, rows = 4, 16, 3
+            conv = heads * width + 2 * 2 * width
+            state = MambaSpec(
+                block_size=config.cache_config.mamba_block_size or 0,
+                shapes=(
+                    (conv, rows) if is_conv_state_dim_first() else (rows, conv),
+                    (heads, width, width),
+                ),
+                dtypes=(torch.float32, torch.float32),
+                page_size_padded=full.page_size_bytes,
+                mamba_type=MambaAttentionBackendEnum.MAMBA2,
+                mamba_cache_mode=config.cache_config.mamba_cache_mode,
+            )
+            return {name: full if index % 2 else state for index, name in enumerate(names)}
         case "layers of two sizes":
             return {
                 name: replace(

@@ -202,6 +202,10 @@ class World:
 
         run_until(is_over, self.p, self.d)
 
+    def continued(self, engine: Engine, name: str) -> list[int]:
+        """Return the tokens that the engine's answer to a request continues."""
+        return list(self.prompts[name])
+
     def check_answers(self) -> int:
         """Check that every request ended with right tokens, a clear error or the client's own
         abort; return how many of D's requests ended with all tokens. A preempted request may
@@ -210,7 +214,7 @@ class World:
         for engine in (self.p, self.d):
             assert engine.wrong_slots == []
             for name, answer in engine.answers.items():
-                said = list(self.prompts[name])
+                said = self.continued(engine, name)
                 for token in answer.tokens:
                     assert token in [next_token(said, weights) for weights in WEIGHTS], name
                     said.append(token)
