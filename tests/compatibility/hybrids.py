@@ -1,4 +1,4 @@
-"""What came out for hybrid models in real vLLM, and the section of the page that shows it."""
+"""The results for hybrid models in real vLLM, and the section of the page that shows them."""
 
 import os
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class HybridOutcomes:
             others = PAGE.read_text().partition(HEADING)[0].rstrip("\n")
             PAGE.write_text(f"{others}\n\n{self.section()}")
         assert hybrid_section() == self.section(), (
-            "write docs/compatibility.md anew with make compatibility"
+            "write docs/compatibility.md again with make compatibility"
         )
 
 

@@ -229,8 +229,14 @@ def test_states_cross_the_wire() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"state_heads": -1}, {"state_heads": 1 << 20}, {"state_heads": 8}, {"axes": None}],
-    ids=str,
+    [
+        {"state_heads": -1},
+        {"state_heads": 1 << 20},
+        {"state_heads": 8},
+        {"axes": None},
+        {"axes": dense_axes([(AxisKind.HEAD, 4), (AxisKind.TOKEN, 2)], 4)},
+    ],
+    ids=["negative", "too many", "other axes", "no axes", "tokens"],
 )
 def test_states_that_contradict_themselves_are_refused(changes: dict[str, Any]) -> None:
     geometry = altered(Side(0, 1, 4, 1).geometry, **changes)

@@ -237,7 +237,7 @@ async def check_pair(hybrid: Hybrid, p: Engine, d: Engine, prompts: Sequence[Pro
         await assert_free(session, p, d, timeout_s=SOON_S)
 
 
-def test_a_lease_that_nobody_reads_ends_and_frees_blocks_and_states(hybrid: Hybrid) -> None:
+def test_a_lease_without_a_reader_ends_and_frees_blocks_and_states(hybrid: Hybrid) -> None:
     async def check() -> None:
         async with new_session(60) as session:
             before = (await metrics(session, hybrid.p))["kvferry:kv_expired_reqs_total"]
@@ -273,5 +273,5 @@ def test_an_engine_that_is_killed_costs_the_other_nothing(hybrid: Hybrid) -> Non
 
 
 @exhaustive
-def test_the_page_says_what_came_out(outcomes: HybridOutcomes) -> None:
+def test_the_page_shows_the_results(outcomes: HybridOutcomes) -> None:
     outcomes.check_page(set(MODELS))

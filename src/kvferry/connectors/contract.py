@@ -163,19 +163,19 @@ class StateLayout:
     """
 
     block_size: int
-    """How many tokens one entry of the engine's block table stands for. The block of the last
-    computed token holds the state.
+    """The number of tokens that one entry of the engine's block table stands for. The block of the
+    last computed token holds the state.
     """
     heads: Mapping[str, int]
-    """For each of the group's `layer_names` (each names a part of a layer's state), the number of
-    heads over all ranks. A part is divided over ranks by its heads.
+    """The number of heads over all ranks, by which ranks divide a part of a layer's state. The
+    group's `layer_names` name such parts.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table, and how far back their attention looks: without limit, over
-    a sliding window, or within chunks. Or layers without attention, which keep a state.
+    a sliding window, or within chunks. The layers of a group with a `state` have no attention.
     """
 
     layer_names: tuple[str, ...]
@@ -243,6 +243,13 @@ class KVCacheConfig:
     @property
     def has_states(self) -> bool:
         return any(group.is_state for group in self.groups)
+
+    @property
+    def leaves_last_token(self) -> bool:
+        """Whether a load must leave out the last token of a prompt, which the engine computes
+        itself in any case.
+        """
+        return any(group.has_local_attention or group.is_state for group in self.groups)
 
     def block_lists(
         self, tables: Iterable[Sequence[int]], num_tokens: int

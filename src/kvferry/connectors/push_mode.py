@@ -343,12 +343,7 @@ class PushMode:
         """
         # With local attention or states the offer must leave out the last token, which the engine
         # computes itself: see `NixlConnectorScheduler._usable`.
-        leaves_last_token = any(
-            group.has_local_attention or group.is_state for group in self._cache.groups
-        )
-        num_tokens = request.num_prompt_tokens - leaves_last_token
-        if self._cache.has_states:
-            shared = None
+        num_tokens = request.num_prompt_tokens - self._cache.leaves_last_token
         if command.tokens.num_tokens == 0 or self._producer_frees_last_window(num_tokens):
             # This engine computes the prompt; the registration and `SkipLoad` let the prefill side
             # free the blocks.

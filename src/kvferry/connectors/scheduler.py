@@ -99,6 +99,11 @@ _WEIGHTS_CHANGED = (
     "this engine's weights may have changed since the request arrived; send the request again"
 )
 
+_TOO_LATE = (
+    "ticket not used request=%s reason=another request of the same prompt reads its states or has "
+    "read them; this engine computes the prompt"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -250,7 +255,7 @@ class NixlConnectorScheduler:
     ) -> tuple[int | None, bool]:
         request_id = RequestId(request.request_id)
         offer = self._loads.get(request_id)
-        if offer is None or self._loads.was_read(offer.ticket):
+        if offer is None or (self._reads_once and self._loads.was_read(offer.ticket)):
             return 0, False
         # A refused request claims its whole prompt, so that the engine waits for the load and then
         # handles the failure on the ordinary path of a failed load.
@@ -268,7 +273,9 @@ class NixlConnectorScheduler:
                 offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size
             )
         self._loads.offer(request_id, offer)
-        if offer.num_pending_ranks or self._loads.is_being_read(offer.ticket):
+        if offer.num_pending_ranks or (
+            self._reads_once and self._loads.is_being_read(offer.ticket)
+        ):
             return None, False
         return missing, True
 
@@ -298,16 +305,21 @@ class NixlConnectorScheduler:
             first = offer.num_tokens - num_external_tokens
         # An engine may take fewer tokens than offered, but never other tokens.
         end = min(first + num_external_tokens, offer.num_tokens)
-        if self._cache.has_states and end != offer.num_tokens:
-            self._commands.append(
-                RejectLoad(
-                    request_id,
-                    f"this engine asked for the KV of {end} tokens, but the states that the "
-                    f"prefill side holds are those after {offer.num_tokens} tokens",
-                )
-            )
-            return
         table = tuple(map(tuple, self._cache.block_lists(blocks.get_block_ids(), end)))
+        if self._cache.has_states and end != offer.num_tokens:
+            reason = (
+                f"this engine asked for the KV of {end} tokens, but the states that the prefill "
+                f"side holds are those after {offer.num_tokens} tokens"
+            )
+            self._commands.append(RejectLoad(request_id, reason))
+            return
+        if any(
+            group.is_state and blocks_of[-1] == HOLE
+            for group, blocks_of in zip(self._cache.groups, table, strict=True)
+        ):
+            reason = f"this engine has no block for the states after {end} tokens"
+            self._commands.append(RejectLoad(request_id, reason))
+            return
         needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
         self._commands.append(StartLoad(request_id, table, first, end, needed_from))
 
@@ -549,6 +561,8 @@ class NixlConnectorScheduler:
                 self._take_ticket(request, text)
             case LoadRefusal(reason):
                 self._refuse(RequestId(request.request_id), reason)
+            case LoadPlan(_, LoadOffer(ticket=key)) if self._comes_too_late(key):
+                _log.info(_TOO_LATE, request.request_id)
             case LoadPlan(commands, offer):
                 self._commands += commands
                 if offer is not None:
@@ -581,8 +595,11 @@ class NixlConnectorScheduler:
                 if self._cache.has_states and shared
                 else "no token of the prompt can be loaded with it",
             )
-        name = self._shared_name(ticket)
-        self._loads.offer(request_id, LoadOffer(matched, name))
+        key = (ticket.engine, ticket.epoch, ticket.serial)
+        if self._comes_too_late(key):
+            _log.info(_TOO_LATE, request_id)
+            return
+        self._loads.offer(request_id, LoadOffer(matched, key))
         self._commands.append(PrepareLoad(request_id, str(text)))
 
     def _take_retained_turn(self, request: Request, text: object) -> None:
@@ -619,9 +636,9 @@ class NixlConnectorScheduler:
                 f"{matched} tokens of the prompt can be loaded from it, fewer than {min_tokens}",
             )
         else:
-            name = self._shared_name(ticket)
+            key = (ticket.engine, ticket.epoch, ticket.serial)
             offer = LoadOffer(
-                matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
+                matched, key, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text)
             )
             self._loads.offer(request_id, offer)
             return
@@ -655,7 +672,7 @@ class NixlConnectorScheduler:
         after it. States are those after exactly the ticket's tokens, so the engine loads these
         tokens or none.
         """
-        if not any(group.has_local_attention or group.is_state for group in self._cache.groups):
+        if not self._cache.leaves_last_token:
             return matched
         matched = min(matched, num_prompt_tokens - 1)
         if self._cache.has_states and matched != ticket.num_tokens:
@@ -666,11 +683,20 @@ class NixlConnectorScheduler:
                 return 0
         return matched
 
-    def _shared_name(self, ticket: Ticket) -> SharedTicketKey | None:
-        """The name under which requests with the same ticket read it once; None if each request
-        must read for itself, because the engine's prefix cache does not keep the states.
+    @property
+    def _reads_once(self) -> bool:
+        """Whether one of the requests that share a ticket reads, and the others find its blocks in
+        the engine's prefix cache. That cache keeps no states at the end of a prompt.
         """
-        return None if self._cache.has_states else (ticket.engine, ticket.epoch, ticket.serial)
+        return not self._cache.has_states
+
+    def _comes_too_late(self, key: SharedTicketKey | None) -> bool:
+        """Whether a new request must not read a ticket for itself: another request has begun to
+        read it, and the producer may end the lease before it learns of the new one.
+        """
+        return not self._reads_once and (
+            self._loads.is_being_read(key) or self._loads.was_read(key)
+        )
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
         """Release the lease of a ticket that this engine issued itself.

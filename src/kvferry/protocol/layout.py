@@ -299,8 +299,9 @@ class Geometry:
     total_kv_heads: int
     """Number of heads over all ranks; replicated heads count once."""
     needs_whole_blocks: bool = False
-    """The attention window may start within a block, and this engine would share a partly loaded
-    block with other requests as a complete block.
+    """Every block that a read fills must be filled to the last token that the producer's blocks
+    hold: for example because the attention window may start within a block, and this engine would
+    share a partly loaded block with other requests as a complete block.
     """
 
     @property
@@ -535,7 +536,7 @@ def _makes_sense(region: Region, geometry: Geometry) -> bool:
     return (
         region.num_blocks == geometry.num_blocks
         and 0 <= region.state_heads <= _MAX_COUNT
-        and not (region.is_state and region.axes is None)
+        and not (region.is_state and (region.axes is None or region.count(AxisKind.TOKEN) != 1))
         and 0 < region.block_bytes <= region.stride_bytes
         and region.group >= 0
         and region.address >= 0

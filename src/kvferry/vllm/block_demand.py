@@ -35,6 +35,9 @@ class BlockDemand:
 
     block_size: int
     num_groups: int
+    """The number of groups with attention."""
+    num_state_groups: int = 0
+    """The number of groups whose layers keep a state, in one block per request."""
     watermark: int = 0
     """The number of blocks that vLLM leaves free when it admits a request from the queue."""
     _admitted: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class BlockDemand:
             if stopped_at.will_load
             else []
         )
-        need = self._blocks(request.num_tokens) + self.watermark
+        need = self._blocks(request.num_tokens) + self.num_state_groups + self.watermark
         reserved = sum(self._left(other) for other in others if other.num_computed_tokens > 0)
         # An upper bound: the request's cached tokens may lie in free blocks, requests admitted in
         # this step may still need all of their blocks, and speculated tokens take a block or two.
@@ -101,7 +104,8 @@ class BlockDemand:
             for other in others
             if other.status == RequestStatus.RUNNING and other.num_computed_tokens == 0
         )
-        upper_bound = need + reserved + new + self.num_groups * (1 + len(others))
+        num_groups = self.num_groups + self.num_state_groups
+        upper_bound = need + reserved + new + num_groups * (1 + len(others))
         return (
             0
             if num_free >= upper_bound

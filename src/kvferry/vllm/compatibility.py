@@ -14,14 +14,13 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvferry.errors import ConfigError
-from kvferry.vllm.states import check_states
+from kvferry.vllm.states import check_states, state_specs
 
 __all__ = ["check_supported", "drops_too_few_tokens", "layer_specs"]
 
@@ -69,10 +68,15 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
             f"{model} holds part of its KV in a host pool of its own; kvferry does not transfer "
             "that yet"
         )
-    for spec in specs:
-        if isinstance(spec, MambaSpec):
-            check_states(model, spec)
-    specs = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    for group in groups:
+        for state in state_specs(group).values():
+            check_states(model, state)
+    specs = [
+        spec
+        for group in groups
+        if not state_specs(group)
+        for spec in layer_specs(group.kv_cache_spec)
+    ]
     if not specs:
         raise ConfigError(f"{model} has no attention layers; kvferry does not transfer that yet")
     others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})

@@ -26,14 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.block_demand import BlockDemand
-from kvferry.vllm.compatibility import check_supported, layer_specs
+from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
@@ -42,7 +41,7 @@ from kvferry.vllm.progress import PrefillProgressTable
 from kvferry.vllm.release import find_cache_hit_source, warn_if_untested
 from kvferry.vllm.remote_loads import OptionalLoadFailures, RemoteLoads
 from kvferry.vllm.salts import CacheSalts
-from kvferry.vllm.states import shorten_prefill_leg, state_views
+from kvferry.vllm.states import shorten_prefill_leg, state_specs, state_views
 from kvferry.vllm.stock_interop import with_interop
 from kvferry.vllm.translate import (
     BlocksView,
@@ -168,7 +167,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cache = cache_config(vllm_config, kv_cache_config, formats)
         config = with_interop(config, cache, vllm_config, kv_cache_config, is_worker)
         self._has_states = cache.has_states
-        self._needs = BlockDemand(cache.block_size, len(cache.groups))
+        num_state_groups = sum(group.is_state for group in cache.groups)
+        self._needs = BlockDemand(
+            cache.block_size, len(cache.groups) - num_state_groups, num_state_groups
+        )
         self._loads = RemoteLoads()
         self._excused = OptionalLoadFailures()
         self._has_unreported_stats = False
@@ -222,7 +224,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler --
 
     def _view(self, request: Any) -> VllmRequestView:
-        return VllmRequestView(request, self._salts, self._weights.version)
+        # A prefill leg whose prompt came as embeddings is not shortened.
+        has_unknown_states = self._has_states and request.prompt_embeds is not None
+        return VllmRequestView(
+            request,
+            self._salts,
+            self._weights.version,
+            has_unknown_states=has_unknown_states,
+        )
 
     def reset_cache(self) -> bool | None:
         """Drop all KV that was computed so far. vLLM calls this when cached KV is no longer valid,
@@ -383,7 +392,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(self._inner, contract.SupportsHMA)
         self._end_request(request)
         view = self._view(request)
-        if self._has_states and request.num_in_flight_tokens:
+        if self._has_states and request.num_in_flight_tokens and view.is_transferable:
+            _log.info(
+                "no ticket issued: a step that is still running replaces the states request=%s",
+                request.request_id,
+            )
             view = replace(view, has_unknown_states=True)
         return self._inner.request_finished_all_groups(
             view, tuple(map(null_blocks_as_holes, block_ids))
@@ -414,9 +427,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         specs = {
             layer: spec
             for group in self._kv_cache_config.kv_cache_groups
-            for spec in layer_specs(group.kv_cache_spec)[:1]
-            if isinstance(spec, MambaSpec)
-            for layer in group.layer_names
+            for layer, spec in state_specs(group).items()
         }
         states = state_views(
             kv_caches,

@@ -46,6 +46,7 @@ from kvferry.vllm.connector import KVFerryConnector, log_with_vllm
 from kvferry.vllm.multi_metrics import MultiKVEvents, MultiKVStats, MultiPromMetrics
 from kvferry.vllm.release import warn_if_untested
 from kvferry.vllm.remote_loads import RemoteLoads
+from kvferry.vllm.states import has_states
 
 __all__ = ["ChildConfig", "MultiConnector", "child_configs", "traits_of"]
 
@@ -320,11 +321,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 undo.callback(connector.shutdown)
                 connectors.append(connector)
             undo.pop_all()
-        self._children = Children(
-            connectors,
-            [child.name for child in configs],
-            [traits_of(index, type(connector)) for index, connector in enumerate(connectors)],
-        )
+        traits = [traits_of(index, type(connector)) for index, connector in enumerate(connectors)]
+        if has_states(kv_cache_config):
+            # The states at the end of a range that another child continues have no block.
+            traits = [replace(each, honours_token_range=False) for each in traits]
+        self._children = Children(connectors, [child.name for child in configs], traits)
         self._loads = RemoteLoads()
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half: MultiScheduler | None = None

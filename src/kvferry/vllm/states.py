@@ -19,12 +19,19 @@ from typing import Any
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as StateKind
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
 from kvferry.connectors.contract import KVCacheGroup, KVTensor, StateLayout
 from kvferry.errors import ConfigError
 
-__all__ = ["check_states", "shorten_prefill_leg", "state_group", "state_views"]
+__all__ = [
+    "check_states",
+    "has_states",
+    "shorten_prefill_leg",
+    "state_group",
+    "state_specs",
+    "state_views",
+]
 
 CACHE_MODES = ("none", "align")
 """In these modes, the block of the last computed token holds the state."""
@@ -37,12 +44,27 @@ class StatePart:
     """A part of a layer's state that is divided over TP ranks by itself."""
 
     name: str
-    tensor: int
+    tensor_index: int
     """The number of the tensor among the layer's state tensors."""
     index: tuple[Any, ...]
     """The part's place in the tensor, behind the dimension of blocks."""
     heads: int
     """The number of heads over all ranks."""
+
+
+def state_specs(group: Any) -> dict[str, MambaSpec]:
+    """The specification of each layer of a group that keeps states; empty for attention."""
+    spec = group.kv_cache_spec
+    specs = (
+        spec.kv_cache_specs
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else dict.fromkeys(group.layer_names, spec)
+    )
+    return {layer: spec for layer, spec in specs.items() if isinstance(spec, MambaSpec)}
+
+
+def has_states(kv_cache_config: Any) -> bool:
+    return any(state_specs(group) for group in kv_cache_config.kv_cache_groups)
 
 
 def check_states(model: str, spec: MambaSpec) -> None:
@@ -64,11 +86,15 @@ def check_states(model: str, spec: MambaSpec) -> None:
         )
 
 
-def state_group(group: Any, spec: MambaSpec, tp_size: int, config: Any) -> KVCacheGroup:
+def state_group(specs: Mapping[str, MambaSpec], tp_size: int, config: Any) -> KVCacheGroup:
     """The contract's view of a group of layers that keep states."""
-    parts = _parts(spec, tp_size, config)
-    heads = {f"{layer}.{part.name}": part.heads for layer in group.layer_names for part in parts}
-    return KVCacheGroup(tuple(heads), state=StateLayout(spec.block_size, heads))
+    heads = {
+        f"{layer}.{part.name}": part.heads
+        for layer, spec in specs.items()
+        for part in _parts(spec, tp_size, config)
+    }
+    (block_size,) = {spec.block_size for spec in specs.values()}
+    return KVCacheGroup(tuple(heads), state=StateLayout(block_size, heads))
 
 
 def state_views(
@@ -79,7 +105,7 @@ def state_views(
     for layer, spec in specs.items():
         tensors = _tensors(kv_caches[layer], spec)
         for part in _parts(spec, tp_size, config):
-            views[f"{layer}.{part.name}"] = tensors[part.tensor][:, *part.index]
+            views[f"{layer}.{part.name}"] = tensors[part.tensor_index][:, *part.index]
     return views
 
 
@@ -157,18 +183,21 @@ def shorten_prefill_leg(request: Any) -> None:
     """Let a prefill leg compute all tokens of the prompt but the last, and generate one token.
 
     The decode side computes the last token of a prompt itself, because it needs the token's logits.
-    It continues from the states after the token before, and a state that is one token further
-    cannot be wound back.
+    It continues from the states after the token before, and no token can be taken back out of a
+    state.
     """
-    if request.num_prompt_tokens < 2 or request.skip_reading_prefix_cache:
+    is_left_whole = (
+        request.num_prompt_tokens < 2
+        # The decode side loads nothing for such a request.
+        or request.skip_reading_prefix_cache
+        or request.prompt_embeds is not None
+        # More of the prompt follows.
+        or request.resumable
+    )
+    if is_left_whole:
         return
-    # The n requests of one request with n choices may share these objects.
-    if request.prompt_token_ids is not None:
-        request.prompt_token_ids = request.prompt_token_ids[:-1]
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
-    if request.prompt_is_token_ids is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
+    # The n requests of one request with n choices may share the list.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     # vLLM's `all_token_ids` is a view of this list.
     del request._all_token_ids[-1]  # noqa: SLF001
     request.num_prompt_tokens -= 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
@@ -30,7 +30,7 @@ from kvferry.vllm.factors import model_identity
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
 from kvferry.vllm.salts import CacheSalts
-from kvferry.vllm.states import state_group
+from kvferry.vllm.states import state_group, state_specs
 
 __all__ = [
     "BlocksView",
@@ -89,7 +89,9 @@ class VllmRequestView:
     progress: PrefillProgress | None = None
     """Set for prefill legs that are transferred while they are computed."""
     has_unknown_states: bool = False
-    """A step that is still running replaces the states of the request."""
+    """The number of tokens that the request's states stand for is not known, so its KV must not be
+    exchanged.
+    """
 
     @property
     def request_id(self) -> str:
@@ -129,6 +131,10 @@ class VllmRequestView:
         if not VllmStatus.is_finished(status):
             return RequestStatus.RUNNING
         return _TRANSFERABLE_STATUSES.get(status, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def is_transferable(self) -> bool:
+        return self.request.status in _TRANSFERABLE_STATUSES
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -191,10 +197,9 @@ def cache_config(
     """The contract's view of vLLM's cache. Only workers know the `attention_backends`."""
     model = vllm_config.model_config
     spec = next(
-        spec
+        layer_specs(group.kv_cache_spec)[0]
         for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
-        if not isinstance(spec, MambaSpec)
+        if not state_specs(group)
     )
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     groups = tuple(
@@ -266,9 +271,9 @@ def connector_config(
 
 
 def _group(group: Any, tp_size: int, config: Any) -> KVCacheGroup:
+    if states := state_specs(group):
+        return state_group(states, tp_size, config)
     spec = layer_specs(group.kv_cache_spec)[0]
-    if isinstance(spec, MambaSpec):
-        return state_group(group, spec, tp_size, config)
     return KVCacheGroup(
         tuple(group.layer_names),
         sliding_window=spec.sliding_window + spec.extra_retained_tokens

@@ -39,9 +39,7 @@ def mamba2(tp_size: int, groups: int) -> MambaSpec:
 
 def heads_of_parts(spec: MambaSpec, tp_size: int, **config: Any) -> dict[str, int]:
     """Return the heads of each part, without the numbers of a convolution's rows."""
-    group = state_group(
-        SimpleNamespace(layer_names=["m"]), spec, tp_size, SimpleNamespace(**config)
-    )
+    group = state_group({"m": spec}, tp_size, SimpleNamespace(**config))
     assert group.state is not None
     return {
         ".".join(name.split(".")[1:3]).rstrip("."): heads
@@ -117,7 +115,7 @@ def test_only_the_request_itself_is_shortened() -> None:
         SimpleNamespace(
             prompt_token_ids=shared,
             prompt_embeds=None,
-            prompt_is_token_ids=None,
+            resumable=False,
             _all_token_ids=list(shared),
             num_prompt_tokens=3,
             max_tokens=5,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from tests.sampling import sampled, seeds
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import BLOCK, Engine, run_until
@@ -123,6 +124,45 @@ def test_every_choice_of_one_request_loads_the_states(start_engine: StartEngine)
     for name in ("0_b", "1_b", "2_b"):
         assert finish(d, name, p) == greedy(prompt(100), 4)
     assert d.loaded_tokens == 3 * 99
+    settle(p, d)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_a_choice_that_arrives_after_another_has_loaded_is_computed(
+    start_engine: StartEngine, push: bool
+) -> None:
+    """The lease may have ended, and the failure policy here is `fail`."""
+    legs = start_legs(start_engine, "align") if push else None
+    p, d = (legs.p, legs.d) if legs is not None else start_pair(start_engine)
+    if legs is not None:
+        ticket = legs.ticket()
+        legs.ask_p("a", prompt(100), ticket)
+        params = {"do_remote_prefill": True, "push_ticket": ticket}
+    else:
+        params = p.prefill("a", prompt(100))
+    for name in ("0_b", "1_b"):
+        d.add(name, prompt(100), params)
+        assert finish(d, name, p) == greedy(prompt(100), 4)
+        run_until(lambda: not p.transfer_worker.leases, p, d)
+    assert d.loaded_tokens == 99
+    settle(p, d)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_prompts_of_embeddings_are_computed_by_d(start_engine: StartEngine, push: bool) -> None:
+    embeds: dict[str, Any] = {"prompt_embeds": torch.arange(60.0).view(15, 4), "seed": 7}
+    legs = start_legs(start_engine, "none") if push else None
+    p, d = (legs.p, legs.d) if legs is not None else start_pair(start_engine, "none", "none")
+    if legs is not None:
+        ticket = legs.ticket()
+        legs.ask_p("a", None, ticket, **embeds)
+        legs.ask_d("b", None, ticket, **embeds)
+    else:
+        p.add("a", None, {"do_remote_decode": True}, max_tokens=1, **embeds)
+        finish(p, "a")
+        assert p.answers["a"].params is None
+        d.add("b", None, {"do_remote_prefill": True}, **embeds)
+    assert finish(d, "b", p) == greedy([0] * 15, 4, seed=7)
     settle(p, d)
 
 
