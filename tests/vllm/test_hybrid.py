@@ -217,7 +217,8 @@ def test_d_continues_from_its_own_prefix_cache(hybrid: Hybrid, outcomes: HybridO
         async with new_session(240) as session:
             right = [await ask(session, hybrid.p, prompt, **WITH_LOGPROBS) for prompt in longer]
             name = "vllm:prefix_cache_hits_total"
-            assert all(answer.is_ok for answer in await pull(hybrid.p, hybrid.d, heads))
+            # D keeps states at the boundaries of the chunks that it computes itself.
+            assert all(answer.is_ok for answer in await ask_all(hybrid.d, heads, timeout_s=120))
             before = (await metrics(session, hybrid.d))[name]
             answers = await pull(hybrid.p, hybrid.d, longer)
             assert (await metrics(session, hybrid.d))[name] > before

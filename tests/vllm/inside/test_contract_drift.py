@@ -85,6 +85,7 @@ KVFERRY_ONLY = {
     "set_weights_version",
     "honours_token_range",
     "loads_are_optional",
+    "moves_states",
     "needs_polling",
     "opens_side_channel",
     "provides_dummy_kv",

@@ -71,13 +71,12 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize(
     ("cache", "sentence"),
     [
-        pytest.param(cache_of(MAMBA), "stores its KV as MambaSpec", id="recurrent state"),
+        pytest.param(cache_of(MAMBA), "has no attention layers", id="states alone"),
         pytest.param(
-            cache_of(FULL, MAMBA),
-            "stores its KV as MambaSpec",
-            id="recurrent state beside attention",
+            cache_of(FULL, replace(MAMBA, mamba_cache_mode="all")),
+            "start vLLM with --mamba-cache-mode align",
+            id="states of every block",
         ),
-        pytest.param(cache_of(FULL, WINDOW, MAMBA), "stores its KV as MambaSpec;", id="all three"),
         pytest.param(
             cache_of(RSWASpec(**SHAPE, rswa_window=64)), "stores its KV as RSWASpec", id="gaps"
         ),

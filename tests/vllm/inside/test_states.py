@@ -161,7 +161,7 @@ def test_prompts_of_embeddings_are_computed_by_d(start_engine: StartEngine, push
         p.add("a", None, {"do_remote_decode": True}, max_tokens=1, **embeds)
         finish(p, "a")
         assert p.answers["a"].params is None
-        d.add("b", None, {"do_remote_prefill": True}, **embeds)
+        d.add("b", None, None, **embeds)
     assert finish(d, "b", p) == greedy([0] * 15, 4, seed=7)
     settle(p, d)
 
@@ -343,8 +343,9 @@ def test_blocks_move_while_p_computes_and_the_states_move_last(
     legs.ask_d("b", tokens, ticket)
     legs.registered()
     legs.ask_p("a", tokens, ticket)
-    # Before P has finished, some bytes must have landed at D.
-    run_until(lambda: legs.d.moved_bytes > 0 or bool(legs.p.answers["a"].finish), legs.p, legs.d)
+    run_until(lambda: legs.p.computed.get("a", 0) >= 3 * BLOCK, legs.p)
+    # P computes nothing more until bytes have landed at D.
+    run_until(lambda: legs.d.moved_bytes > 0, legs.d)
     assert legs.p.answers["a"].finish is None
     assert finish(legs.d, "b", legs.p) == greedy(tokens, 4)
     settle(legs.p, legs.d)
