@@ -162,6 +162,7 @@ def test_a_load_that_takes_too_long_ends_without_waiting_for_the_read() -> None:
     (ended,) = rank.events
     assert isinstance(ended, LoadEnded)
     assert "longer than 10 s" in ended.reason
+    assert (ended.seconds, ended.bytes_by_tier) == (TIMEOUT_S, {"disk": ROW_BYTES})
     rank.finish(stuck)
     assert not rank.tasks, "the late read must not write into the blocks"
     assert rank.jobs.is_idle

@@ -150,7 +150,9 @@ class LoadEnded:
     missing: tuple[ObjectKey, ...] = ()
     """The chunks that no tier could provide."""
     seconds: float = 0.0
+    """How long the load took, also if that was too long; 0 if it failed for another reason."""
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    """How much came from each tier. A load that took too long counts what was still to come."""
 
 
 @dataclass(frozen=True, slots=True)

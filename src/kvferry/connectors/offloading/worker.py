@@ -121,7 +121,7 @@ class OffloadingWorker:
                         results.failure_reasons[request] = reason
                         self._worker_metadata.failed[request] = FailedLoad(reason, missing)
                         _log.info("load from tiers failed request=%s reason=%s", request, reason)
-                    else:
+                    if seconds:
                         self._worker_metadata.times.append(LoadTime(seconds, bytes_by_tier))
         return results
 

@@ -96,6 +96,10 @@ class LoadJobs:
         """Fail every load whose time is over."""
         for load in [load for load in self._loads.values() if load.deadline <= now]:
             if not load.failure:
+                # All of it counts as the slow tier's, so that the engine learns to compute instead.
+                for chunk in load.open.values():
+                    self._count_bytes(load, chunk, chunk.tiers[0] if chunk.tiers else POOL)
+                load.is_late = True
                 self._fail(load, f"the load took longer than {self.timeout_s:g} s", now)
 
     def next_deadline(self) -> float | None:
@@ -180,8 +184,8 @@ class LoadJobs:
                 self._read(load, source.chunk, (), now)
             return
         if checksum is not None:
-            load.open.pop(key, None)
-            load.bytes_by_tier[source.tier] = load.bytes_by_tier.get(source.tier, 0) + size
+            if load.open.pop(key, None) is not None:
+                self._count_bytes(load, source.chunk, source.tier)
             count(source.tier, "loads")
             count(source.tier, "loaded_bytes", size)
 
@@ -201,6 +205,9 @@ class LoadJobs:
 
     # -- ends of loads --
 
+    def _count_bytes(self, load: Load, chunk: Chunk, tier: str) -> None:
+        load.bytes_by_tier[tier] = load.bytes_by_tier.get(tier, 0) + self.rows.size(chunk)
+
     def _fail(self, load: Load, reason: str, now: float) -> None:
         load.failure = load.failure or reason
         load.open.clear()
@@ -211,7 +218,9 @@ class LoadJobs:
         if load.open or load.num_copies or self._loads.get(load.request) is not load:
             return
         del self._loads[load.request]
-        missing, seconds = tuple(load.missing), now - load.began
+        seconds = 0.0 if load.failure and not load.is_late else now - load.began
         self.outbox.report(
-            LoadEnded(load.request, load.failure, missing, seconds, load.bytes_by_tier)
+            LoadEnded(
+                load.request, load.failure, tuple(load.missing), seconds, load.bytes_by_tier
+            )
         )

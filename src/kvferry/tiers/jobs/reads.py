@@ -34,6 +34,8 @@ class Load:
     """How many `LoadRows` may be writing into the blocks now."""
     failure: str = ""
     """Why the load needs no chunk any more."""
+    is_late: bool = False
+    """Whether the load has failed because it took too long."""
     missing: list[ObjectKey] = field(default_factory=list)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
