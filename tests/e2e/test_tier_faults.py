@@ -1,11 +1,17 @@
-"""Tests faults of storage tiers under a running embedded engine. Always: right tokens, no hang, a
-counter, and the engine serves on as without tiers.
+"""Tests faults of disks, and kill -9, under a running embedded engine. Always: right tokens, no
+hang, a counter, one line in the log, and the engine serves on as without tiers.
+
+Faults of object stores are in test_object_store_faults.py.
 """
 
 import asyncio
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,30 +20,40 @@ import aiohttp
 import psutil
 import pytest
 from tests.e2e.conftest import random_prompts
-from tests.e2e.harness import (
-    Cluster,
-    Engine,
-    Prompt,
-    ask_all,
-    assert_quiescent,
-    metrics,
-    new_session,
-    until,
+from tests.e2e.harness import SETTLE_S, Answer, Cluster, Engine, Host, Prompt, ask_all, until
+from tests.e2e.jumping_clock import jumping_clock
+from tests.e2e.test_tiers import num_chunks, objects
+from tests.e2e.tiered_engine import (
+    BLOCK_TOKENS,
+    HIT_TOKENS,
+    assert_free_of_requests,
+    counters,
+    prompt_of,
+    serve,
+    start,
+    troubles,
+    until_counted,
+    until_hit,
+    until_stored,
 )
+from tests.tiers.s3_server import ErrorServer, s3_server
 from tests.tiers.s3_server import request as ask_s3
-from tests.tiers.s3_server import s3_server
+from tests.tiers.storages import mounted, throttled_disk
 
-from kvferry.testing.fault_proxy import FaultProxy
+from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.pool_reader import list_segments
-from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-BUCKET = "faults"
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 PROMPTS = random_prompts(12, seed=33, longest=600)
 OTHERS = random_prompts(4, seed=34, longest=600)
-NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
+MANY = 20
+"""Chunks of a prompt."""
+LONG = [prompt_of(100, number) for number in range(4)]
+NUM_CHUNKS = 400
+"""Of `LONG`."""
+YEAR_S = 365 * 24 * 3600.0
 
 
 @pytest.fixture
@@ -47,100 +63,175 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def serve(cluster: Cluster, name: str, tiers: list[dict[str, Any]], **more: Any) -> Engine:
-    extra = {"tiers": tiers, "break_even": False, "load_timeout": 2.0, **more}
-    return cluster.serve(
-        name,
-        *NO_PREFIX_CACHE,
-        connector="OffloadingConnector",
-        extra=extra,
-        environment=CREDENTIALS,
-    ).ready()
+def on_disk(folder: Path, size: str = "64MiB") -> list[dict[str, Any]]:
+    return [{"disk": {"path": str(folder), "size": size}}]
 
 
-async def until_counted(engine: Engine, name: str, count: float) -> None:
-    async def is_counted() -> bool:
-        async with new_session() as session:
-            return (await metrics(session, engine)).get(name, 0) >= count
-
-    await until(f"{name} is {count}", is_counted)
+def ask(engine: Engine, *prompts: Prompt) -> list[Answer]:
+    return asyncio.run(ask_all(engine, prompts))
 
 
-async def assert_free_of_requests(engine: Engine) -> None:
-    async with new_session() as session:
-        await assert_quiescent(session, engine)
+# -- objects that are not what they seem --
+
+
+def sealed(secret: bytes, namespace: bytes, key: bytes, stored: bytes) -> bytes:
+    """An object with another payload: if it were used, the tokens would be wrong."""
+    payload = stored[HEADER_BYTES:][::-1]
+    return Envelope(secret, namespace).seal(ObjectKey(key), memoryview(payload)) + payload
+
+
+def test_objects_that_are_truncated_forged_or_of_other_engines_are_refused(
+    cluster: Cluster, folder: Path, plain: Engine
+) -> None:
+    """A flipped bit, another model and another format version are in test_tiers.py."""
+    known = prompt_of(MANY)
+    right = ask(plain, known)
+    engine = serve(cluster, "engine", on_disk(folder))
+    assert ask(engine, known) == right
+    secret, other_key, other_namespace = cluster.secret, bytes(32), bytes(16)
+    kinds: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+        "truncated": lambda namespace, key, stored: stored[: len(stored) // 2],
+        "forged": lambda namespace, key, stored: sealed(b"guessed", namespace, key, stored),
+        "of another namespace": lambda _, key, stored: sealed(secret, other_namespace, key, stored),
+        "of another key": lambda space, _, stored: sealed(secret, space, other_key, stored),
+    }
+    for number, (kind, damaged) in enumerate(kinds.items(), 1):
+        # What was refused is computed, and stored again.
+        asyncio.run(until_stored(engine, "disk", number * MANY))
+        for path in objects(folder):
+            namespace, key = bytes.fromhex(path.parents[1].name), bytes.fromhex(path.name)
+            path.write_bytes(damaged(namespace, key, path.read_bytes()))
+        assert ask(engine, known) == right, kind
+        asyncio.run(until_counted(engine, "kvferry:tier_refused_total/disk", number * MANY))
+    assert asyncio.run(counters(engine))["kvferry:tier_loads_total/disk"] == 0
+    assert len(asyncio.run(troubles(engine))) == 1
+    asyncio.run(until_hit(engine, known, right[0]))
+
+
+# -- disks --
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def make_room(disk: Path) -> None:
+    (disk / "filler").unlink()
+
+
+def make_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
+def make_writable(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "heal", "reason"),
+    [
+        (fill, make_room, "No space left on device; free space or lower max_bytes"),
+        (make_read_only, make_writable, "Read-only file system"),
+    ],
+)
+def test_a_full_or_read_only_disk_serves_loads_and_takes_stores_again_later(
+    cluster: Cluster,
+    folder: Path,
+    plain: Engine,
+    fault: Callable[[Path], None],
+    heal: Callable[[Path], None],
+    reason: str,
+) -> None:
+    known, new = (prompt_of(MANY, number) for number in range(2))
+    right = ask(plain, known, new)
+    with mounted(folder / "small", "tmpfs", "size=8m,mode=700") as disk:
+        engine = serve(cluster, "engine", on_disk(disk))
+        assert ask(engine, known) == right[:1]
+        asyncio.run(until_stored(engine, "disk", MANY))
+        fault(disk)
+        assert ask(engine, new, known) == right[::-1]
+        assert asyncio.run(counters(engine))[HIT_TOKENS] == len(known.token_ids)
+        asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/disk", 1))
+        (line,) = asyncio.run(troubles(engine))
+        assert reason in line
+        heal(disk)
+        asyncio.run(until_hit(engine, new, right[1]))
+        asyncio.run(assert_free_of_requests(engine))
+        cluster.dismiss(engine.process)
+
+
+def test_a_slow_disk_costs_a_request_its_deadline(
+    cluster: Cluster, folder: Path, plain: Engine
+) -> None:
+    known, new = (prompt_of(MANY, number) for number in range(2))
+    right = ask(plain, known, new)
+    with throttled_disk(folder) as disk:
+        engine = serve(cluster, "engine", on_disk(disk.folder / "kv"), load_timeout=0.5)
+        assert ask(engine, known) == right[:1]
+        asyncio.run(until_stored(engine, "disk", MANY))
+        with disk.throttled((member.pid for member in engine.family()), bytes_per_s=4096):
+            assert ask(engine, known, new) == right
+            found = asyncio.run(counters(engine))
+            assert found["kvferry:offload_failed_loads_total"] == 1
+            lines = [line for line in engine.process.tail(50) if "load from tiers failed" in line]
+            assert len(lines) == 1
+            assert "the load took longer than 0.5 s" in lines[0]
+        asyncio.run(until_hit(engine, known, right[0]))
+        asyncio.run(until_stored(engine, "disk", 2 * MANY))
+        asyncio.run(assert_free_of_requests(engine))
+        cluster.dismiss(engine.process)
 
 
 def test_a_folder_that_is_removed_while_the_engine_runs_costs_only_time(
     cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
     right, right_others = (asyncio.run(ask_all(plain, each)) for each in (PROMPTS, OTHERS))
-    engine = serve(cluster, "engine", [{"disk": {"path": str(folder / "disk"), "size": "64MiB"}}])
+    engine = serve(cluster, "engine", on_disk(folder / "disk"))
     assert asyncio.run(ask_all(engine, PROMPTS)) == right
-    asyncio.run(until_counted(engine, "kvferry:tier_stores_total/disk", 1))
+    asyncio.run(until_stored(engine, "disk", 1))
     shutil.rmtree(folder / "disk")
     assert asyncio.run(ask_all(engine, PROMPTS)) == right
     assert asyncio.run(ask_all(engine, OTHERS)) == right_others
     asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/disk", 1))
+    (line,) = asyncio.run(troubles(engine))
+    assert "No such file or directory" in line
     asyncio.run(assert_free_of_requests(engine))
 
 
-def test_an_object_store_that_falls_silent_costs_a_request_its_deadline(
-    cluster: Cluster, plain: Engine
-) -> None:
-    prompt = max(PROMPTS, key=lambda each: len(each.token_ids))
-    right = asyncio.run(ask_all(plain, [prompt]))
-    listen = Address("127.0.0.1", 0)
-    with s3_server() as server, FaultProxy(server, listen) as proxy:
-        assert ask_s3(server, "PUT", f"/{BUCKET}")[0] == 200
-        tier = {"bucket": BUCKET, "endpoint": f"http://{proxy.address}", "store_after": 1}
-        engine = serve(cluster, "engine", [{"object": tier}])
-        assert asyncio.run(ask_all(engine, [prompt])) == right
-        count = len(prompt.token_ids) // 16
-        asyncio.run(until_counted(engine, "kvferry:tier_stores_total/object", count))
-        timeouts = "kvferry:offload_lookup_timeouts_total"
-        before = asyncio.run(counters(engine))[timeouts]
-        proxy.stall()
-        assert asyncio.run(ask_all(engine, [prompt])) == right
-        asyncio.run(until_counted(engine, timeouts, before + 1))
-        assert asyncio.run(ask_all(engine, [prompt])) == right
-    asyncio.run(assert_free_of_requests(engine))
+# -- kill -9 --
 
 
 def test_an_engine_that_is_killed_while_it_loads_from_disk_finds_everything_again(
     cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
     """The load also promotes chunks into the host pool: half a promotion must not be visible."""
-    tiers: list[dict[str, Any]] = [
-        {"cpu": "64MiB"},
-        {"disk": {"path": str(folder / "disk"), "size": "64MiB"}},
-    ]
-    prompts = [Prompt(tuple((17 * n + k) % 400 + 10 for n in range(1600))) for k in range(8)]
-    num_chunks = 8 * 100
-    right = asyncio.run(ask_all(plain, prompts))
+    tiers = [{"cpu": "64MiB"}, *on_disk(folder / "disk")]
+    right = ask(plain, *LONG)
     pool = folder / "pool"
     engine = serve(cluster, "first", tiers, pool_path=str(pool))
-    assert asyncio.run(ask_all(engine, prompts)) == right
-    asyncio.run(until_counted(engine, "kvferry:tier_stores_total/disk", num_chunks))
+    assert asyncio.run(ask_all(engine, LONG)) == right
+    asyncio.run(until_stored(engine, "disk", NUM_CHUNKS))
     engine.kill()
     cluster.dismiss(engine.process)
     shutil.rmtree(pool)
     num_promoted = 0
-    for attempt in range(3):
+    for attempt in range(2):
         # One thread that reads: most of the promotion is still to come when the first row is seen.
         engine = serve(cluster, f"attempt {attempt}", tiers, pool_path=str(pool), io_threads=1)
         assert num_rows(pool) == num_promoted
-        asyncio.run(kill_while_it_promotes(engine, prompts, pool))
+        asyncio.run(kill_when_more(lambda: num_rows(pool), engine, LONG))
         cluster.dismiss(engine.process)
-        assert num_promoted < num_rows(pool) < num_chunks
+        assert num_promoted < num_rows(pool) < NUM_CHUNKS
         num_promoted = num_rows(pool)
     engine = serve(cluster, "last", tiers, pool_path=str(pool))
-    assert asyncio.run(ask_all(engine, prompts)) == right
+    assert asyncio.run(ask_all(engine, LONG)) == right
     found = asyncio.run(counters(engine))
     assert found.get("kvferry:tier_refused_total", 0) == 0
-    assert found["kvferry:offload_hit_tokens_total"] == 8 * 1600
+    assert found[HIT_TOKENS] == NUM_CHUNKS * BLOCK_TOKENS
     assert found["kvferry:tier_loads_total/cpu"] == num_promoted
-    assert found["kvferry:tier_loads_total/disk"] == num_chunks - num_promoted
+    assert found["kvferry:tier_loads_total/disk"] == NUM_CHUNKS - num_promoted
 
 
 def num_rows(pool: Path) -> int:
@@ -148,46 +239,163 @@ def num_rows(pool: Path) -> int:
     return sum(segment.num_objects for segment in list_segments(pool))
 
 
-async def kill_while_it_promotes(engine: Engine, prompts: list[Prompt], pool: Path) -> None:
-    """Kill the engine as soon as the pool has one chunk more."""
-    before, family = num_rows(pool), engine.family()
+async def kill_when_more(
+    count: Callable[[], int], engine: Engine, prompts: Sequence[Prompt]
+) -> None:
+    """Kill the engine in the middle of these requests, as soon as the count rises."""
+    before, family = count(), engine.family()
     asking = asyncio.create_task(ask_all(engine, prompts))
-    while num_rows(pool) == before:
-        assert not asking.done(), "nothing was promoted"
+    while count() == before:
+        assert not asking.done(), "too late"
         await asyncio.sleep(0)
-    for member in family:
-        member.kill()
-    _, alive = psutil.wait_procs(family, 20)
-    assert not alive
+    kill(family)
     with suppress(aiohttp.ClientError, OSError):
         await asking
 
 
-async def counters(engine: Engine) -> dict[str, float]:
-    async with new_session() as session:
-        return await metrics(session, engine)
+def kill(family: list[psutil.Process]) -> None:
+    for member in family:
+        member.kill()
+    _, alive = psutil.wait_procs(family, 20)
+    assert not alive
 
 
-def test_a_bucket_that_does_not_exist_is_no_error_for_clients(
-    cluster: Cluster, plain: Engine
+def test_an_engine_that_is_killed_while_it_stores_leaves_only_whole_objects(
+    cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
-    right = asyncio.run(ask_all(plain, PROMPTS[:3]))
-    with s3_server() as server:
-        tier = {"bucket": "missing", "endpoint": f"http://{server}", "store_after": 1}
-        engine = serve(cluster, "engine", [{"object": tier}])
-        for _ in range(2):
-            assert asyncio.run(ask_all(engine, PROMPTS[:3])) == right
-        asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/object", 1))
-    asyncio.run(assert_free_of_requests(engine))
+    right = ask(plain, *LONG)
+    engine = serve(cluster, "killed", on_disk(folder), io_threads=1)
+    asyncio.run(kill_when_more(lambda: num_objects(folder), engine, LONG))
+    cluster.dismiss(engine.process)
+    num_stored = num_objects(folder)
+    assert 0 < num_stored < NUM_CHUNKS
+    engine = serve(cluster, "next", on_disk(folder))
+    assert ask(engine, *LONG) == right
+    asyncio.run(until_stored(engine, "disk", NUM_CHUNKS - num_stored))
+    assert ask(engine, *LONG) == right
+    found = asyncio.run(counters(engine))
+    assert found["kvferry:tier_refused_total"] == 0
+    assert found["kvferry:tier_stores_total/disk"] == NUM_CHUNKS - num_stored
+    assert found["kvferry:tier_loads_total/disk"] >= NUM_CHUNKS
 
 
-def test_an_object_store_that_is_not_there_at_the_start_does_not_stop_the_engine(
-    cluster: Cluster, plain: Engine
+def num_objects(folder: Path) -> int:
+    return sum(len(path.name) == 64 for path in folder.glob("*/*/*"))
+
+
+def test_an_engine_that_is_killed_while_it_evicts_from_disk_is_followed_by_one_that_goes_on(
+    cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
-    right = asyncio.run(ask_all(plain, PROMPTS[:3]))
-    nowhere = Address("127.0.0.1", 9)
-    tier = {"bucket": "missing", "endpoint": f"http://{nowhere}", "store_after": 1}
-    engine = serve(cluster, "engine", [{"object": tier}])
-    assert asyncio.run(ask_all(engine, PROMPTS[:3])) == right
-    asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/object", 1))
-    asyncio.run(assert_free_of_requests(engine))
+    """The folder is far above the limit of the second engine, which evicts as soon as it starts."""
+    known = prompt_of(MANY)
+    right = ask(plain, known)
+    engine = serve(cluster, "first", on_disk(folder))
+    assert ask(engine, known) == right
+    asyncio.run(until_stored(engine, "disk", MANY))
+    cluster.dismiss(engine.process)
+    old = add_old_objects(folder, 10_000)
+    limit_bytes = 2 * MANY * old[0].stat().st_size
+    small = on_disk(folder, str(limit_bytes))
+    killed = start(cluster, "killed", small)
+    kill(family_when(lambda: not old[0].exists(), killed.child.pid))
+    cluster.dismiss(killed.child)
+    assert old[-1].exists(), "too late"
+    engine = serve(cluster, "last", small)
+
+    async def is_small() -> bool:
+        return num_objects(folder) <= 2 * MANY
+
+    asyncio.run(until("the old objects are evicted", is_small))
+    assert ask(engine, known) == right
+    found = asyncio.run(counters(engine))
+    assert found["kvferry:tier_evictions_total/disk"] > 0
+    assert found["kvferry:tier_refused_total"] == 0
+    assert found[HIT_TOKENS] == len(known.token_ids)
+
+
+def add_old_objects(folder: Path, count: int) -> list[Path]:
+    """Make objects that were last used a year ago, all of them links to one file. Returns them in
+    the order in which they are evicted.
+    """
+    first = objects(folder)[0]
+    source = folder / "source"
+    shutil.copyfile(first, source)
+    at = time.time() - YEAR_S
+    os.utime(source, (at, at))
+    # These names come after those of the objects in the same folder, and are distinct.
+    paths = [first.parent / f"{number:064x}" for number in range(count)]
+    for path in paths:
+        path.hardlink_to(source)
+    return paths
+
+
+def family_when(condition: Callable[[], bool], pid: int) -> list[psutil.Process]:
+    """The process and its children as of the moment when the condition begins to hold."""
+    deadline = time.monotonic() + SETTLE_S
+    parent = psutil.Process(pid)
+    while True:
+        family = [parent, *parent.children(recursive=True)]
+        if condition():
+            return family
+        assert time.monotonic() < deadline
+
+
+# -- several engines, and clocks --
+
+
+def test_two_engines_that_store_the_same_keys_at_once_store_each_key_whole(
+    cluster: Cluster, folder: Path, plain: Engine
+) -> None:
+    right = ask(plain, *PROMPTS)
+    tiers = [{"cpu": "64MiB"}, *on_disk(folder / "disk")]
+    starting = [start(cluster, name, tiers, pool_path=str(folder / "pool")) for name in ("a", "b")]
+    engines = [each.ready() for each in starting]
+
+    async def ask_both() -> list[list[Answer]]:
+        return await asyncio.gather(*(ask_all(engine, PROMPTS) for engine in engines))
+
+    for _ in range(2):
+        assert asyncio.run(ask_both()) == [right, right]
+
+    async def are_stored() -> bool:
+        return num_objects(folder / "disk") == num_chunks(PROMPTS)
+
+    asyncio.run(until("each chunk is stored", are_stored))
+    for engine in engines:
+        found = asyncio.run(counters(engine))
+        assert found[HIT_TOKENS] > 0
+        for trouble in ("refused", "failed_loads", "failed_stores"):
+            assert found.get(f"kvferry:tier_{trouble}_total", 0) == 0
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    cluster: Cluster, folder: Path, plain: Engine, tmp_path: Path
+) -> None:
+    """Times of files and signatures for object stores come from the wall clock; all deadlines come
+    from the monotonic clock.
+    """
+    prompts = [prompt_of(MANY, number) for number in range(4)]
+    right = ask(plain, *prompts)
+    clock, year = jumping_clock(tmp_path), datetime.now(UTC).year
+    with s3_server() as server, closing(ErrorServer(server)) as recorder:
+        recorder.start()
+        assert ask_s3(server, "PUT", "/bucket")[0] == 200
+        bucket = {"bucket": "bucket", "endpoint": f"http://{recorder.address}", "store_after": 1}
+        tiers = [*on_disk(folder), {"object": bucket}]
+        engine = start(
+            cluster, "engine", tiers, at=Host(clock.command), lookup_timeout=20.0
+        ).ready()
+        for number, years in enumerate((0, 1, -1, 0), 1):
+            clock.jump(int(years * YEAR_S))
+            recorder.seen.clear()
+            # The prompts from before the jump come from the disk.
+            assert ask(engine, *prompts[:number]) == right[:number]
+            for tier in ("disk", "object"):
+                asyncio.run(until_stored(engine, tier, number * MANY))
+            signed_in = {seen.authorization.split("/")[1][:4] for seen in recorder.seen}
+            assert signed_in == {str(year + years)}
+        found = asyncio.run(counters(engine))
+        assert found["kvferry:tier_loads_total/disk"] == (1 + 2 + 3) * MANY
+        for trouble in ("refused", "failed_loads", "failed_stores", "evictions"):
+            assert found[f"kvferry:tier_{trouble}_total"] == 0
+        asyncio.run(assert_free_of_requests(engine))

@@ -262,6 +262,29 @@ def test_another_engine_of_this_host_finds_what_one_has_stored(
     assert asyncio.run(loads(d)) == {"cpu": len(LONG.token_ids) // 16}
 
 
+@pytest.mark.parametrize("setup", ["cpu+disk"], indirect=True)
+def test_a_tier_stores_only_what_was_needed_often_enough(
+    setup: TierSetup, cluster: Cluster, plain: Engine
+) -> None:
+    """The host pool stores everything, the disk what a second request needs."""
+    once, twice = (Prompt(LONG.token_ids[start : start + 320]) for start in (0, 320))
+    right = asyncio.run(ask_all(plain, [once, twice]))
+    cpu, disk = setup.extra["tiers"]
+    disk["disk"]["store_after"] = 2
+    engine = setup.serve(cluster, "engine", *NO_PREFIX_CACHE, tiers=[cpu, disk])
+    assert asyncio.run(ask_all(engine, [once, twice])) == right
+    assert asyncio.run(ask_all(engine, [twice])) == right[1:]
+    asyncio.run(until_stored(engine, "disk", 20))
+    found = asyncio.run(settled(engine))
+    assert found["kvferry:tier_stores_total/cpu"] == 40
+    assert found["kvferry:tier_stores_total/disk"] == 20
+    cluster.dismiss(engine.process)
+    engine = setup.serve(cluster, "next", tiers=[disk])
+    assert asyncio.run(ask_all(engine, [once, twice])) == right
+    assert asyncio.run(settled(engine))["kvferry:offload_hit_tokens_total"] == 320
+    assert asyncio.run(loads(engine)) == {"disk": 20}
+
+
 @pytest.mark.parametrize("setup", ["disk", "object", "mooncake"], indirect=True)
 def test_one_flipped_bit_in_each_object_is_refused(
     setup: TierSetup, cluster: Cluster, plain: Engine

@@ -72,16 +72,25 @@ class _Server(ThreadingHTTPServer):
 
 
 class ErrorServer:
-    """Forwards requests to an S3 server, and answers the next ones with an error on command."""
+    """Forwards requests to an S3 server. On command it answers with errors, holds requests that
+    read objects, or cuts their answers off.
+    """
 
     def __init__(self, upstream: Address) -> None:
         self.seen: list[SeenRequest] = []
         self.statuses: list[int] = []
         """The statuses with which the next requests are answered."""
+        self.status: int | None = None
+        """The status with which every request is answered."""
         self.put_status: int | None = None
         """The status with which every PUT is answered."""
         self.put_barrier = threading.Barrier(1)
         """The PUTs that it holds are answered together."""
+        self.gets = threading.Event()
+        """While it is cleared, GETs wait; look-ups do not."""
+        self.gets.set()
+        self.is_cutting = False
+        """Whether connections break in the middle of the objects that they carry."""
         self._server = _Server(("127.0.0.1", 0), self._handler(upstream))
         self._thread = threading.Thread(target=self._server.serve_forever, name="error-server")
 
@@ -102,17 +111,24 @@ class ErrorServer:
 
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                num_bytes = int(self.headers.get("Content-Length", "0"))
+                if errors.is_cutting and self.command == "PUT":
+                    self.rfile.read(num_bytes // 2)
+                    return
+                body = self.rfile.read(num_bytes)
                 signed = self.headers.get("Authorization", "")
                 errors.seen.append(SeenRequest(self.command, self.path, signed))
                 if self.command == "PUT" and errors.put_status is not None:
                     errors.put_barrier.wait(DEADLINE_S)
                     self._send(errors.put_status, {}, b"")
                     return
-                if errors.statuses:
+                status = errors.statuses.pop(0) if errors.statuses else errors.status
+                if status is not None:
                     text = f"<Error><AWSAccessKeyId>{signed}</AWSAccessKeyId></Error>".encode()
-                    self._send(errors.statuses.pop(0), {}, text)
+                    self._send(status, {}, text)
                     return
+                if self.command == "GET":
+                    assert errors.gets.wait(DEADLINE_S)
                 with closing(_connection(upstream)) as connection:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     answer = connection.getresponse()
@@ -125,7 +141,7 @@ class ErrorServer:
                         self.send_header(name, value)
                 self.send_header("Connection", "close")
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(body[: len(body) // 2] if errors.is_cutting else body)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass

@@ -1,7 +1,8 @@
 """Storages for the tests of tiers."""
 
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +16,69 @@ from kvferry.tiers.keys import Namespace
 from kvferry.tiers.object_store import Bucket, ObjectTier
 from kvferry.types import Address
 
-__all__ = ["DiskStorage", "S3Storage", "mounted"]
+__all__ = ["DiskStorage", "S3Storage", "ThrottledDisk", "mounted", "throttled_disk"]
+
+CGROUPS = Path("/sys/fs/cgroup/blkio")
 
 
 @contextmanager
-def mounted(folder: Path, kind: str, options: str = "mode=700") -> Iterator[Path]:
-    """Mount a new file system in memory on the folder, or skip the test."""
+def mounted(
+    folder: Path, kind: str, options: str = "mode=700", device: Path | None = None
+) -> Iterator[Path]:
+    """Mount a new file system in memory, or that of a device, on the folder; or skip the test."""
     folder.mkdir(exist_ok=True)
-    command = ["mount", "-t", kind, "-o", options, kind, str(folder)]
+    command = ["mount", "-t", kind, "-o", options, str(device or kind), str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root can mount a file system")
     try:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottledDisk:
+    """A file system on a block device, and the control group whose reads and writes are slowed."""
+
+    folder: Path
+    group: Path
+
+    @contextmanager
+    def throttled(self, pids: Iterable[int], bytes_per_s: int) -> Iterator[None]:
+        """Let these processes read and write so many bytes a second."""
+        for pid in pids:
+            (self.group / "cgroup.procs").write_text(str(pid))
+        self._limit(bytes_per_s)
+        try:
+            yield
+        finally:
+            self._limit(0)
+
+    def _limit(self, bytes_per_s: int) -> None:
+        """0: no limit."""
+        device = self.folder.stat().st_dev
+        rule = f"{os.major(device)}:{os.minor(device)} {bytes_per_s}"
+        for direction in ("read", "write"):
+            (self.group / f"blkio.throttle.{direction}_bps_device").write_text(rule)
+
+
+@contextmanager
+def throttled_disk(folder: Path, size_bytes: int = 64 * 2**20) -> Iterator[ThrottledDisk]:
+    """A disk that a test can slow down, or skip the test. The processes that were slowed down have
+    ended when the block ends.
+    """
+    if not CGROUPS.is_dir():
+        pytest.skip("this system has no control group for block devices (version 1)")
+    image, group = folder / "image", CGROUPS / f"kvferry-test-{os.getpid()}"
+    image.touch()
+    os.truncate(image, size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(folder / "mounted", "ext4", "loop", image) as made:
+        group.mkdir()
+        try:
+            yield ThrottledDisk(made, group)
+        finally:
+            group.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
