@@ -22,7 +22,7 @@ from tests.e2e.harness import (
 BLOCK_TOKENS = 16
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 HIT_TOKENS = "kvferry:offload_hit_tokens_total"
-TROUBLE = "KV cannot be stored or loaded"
+TROUBLE = "KV cannot be "
 
 
 def serve(cluster: Cluster, name: str, tiers: list[dict[str, Any]], **more: Any) -> Engine:

@@ -182,7 +182,7 @@ def test_objects_that_are_refused_together_are_one_line_in_the_log(
     rank.submit(DropAll(), *(LoadChunks(str(each), (chunks[each - 1],)) for each in numbers))
     rank.wait_for(lambda: rank.ended() == {"1", "2"})
     assert rank.worker.take_counts()["disk"]["refused"] == 2
-    (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("tiers.worker")]
+    (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("trouble_log")]
     assert "tier=disk" in line
     assert "is damaged" in line
 

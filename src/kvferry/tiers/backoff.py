@@ -58,8 +58,8 @@ class StorageFailed(Exception):
     """The storage did not answer, or answered with an error. The text is a sentence for the log."""
 
 
-class StorageNotAsked(Exception):
-    """The storage failed some seconds ago, and is not asked yet. The text is for the log."""
+class StorageNotAsked(StorageFailed):
+    """The storage failed some seconds ago, and is not asked yet."""
 
 
 class StorageHealth:

@@ -80,8 +80,8 @@ class Tier(Protocol):
     """A store of objects of one namespace.
 
     - Any thread may call any method; calls may block, but every wait has a deadline of the tier.
-    - No method raises for what storage, other writers or bad objects do; `LoadResult` and
-      `StoreResult` say what happened.
+    - No method raises for what other writers or bad objects do, nor, `find` and `find_prefix`
+      excepted, for what the storage does; `LoadResult` and `StoreResult` say what happened.
     - An object becomes visible whole or not at all, also if the writer is killed.
     - `load` returns LOADED only if every byte of `into` was checked. After any other outcome, the
       contents of `into` are undefined.
@@ -92,11 +92,13 @@ class Tier(Protocol):
         """The name in settings, metrics and logs: `disk`, `object`."""
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Whether each object is stored. A hint: `load` alone decides."""
+        """Whether each object is stored. A hint: `load` alone decides. Raises `StorageFailed` if
+        the storage cannot say.
+        """
 
     def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
         """How many leading keys are stored, found with few requests: an implementation may assume
-        that a stored key's predecessors are stored too. A hint, like `find`.
+        that a stored key's predecessors are stored too. A hint, like `find`, and raises like it.
         """
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:

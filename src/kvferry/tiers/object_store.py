@@ -122,20 +122,13 @@ class ObjectTier:
         return "object"
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        try:
-            sizes = self._ask(
-                self._requests.sizes([self._path(key) for key in keys]), self._deadlines.lookup_s
-            )
-        except (StorageFailed, StorageNotAsked):
-            return [False] * len(keys)
+        paths = [self._path(key) for key in keys]
+        sizes = self._ask(self._requests.sizes(paths), self._deadlines.lookup_s)
         return [size is not None for size in sizes]
 
     def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
         paths = [self._path(key) for key in keys]
-        try:
-            return self._ask(self._requests.prefix(paths), self._deadlines.lookup_s)
-        except (StorageFailed, StorageNotAsked):
-            return 0
+        return self._ask(self._requests.prefix(paths), self._deadlines.lookup_s)
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
         path = self._path(key)
@@ -145,7 +138,7 @@ class ObjectTier:
             )
         except FileNotFoundError:
             return LoadResult(LoadOutcome.MISSING)
-        except (StorageFailed, StorageNotAsked) as failure:
+        except StorageFailed as failure:
             return LoadResult(LoadOutcome.FAILED, str(failure))
         if stored_bytes == HEADER_BYTES + len(into):
             # numpy copies without the GIL. The check reads the copy, so it covers the copying.
@@ -166,7 +159,7 @@ class ObjectTier:
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         paths = [self._path(key) for key in keys]
-        with suppress(StorageFailed, StorageNotAsked, FileNotFoundError):
+        with suppress(StorageFailed, FileNotFoundError):
             self._ask(self._requests.delete(paths), self._deadlines.transfer_s)
 
     def usage(self) -> TierUsage:
@@ -194,10 +187,10 @@ class ObjectTier:
             self._stored(size_bytes)
         except FileNotFoundError:
             return StoreResult(StoreOutcome.FAILED, "the object store has no such bucket")
-        except StorageFailed as failure:
-            return StoreResult(StoreOutcome.FAILED, str(failure))
         except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
+        except StorageFailed as failure:
+            return StoreResult(StoreOutcome.FAILED, str(failure))
         return StoreResult(StoreOutcome.STORED)
 
     def _stored(self, size_bytes: int) -> None:
@@ -208,14 +201,14 @@ class ObjectTier:
             is_first, self._has_namespace_file = not self._has_namespace_file, True
         if is_first:
             path, text = f"{self._namespace.hex}/{NAMESPACE_FILE}", self._namespace.text.encode()
-            with suppress(StorageFailed, StorageNotAsked):
+            with suppress(StorageFailed):
                 self._ask(
                     self._requests.put(path, text, memoryview(b"")), self._deadlines.transfer_s
                 )
 
     def _ask(self, request: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run a request of `_Requests`. Raises FileNotFoundError for what does not exist, and
-        `StorageFailed` or `StorageNotAsked`.
+        `StorageFailed`.
         """
         try:
             self._asking.check()
@@ -223,11 +216,11 @@ class ObjectTier:
         except FileNotFoundError:
             self._asking.succeeded()
             raise
-        except StorageFailed as failure:
-            self._asking.failed(str(failure))
-            raise
         except StorageNotAsked:
             request.close()
+            raise
+        except StorageFailed as failure:
+            self._asking.failed(str(failure))
             raise
         self._asking.succeeded()
         return answer
@@ -344,8 +337,11 @@ async def _cancel_all_others() -> None:
 def describe_failure(error_text: str) -> str:
     """A sentence for an error of obstore, without the text, which may repeat an access key."""
     if (status := _STATUS.search(error_text)) is not None:
-        refused = ": it does not accept the credentials" if status[1] in ("401", "403") else ""
-        return f"the object store answered with HTTP status {status[1]}{refused}"
+        advice = ""
+        if status[1] in ("401", "403"):
+            # A signature has a time: a store that does not accept it answers with 403 as well.
+            advice = ": it does not accept the credentials, or this host's clock is wrong"
+        return f"the object store answered with HTTP status {status[1]}{advice}"
     kind = _ERROR_KIND.search(error_text)
     return _KINDS.get(kind[1] if kind else "", "the connection to the object store broke")
 

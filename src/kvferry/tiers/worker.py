@@ -12,13 +12,12 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError
-from kvferry.tiers.base import Tier, TierUsage, WatchesObjects
+from kvferry.tiers.base import StoreResult, Tier, TierUsage, WatchesObjects
 from kvferry.tiers.commands import (
     POOL,
     CancelLoad,
@@ -32,6 +31,7 @@ from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.jobs.tasks import TaskResult
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
+from kvferry.tiers.trouble_log import TroubleLog
 from kvferry.tiers.worker_reports import WorkerReports
 from kvferry.transports.base import RowCopier, StreamEvent
 
@@ -43,7 +43,6 @@ STOP_TIMEOUT_S = 25.0
 """More than copies, reads, writes and the slowest tier, mooncake, may take together."""
 MARK_INTERVAL_S = 0.001
 """How often the engine's stream is queried while commands wait for a mark."""
-LOG_INTERVAL_S = 60.0
 REPORT_INTERVAL_S = 1.0
 """How often the fill of the tiers is reported while the worker is idle."""
 
@@ -56,31 +55,6 @@ class _Batch:
 
     commands: tuple[OffloadCommand, ...]
     mark: StreamEvent | None
-
-
-@dataclass(slots=True)
-class _TroubleLog:
-    """Logs one reason a minute for each tier and direction: thousands of objects may fail at once,
-    and every reason names another object.
-    """
-
-    _logged_at: dict[tuple[str, type[TaskResult]], float] = field(default_factory=dict)
-    _num_suppressed: Counter[tuple[str, type[TaskResult]]] = field(default_factory=Counter)
-
-    def note(self, tier: str, result: TaskResult, now: float) -> None:
-        if not result.reason:
-            return
-        kind = (tier, type(result))
-        if now - self._logged_at.get(kind, -inf) < LOG_INTERVAL_S:
-            self._num_suppressed[kind] += 1
-            return
-        _log.warning(
-            "KV cannot be stored or loaded tier=%s reason=%s suppressed=%d",
-            tier,
-            result.reason,
-            self._num_suppressed.pop(kind, 0),
-        )
-        self._logged_at[kind] = now
 
 
 class OffloadWorker:
@@ -108,7 +82,7 @@ class OffloadWorker:
         self._held: deque[_Batch] = deque()
         """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
         self._reports = WorkerReports()
-        self._troubles = _TroubleLog()
+        self._troubles = TroubleLog()
         self._is_closing = False
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -182,7 +156,7 @@ class OffloadWorker:
             case _Batch():
                 self._take_batch(item, now)
             case EndedTask(task_id, tier, result, seconds):
-                self._troubles.note(tier, result, now)
+                self._note_trouble(tier, result, now)
                 self._jobs.complete(task_id, result, seconds, now)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
@@ -193,6 +167,11 @@ class OffloadWorker:
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
         self._report(self._jobs.take_events())
+
+    def _note_trouble(self, tier: str, result: TaskResult, now: float) -> None:
+        if result.reason:
+            operation = "stored" if isinstance(result, StoreResult) else "loaded"
+            self._troubles.note(operation, tier, result.reason, now)
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
         """Handle the commands of a step.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
+from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKey, Tier
 from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool_reader import PoolReader
@@ -47,6 +48,8 @@ class Hit:
     found: FoundChunks
     is_complete: bool = True
     """False if a tier did not answer in time."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Why tiers could not say what they hold."""
 
     def tier(self, group: int, index: int) -> str:
         """Where a chunk was found: in the host pool, unless a slower tier has answered for it."""
@@ -79,6 +82,8 @@ class _Query:
     in_pool: tuple[frozenset[int], ...]
     """By group, the chunks that the pool had when the query began."""
     deadline: float
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why tiers could not answer. Complete when `answer` is set."""
     answer: FoundChunks | None = None
     """Set by a lookup thread, once."""
     is_ended: bool = False
@@ -135,12 +140,13 @@ class TierLookup:
         `max_chunks` chunks. The engine itself has the first `num_local_chunks` chunks.
         """
         query = self._queries.get(request)
-        found, is_complete = self._nothing, True
+        found, is_complete, failures = self._nothing, True, {}
         if query is not None:
             if query.answer is None and self._clock() < query.deadline:
                 return Pending()
             is_complete = query.answer is not None
-            found = query.answer or found
+            if query.answer is not None:
+                found, failures = query.answer, query.failures
         at_hand = self._in_pool(keys)
         for is_at_hand, in_tiers in zip(at_hand, found, strict=True):
             if num_local_chunks:
@@ -151,13 +157,13 @@ class TierLookup:
         if not self._has_local_attention:
             for is_at_hand in at_hand:
                 num_chunks = _num_leading(is_at_hand[:num_chunks])
-            return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete)
+            return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete, failures)
 
         def has_chunk(group: int, index: int) -> bool:
             return bool(at_hand[group][index])
 
         num_chunks, num_loadable = self._windowed_prefix(num_chunks, num_tokens, has_chunk)
-        return Hit(num_chunks, num_loadable, found, is_complete)
+        return Hit(num_chunks, num_loadable, found, is_complete, failures)
 
     def end(self, request: str) -> None:
         query = self._queries.pop(request, None)
@@ -252,7 +258,11 @@ class TierLookup:
                 index += 1
                 continue
             for name, ranks in self._tiers.items():
-                count = min(tier.find_prefix(keys[index:max_length]) for tier in ranks)
+                try:
+                    count = min(tier.find_prefix(keys[index:max_length]) for tier in ranks)
+                except StorageFailed as failure:
+                    query.failures[name] = str(failure)
+                    continue
                 if count:
                     found.update(dict.fromkeys(range(index, index + count), name))
                     index += count
@@ -272,7 +282,11 @@ class TierLookup:
                 if index not in query.in_pool[group] and index not in found
             ]
             keys = [query.keys[group][index] for index in wanted]
-            answers = [tier.find(keys) for tier in ranks]
+            try:
+                answers = [tier.find(keys) for tier in ranks]
+            except StorageFailed as failure:
+                query.failures[name] = str(failure)
+                continue
             found.update(
                 (index, name)
                 for position, index in enumerate(wanted)

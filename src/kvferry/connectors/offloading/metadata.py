@@ -115,6 +115,7 @@ TIER_COUNTERS: Mapping[str, str] = {
     "refused": "Stored chunks that were damaged, forged or of another engine, and were not used.",
     "failed_loads": "Chunks that could not be read because the storage failed or did not answer.",
     "load_seconds": "Time spent loading, summed over parallel loads.",
+    "failed_lookups": "Requests for which the tier could not say what it holds, because it failed.",
     "stores": "Chunks stored in the tier.",
     "stored_bytes": "Bytes stored in the tier.",
     "store_seconds": "Time spent storing, summed over parallel stores.",

@@ -220,7 +220,5 @@ class LoadJobs:
         del self._loads[load.request]
         seconds = 0.0 if load.failure and not load.is_late else now - load.began
         self.outbox.report(
-            LoadEnded(
-                load.request, load.failure, tuple(load.missing), seconds, load.bytes_by_tier
-            )
+            LoadEnded(load.request, load.failure, tuple(load.missing), seconds, load.bytes_by_tier)
         )

@@ -96,20 +96,18 @@ class MooncakeTier:
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
         until = time.monotonic() + self._deadlines.lookup_s
         found: list[bool] = []
-        with suppress(StorageFailed, StorageNotAsked):
-            for start in range(0, len(keys), MAX_NAMES):
-                found += self._find_some(keys[start : start + MAX_NAMES], until)
-        return found + [False] * (len(keys) - len(found))
+        for start in range(0, len(keys), MAX_NAMES):
+            found += self._find_some(keys[start : start + MAX_NAMES], until)
+        return found
 
     def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
         until = time.monotonic() + self._deadlines.lookup_s
         count = 0
-        with suppress(StorageFailed, StorageNotAsked):
-            for start in range(0, len(keys), MAX_NAMES):
-                found = self._find_some(keys[start : start + MAX_NAMES], until)
-                count += found.index(False) if False in found else len(found)
-                if False in found:
-                    break
+        for start in range(0, len(keys), MAX_NAMES):
+            found = self._find_some(keys[start : start + MAX_NAMES], until)
+            if False in found:
+                return count + found.index(False)
+            count += len(found)
         return count
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
@@ -138,7 +136,7 @@ class MooncakeTier:
 
         try:
             result = self._with_lane(get, until)
-        except (StorageFailed, StorageNotAsked) as failure:
+        except StorageFailed as failure:
             return LoadResult(LoadOutcome.FAILED, str(failure))
         if result.outcome is LoadOutcome.REFUSED:
             self.remove([key])
@@ -150,10 +148,10 @@ class MooncakeTier:
             return StoreResult(StoreOutcome.DROPPED, paused)
         try:
             code = self._write(key, payload)
-        except StorageFailed as failure:
-            return StoreResult(StoreOutcome.FAILED, str(failure))
         except StorageNotAsked as pause:
             return StoreResult(StoreOutcome.DROPPED, str(pause))
+        except StorageFailed as failure:
+            return StoreResult(StoreOutcome.FAILED, str(failure))
         if code in STORES_FAIL:
             self._storing.failed(_sentence(code))
             outcome = StoreOutcome.DROPPED if code == NO_ROOM else StoreOutcome.FAILED
@@ -163,7 +161,7 @@ class MooncakeTier:
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         until = time.monotonic() + self._deadlines.transfer_s
-        with suppress(StorageFailed, StorageNotAsked):
+        with suppress(StorageFailed):
             for start in range(0, len(keys), MAX_NAMES):
                 names = [self._object_name(key) for key in keys[start : start + MAX_NAMES]]
                 self._ask(Call(Operation.REMOVE, names), until)
@@ -213,9 +211,7 @@ class MooncakeTier:
         return self._with_lane(lambda lane: _checked(lane.call(call, until), MISSING), until)
 
     def _with_lane(self, use: Callable[[Lane], T], until: float) -> T:
-        """Use one lane, unless Mooncake has failed some seconds ago. Raises `StorageFailed` or
-        `StorageNotAsked`.
-        """
+        """Use one lane, unless Mooncake has failed some seconds ago. Raises `StorageFailed`."""
         self._asking.check()
         try:
             with self._agent.lane(until) as lane:

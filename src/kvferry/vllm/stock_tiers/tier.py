@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b
@@ -32,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvferry.config.fields import Count, Seconds, Text, check_fields, refuse_unknown_keys
 from kvferry.config.secret import ClusterSecret
 from kvferry.errors import ConfigError
+from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import KEY_BYTES, ObjectKey, Tier, TierUsage
 from kvferry.tiers.keys import Namespace
 from kvferry.vllm.connector import log_with_vllm
@@ -211,11 +213,13 @@ class StockTier(SecondaryTierManager):
 
     def _find(self, question: Question, keys: list[ObjectKey]) -> None:
         """Runs on a reader thread."""
-        if self._engine.asks_for_prefixes:
-            num_found = self._tier.find_prefix(keys)
-            found = [number < num_found for number in range(len(keys))]
-        else:
-            found = self._tier.find(keys)
+        found = [False] * len(keys)
+        with suppress(StorageFailed):
+            if self._engine.asks_for_prefixes:
+                num_found = self._tier.find_prefix(keys)
+                found = [number < num_found for number in range(len(keys))]
+            else:
+                found = self._tier.find(keys)
         self._answers.put((question, found))
 
     def _take_answers(self) -> None:
