@@ -107,11 +107,11 @@ def store_prompt(engine: Engine, prompt: Prompt, right: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "num_chunks", "reason"),
+    ("fault", "reason"),
     [
-        (Store.refuse_credentials, FEW, "answered with HTTP status 403: it does not accept"),
-        (Store.fail, MANY, "answered with HTTP status 500"),
-        (Store.go_down, FEW, "cannot be reached"),
+        (Store.refuse_credentials, "answered with HTTP status 403: it does not accept"),
+        (Store.fail, "answered with HTTP status 500"),
+        (Store.go_down, "cannot be reached"),
     ],
 )
 def test_a_store_that_fails_costs_only_computing(
@@ -119,10 +119,9 @@ def test_a_store_that_fails_costs_only_computing(
     store: Store,
     plain: Engine,
     fault: Callable[[Store], None],
-    num_chunks: int,
     reason: str,
 ) -> None:
-    known, new = (prompt_of(num_chunks, number) for number in range(2))
+    known, new = (prompt_of(FEW, number) for number in range(2))
     right = ask(plain, known, new)
     engine = store.serve(cluster)
     store_prompt(engine, known, right[0])
@@ -165,9 +164,9 @@ def test_connections_that_break_in_the_middle_of_objects_cost_only_computing(
 def test_a_slow_store_is_waited_for_until_the_deadline(
     cluster: Cluster, store: Store, plain: Engine
 ) -> None:
-    known = prompt_of(MANY)
+    known = prompt_of(FEW)
     right = ask(plain, known)
-    engine = store.serve(cluster, load_timeout=2.0)
+    engine = store.serve(cluster, load_timeout=1.0)
     store_prompt(engine, known, right[0])
     store.proxy.delay(0.1)
     assert ask(engine, known) == right
@@ -176,9 +175,10 @@ def test_a_slow_store_is_waited_for_until_the_deadline(
     assert ask(engine, known) == right
     found = asyncio.run(counters(engine))
     assert found["kvferry:offload_failed_loads_total"] == 1
+    assert found[HIT_TOKENS] == len(known.token_ids)
     lines = [line for line in engine.process.tail(50) if "load from tiers failed" in line]
     assert len(lines) == 1
-    assert "the load took longer than 2 s" in lines[0]
+    assert "the load took longer than 1 s" in lines[0]
     store.heal()
     asyncio.run(until_hit(engine, known, right[0]))
     asyncio.run(assert_free_of_requests(engine))
@@ -202,10 +202,10 @@ def test_a_store_that_is_slower_than_computing_is_not_waited_for_any_more(
     num_failed: int,
 ) -> None:
     """The engine measures three steps and three loads, and then computes."""
-    known, *others = (prompt_of(5, number) for number in range(4))
+    known, *others = (prompt_of(5, number) for number in range(3))
     num_tokens = len(known.token_ids)
     right = ask(plain, known)
-    engine = store.serve(cluster, break_even=True, load_timeout=0.6)
+    engine = store.serve(cluster, break_even=True, load_timeout=0.5)
     store_prompt(engine, known, right[0])
     for other in others:
         ask(engine, other)
@@ -219,7 +219,7 @@ def test_a_store_that_is_slower_than_computing_is_not_waited_for_any_more(
     assert ask(engine, known) == right
     found = asyncio.run(counters(engine))
     assert found["kvferry:offload_skipped_tokens_total"] == num_tokens
-    assert found[HIT_TOKENS] == before[HIT_TOKENS] == 3 * num_tokens
+    assert found[HIT_TOKENS] == before[HIT_TOKENS] == num_loaded * num_tokens
     store.heal()
     asyncio.run(assert_free_of_requests(engine))
 
@@ -227,7 +227,7 @@ def test_a_store_that_is_slower_than_computing_is_not_waited_for_any_more(
 def test_objects_that_are_evicted_between_lookup_and_load_are_computed(
     cluster: Cluster, store: Store, plain: Engine
 ) -> None:
-    known = prompt_of(MANY)
+    known = prompt_of(FEW)
     right = ask(plain, known)
     engine = store.serve(cluster)
     store_prompt(engine, known, right[0])

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkdtemp
@@ -117,49 +117,40 @@ def fill(disk: Path) -> None:
             pass
 
 
-def make_room(disk: Path) -> None:
-    (disk / "filler").unlink()
+def remount(disk: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True)
 
 
-def make_read_only(disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-
-
-def make_writable(disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("fault", "heal", "reason"),
-    [
-        (fill, make_room, "No space left on device; free space or lower max_bytes"),
-        (make_read_only, make_writable, "Read-only file system"),
-    ],
-)
-def test_a_full_or_read_only_disk_serves_loads_and_takes_stores_again_later(
-    cluster: Cluster,
-    folder: Path,
-    plain: Engine,
-    fault: Callable[[Path], None],
-    heal: Callable[[Path], None],
-    reason: str,
+def test_a_full_and_a_read_only_disk_serve_loads_and_take_stores_again_later(
+    cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
+    """Two disks with an engine each, because a disk is tried again after 5 s."""
     known, new = (prompt_of(MANY, number) for number in range(2))
     right = ask(plain, known, new)
-    with mounted(folder / "small", "tmpfs", "size=8m,mode=700") as disk:
-        engine = serve(cluster, "engine", on_disk(disk))
-        assert ask(engine, known) == right[:1]
-        asyncio.run(until_stored(engine, "disk", MANY))
-        fault(disk)
-        assert ask(engine, new, known) == right[::-1]
-        assert asyncio.run(counters(engine))[HIT_TOKENS] == len(known.token_ids)
-        asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/disk", 1))
-        (line,) = asyncio.run(troubles(engine))
-        assert reason in line
-        heal(disk)
-        asyncio.run(until_hit(engine, new, right[1]))
-        asyncio.run(assert_free_of_requests(engine))
-        cluster.dismiss(engine.process)
+    with ExitStack() as stack:
+        full, read_only = (
+            stack.enter_context(mounted(folder / name, "tmpfs", "size=8m,mode=700"))
+            for name in ("full", "read-only")
+        )
+        starting = [start(cluster, disk.name, on_disk(disk)) for disk in (full, read_only)]
+        engines = [each.ready() for each in starting]
+        for engine in engines:
+            assert ask(engine, known) == right[:1]
+            asyncio.run(until_stored(engine, "disk", MANY))
+        fill(full)
+        remount(read_only, "ro")
+        for engine, reason in zip(engines, ("No space left", "Read-only"), strict=True):
+            assert ask(engine, new, known) == right[::-1]
+            assert asyncio.run(counters(engine))[HIT_TOKENS] == len(known.token_ids)
+            asyncio.run(until_counted(engine, "kvferry:tier_failed_stores_total/disk", 1))
+            (line,) = asyncio.run(troubles(engine))
+            assert reason in line
+        (full / "filler").unlink()
+        remount(read_only, "rw")
+        for engine in engines:
+            asyncio.run(until_hit(engine, new, right[1]))
+            asyncio.run(assert_free_of_requests(engine))
+            cluster.dismiss(engine.process)
 
 
 def test_a_slow_disk_costs_a_request_its_deadline(
@@ -263,20 +254,21 @@ def kill(family: list[psutil.Process]) -> None:
 def test_an_engine_that_is_killed_while_it_stores_leaves_only_whole_objects(
     cluster: Cluster, folder: Path, plain: Engine
 ) -> None:
-    right = ask(plain, *LONG)
+    prompts = [prompt_of(60, number) for number in range(2)]
+    right = ask(plain, *prompts)
     engine = serve(cluster, "killed", on_disk(folder), io_threads=1)
-    asyncio.run(kill_when_more(lambda: num_objects(folder), engine, LONG))
+    asyncio.run(kill_when_more(lambda: num_objects(folder), engine, prompts))
     cluster.dismiss(engine.process)
     num_stored = num_objects(folder)
-    assert 0 < num_stored < NUM_CHUNKS
+    assert 0 < num_stored < 120
     engine = serve(cluster, "next", on_disk(folder))
-    assert ask(engine, *LONG) == right
-    asyncio.run(until_stored(engine, "disk", NUM_CHUNKS - num_stored))
-    assert ask(engine, *LONG) == right
+    assert ask(engine, *prompts) == right
+    asyncio.run(until_stored(engine, "disk", 120 - num_stored))
+    assert ask(engine, *prompts) == right
     found = asyncio.run(counters(engine))
     assert found["kvferry:tier_refused_total"] == 0
-    assert found["kvferry:tier_stores_total/disk"] == NUM_CHUNKS - num_stored
-    assert found["kvferry:tier_loads_total/disk"] >= NUM_CHUNKS
+    assert found["kvferry:tier_stores_total/disk"] == 120 - num_stored
+    assert found["kvferry:tier_loads_total/disk"] >= 120
 
 
 def num_objects(folder: Path) -> int:
@@ -368,11 +360,12 @@ def test_two_engines_that_store_the_same_keys_at_once_store_each_key_whole(
             assert found.get(f"kvferry:tier_{trouble}_total", 0) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_clock_that_jumps_changes_nothing(
     cluster: Cluster, folder: Path, plain: Engine, tmp_path: Path
 ) -> None:
     """Times of files and signatures for object stores come from the wall clock; all deadlines come
-    from the monotonic clock.
+    from the monotonic clock. Short runs have the tests of file times in tests/tiers/test_disk.py.
     """
     prompts = [prompt_of(MANY, number) for number in range(4)]
     right = ask(plain, *prompts)

@@ -45,14 +45,19 @@ class ThrottledDisk:
 
     @contextmanager
     def throttled(self, pids: Iterable[int], bytes_per_s: int) -> Iterator[None]:
-        """Let these processes read and write so many bytes a second."""
-        for pid in pids:
+        """Let these processes, which must not end meanwhile, read and write so many bytes a
+        second.
+        """
+        moved = list(pids)
+        for pid in moved:
             (self.group / "cgroup.procs").write_text(str(pid))
         self._limit(bytes_per_s)
         try:
             yield
         finally:
             self._limit(0)
+            for pid in moved:
+                (CGROUPS / "cgroup.procs").write_text(str(pid))
 
     def _limit(self, bytes_per_s: int) -> None:
         """0: no limit."""
@@ -64,9 +69,7 @@ class ThrottledDisk:
 
 @contextmanager
 def throttled_disk(folder: Path, size_bytes: int = 64 * 2**20) -> Iterator[ThrottledDisk]:
-    """A disk that a test can slow down, or skip the test. The processes that were slowed down have
-    ended when the block ends.
-    """
+    """A disk that a test can slow down, or skip the test."""
     if not CGROUPS.is_dir():
         pytest.skip("this system has no control group for block devices (version 1)")
     image, group = folder / "image", CGROUPS / f"kvferry-test-{os.getpid()}"

@@ -148,10 +148,9 @@ class RequestLoads:
             (POOL,) if hit.is_all_in_pool else lambda group, index: (hit.tier(group, index),),
         )
         tracked.describe(span)
-        state.is_loading = True
+        state.is_loading, state.num_loading_tokens = True, num_tokens
         state.num_loads_left -= 1
         self._commands.append(LoadChunks(tracked.request_id, chunks))
-        self._stats.count("hit_tokens", num_tokens)
 
     def note_failures(self, failed: Mapping[str, FailedLoad]) -> None:
         """Note the chunks that were missing on some rank, until all ranks have ended the load."""
@@ -166,6 +165,7 @@ class RequestLoads:
         state = tracked.load
         state.is_loading = False
         if not has_failed:
+            self._stats.count("hit_tokens", state.num_loading_tokens)
             return
         self._stats.count("failed_loads")
         state.max_chunks = _first_missing(tracked, missing)

@@ -25,6 +25,8 @@ class LoadState:
 
     num_loads_left: int
     is_loading: bool = False
+    num_loading_tokens: int = 0
+    """How many tokens the last load had."""
     num_local_tokens: int = 0
     """How many tokens the engine had when it last asked."""
     hit: Hit | None = None
