@@ -166,7 +166,7 @@ def test_a_slow_store_is_waited_for_until_the_deadline(
 ) -> None:
     known = prompt_of(FEW)
     right = ask(plain, known)
-    engine = store.serve(cluster, load_timeout=1.0)
+    engine = store.serve(cluster, load_timeout=2.0)
     store_prompt(engine, known, right[0])
     store.proxy.delay(0.1)
     assert ask(engine, known) == right
@@ -178,7 +178,7 @@ def test_a_slow_store_is_waited_for_until_the_deadline(
     assert found[HIT_TOKENS] == len(known.token_ids)
     lines = [line for line in engine.process.tail(50) if "load from tiers failed" in line]
     assert len(lines) == 1
-    assert "the load took longer than 1 s" in lines[0]
+    assert "the load took longer than 2 s" in lines[0]
     store.heal()
     asyncio.run(until_hit(engine, known, right[0]))
     asyncio.run(assert_free_of_requests(engine))
@@ -192,20 +192,22 @@ def be_late(store: Store) -> None:
     store.errors.gets.clear()
 
 
-@pytest.mark.parametrize(("fault", "num_loaded", "num_failed"), [(be_slow, 3, 0), (be_late, 0, 3)])
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "num_loaded"), [(be_slow, 20.0, 3), (be_late, 0.5, 0)]
+)
 def test_a_store_that_is_slower_than_computing_is_not_waited_for_any_more(
     cluster: Cluster,
     store: Store,
     plain: Engine,
     fault: Callable[[Store], None],
+    timeout_s: float,
     num_loaded: int,
-    num_failed: int,
 ) -> None:
     """The engine measures three steps and three loads, and then computes."""
     known, *others = (prompt_of(5, number) for number in range(3))
     num_tokens = len(known.token_ids)
     right = ask(plain, known)
-    engine = store.serve(cluster, break_even=True, load_timeout=0.5)
+    engine = store.serve(cluster, break_even=True, load_timeout=timeout_s)
     store_prompt(engine, known, right[0])
     for other in others:
         ask(engine, other)
@@ -214,7 +216,7 @@ def test_a_store_that_is_slower_than_computing_is_not_waited_for_any_more(
         assert ask(engine, known) == right
     before = asyncio.run(counters(engine))
     assert before["kvferry:tier_loads_total/object"] == num_loaded * 5
-    assert before["kvferry:offload_failed_loads_total"] == num_failed
+    assert before["kvferry:offload_failed_loads_total"] == 3 - num_loaded
     assert before["kvferry:offload_skipped_tokens_total"] == 0
     assert ask(engine, known) == right
     found = asyncio.run(counters(engine))
