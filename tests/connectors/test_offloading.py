@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from tests.connectors.offloading_side import (
+    FULL,
     TOKENS,
+    WINDOW,
     Side,
     Slice,
     Start,
@@ -23,9 +25,11 @@ from tests.connectors.pair import (
 )
 
 from kvferry.config import OffloadingExtraConfig
+from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.offloading.settings import open_tiers
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
+from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import StoreChunks
 from kvferry.tiers.disk import DiskTier
@@ -152,6 +156,32 @@ def test_a_lookup_is_pending_until_the_disk_has_answered_or_the_time_is_over(
     stats = side.scheduler.get_kv_connector_stats()
     assert stats is not None
     assert stats.to_dict()["lookups"]["lookup_timeouts"] == 1
+
+
+@pytest.mark.parametrize(("groups", "method"), [((FULL,), "find_prefix"), ((FULL, WINDOW), "find")])
+def test_lookups_that_a_tier_cannot_answer_are_counted_and_logged_once(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    groups: tuple[KVCacheGroup, ...],
+    method: str,
+) -> None:
+    side = start(tiers=["disk"], groups=groups)
+    side.run("a", TOKENS, *[[1, 2, 3, 4, 5], [21, 22, 23, 24, 25]][: len(groups)])
+    side.step_until(lambda: len(objects(side)) == 4 * len(groups))
+    assert side.ask(side.arrive("b", TOKENS)) == 16
+
+    def fail(tier: DiskTier, keys: Sequence[ObjectKey]) -> None:
+        raise StorageFailed("the storage failed")
+
+    monkeypatch.setattr(DiskTier, method, fail)
+    for name in ("c", "d"):
+        assert side.ask(side.arrive(name, TOKENS)) == 0
+    stats = side.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.to_dict()["tiers"]["disk"]["failed_lookups"] == 2
+    (line,) = [line for line in caplog.messages if "KV cannot be" in line]
+    assert "looked up tier=disk reason=the storage failed" in line
 
 
 def test_a_failed_load_is_tried_once_more_without_the_missing_chunks(start: Start) -> None:
