@@ -105,7 +105,7 @@ def test_copies_disks_and_steps_are_measured(
         (500, 3),
         (1000, 3),
     }
-    assert len(found["steps"]) == 2 * 6
+    assert len(found["steps"]) == 2 * 2 * 8
     assert list(tmp_path.iterdir()) == []
     text = "\n".join(report(found))
     assert "plain files" in text

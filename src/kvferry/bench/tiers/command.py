@@ -252,13 +252,13 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     if found["steps"]:
         yield ""
         yield (
-            f"{'on the engine thread':<34}{'blocks':>8}{'chunks':>8}{'µs':>10}{'p99':>10}"
-            f"{'worst':>10}"
+            f"{'on the engine thread':<34}{'blocks':>8}{'chunks':>8}{'after ms':>10}{'µs':>10}"
+            f"{'p99':>10}{'worst':>10}"
         )
     for row in found["steps"]:
         yield (
-            f"{row['work']:<34}{row['pool_blocks']:>8,}{row['chunks']:>8}{row['us']:>10,}"
-            f"{row['us_p99']:>10,}{row['us_worst']:>10,}"
+            f"{row['work']:<34}{row['pool_blocks']:>8,}{row['chunks']:>8}{row['after_ms']:>10}"
+            f"{row['us']:>10,}{row['us_p99']:>10,}{row['us_worst']:>10,}"
         )
     if found["first_token"]:
         tokens = found["first_token"][0]["tokens"]

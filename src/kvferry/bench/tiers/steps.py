@@ -2,18 +2,22 @@
 with few and with many blocks in the host pool.
 
 Both halves of the connector are real, with their pool and threads, in this process. There is no
-model: this module makes the calls of an engine.
+model: this module makes the calls of an engine, and measures these calls alone. An engine whose
+ranks are processes of their own pickles the message of each step, and its thread does not make the
+calls of the worker half: those steps are measured too.
 """
 
 import gc
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.bench.figures import quantile, rounded
 from kvferry.cli.runtime import StopRequest
@@ -32,6 +36,8 @@ from kvferry.connectors.offloading.connector import OffloadingConnector
 from kvferry.errors import KVFerryError
 from kvferry.transports.registry import ConfiguredTransportKit
 
+T = TypeVar("T")
+
 __all__ = ["StepCost", "StepScope", "measure_steps"]
 
 BLOCK_SIZE, WIDTH = 16, 32
@@ -42,6 +48,8 @@ ROW_BYTES = 4096
 PROMPT_BLOCKS = 250
 """4,000 tokens."""
 NUM_DECODING = 64
+COMPUTE_S = 0.005
+"""How long a step of the decoding requests takes: for as many tokens, a load takes less."""
 STORE_S = 60.0
 
 
@@ -49,6 +57,10 @@ STORE_S = 60.0
 class StepScope:
     pool_blocks: tuple[int, ...] = (1_000, 10_000)
     rounds: int = 50
+    other_work_s: tuple[float, ...] = (0.0, 0.005)
+    """How long the thread does something else before each measurement. Other work takes the caches
+    of the processor, and so do other programs.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,7 @@ class StepCost:
 
     work: str
     pool_blocks: int
+    other_work_s: float
     chunks: int
     """The chunks that one call is about; 0 if it is about none."""
     seconds: Sequence[float]
@@ -66,6 +79,7 @@ class StepCost:
         return {
             "work": self.work,
             "pool_blocks": self.pool_blocks,
+            "after_ms": rounded(1e3 * self.other_work_s),
             "chunks": self.chunks,
             "calls": len(self.seconds),
             "us": rounded(1e6 * median(self.seconds)),
@@ -150,6 +164,33 @@ class _Blocks:
         return (self.block_ids,)
 
 
+class _Part(Enum):
+    """Who pays for a call, if the ranks are processes of their own."""
+
+    SCHEDULER = "the engine's thread"
+    WORKER = "a rank"
+    MESSAGE = "the engine's thread, which pickles the message"
+
+
+@dataclass(slots=True)
+class _CallClock:
+    """Adds up the time of calls since `restart`."""
+
+    other_work_s: float = 0.0
+    """How long the thread does something else before the calls that are measured."""
+    seconds: dict[_Part, float] = field(default_factory=lambda: dict.fromkeys(_Part, 0.0))
+
+    def restart(self) -> None:
+        _spin(self.other_work_s)
+        self.seconds = dict.fromkeys(_Part, 0.0)
+
+    def call(self, part: _Part, call: Callable[..., T], *arguments: Any) -> T:
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.seconds[part] += time.perf_counter() - began
+        return result
+
+
 @dataclass(slots=True)
 class _Engine:
     """Both halves of the connector, and the calls of an engine."""
@@ -159,6 +200,7 @@ class _Engine:
     finished: set[str] = field(default_factory=set)
     """Requests whose stores or loads have ended."""
     num_requests: int = 0
+    clock: _CallClock = field(default_factory=_CallClock)
 
     def new_request(self, prompt: int) -> _Request:
         """A request whose prompt is the one of this number."""
@@ -166,20 +208,22 @@ class _Engine:
         tokens = [prompt, *range(BLOCK_SIZE * PROMPT_BLOCKS - 1)]
         return _Request(f"request-{self.num_requests}", tokens)
 
-    def step(self, *slices: _Slice) -> None:
-        metadata = self.scheduler.build_connector_meta(_Step(slices))
-        self.worker.bind_connector_metadata(metadata)
-        self.worker.start_load_kv(None)
-        results = self.worker.get_transfer_results(set())
-        self.scheduler.update_connector_output(
-            KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                failure_reasons=results.failure_reasons,
-                kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-            )
+    def step(self, *slices: _Slice, compute_s: float = 0.0) -> None:
+        call, scheduler, worker = self.clock.call, self.scheduler, self.worker
+        metadata = call(_Part.SCHEDULER, scheduler.build_connector_meta, _Step(slices))
+        call(_Part.WORKER, worker.bind_connector_metadata, metadata)
+        call(_Part.WORKER, worker.start_load_kv, None)
+        _spin(compute_s)
+        results = call(_Part.WORKER, worker.get_transfer_results, set())
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            failure_reasons=results.failure_reasons,
+            kv_connector_worker_meta=call(_Part.WORKER, worker.build_connector_worker_meta),
         )
+        call(_Part.SCHEDULER, scheduler.update_connector_output, output)
+        call(_Part.MESSAGE, pickle.dumps, metadata, pickle.HIGHEST_PROTOCOL)
         if results.failed_recving:
             raise KVFerryError(f"a load failed: {results.failure_reasons}")
         self.finished |= results.finished_sending | results.finished_recving
@@ -234,7 +278,6 @@ def _engine(pool_blocks: int) -> Iterator[_Engine]:
                 "kv_connector_extra_config": {
                     "tiers": [{"cpu": (pool_blocks + 2 * PROMPT_BLOCKS) * ROW_BYTES}],
                     "pool_path": f"{folder}/pool",
-                    "break_even": False,
                 },
             }
         )
@@ -285,21 +328,22 @@ def measure_steps(scope: StepScope, stop: StopRequest) -> Iterator[StepCost]:
             for prompt in range(pool_blocks // PROMPT_BLOCKS):
                 stop.check()
                 engine.store(prompt)
-            yield from _measure(engine, pool_blocks, scope.rounds, stop)
+            for engine.clock.other_work_s in scope.other_work_s:
+                seconds = _measure(engine, scope.rounds, stop)
+                for work, chunks in _WORKS.items():
+                    other_work_s = engine.clock.other_work_s
+                    yield StepCost(work, pool_blocks, other_work_s, chunks, seconds[work])
 
 
-def _measure(
-    engine: _Engine, pool_blocks: int, rounds: int, stop: StopRequest
-) -> Iterator[StepCost]:
+def _measure(engine: _Engine, rounds: int, stop: StopRequest) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in _WORKS}
     gc.collect()
     for turn in range(rounds):
         stop.check()
         # Each round stores a new prompt, for which the pool evicts an old one. The first two are
         # used so often that they stay.
-        _one_round(engine, turn % 2, -1 - turn, seconds)
-    for work, chunks in _WORKS.items():
-        yield StepCost(work, pool_blocks, chunks, seconds[work])
+        _one_round(engine, turn % 2, -1 - engine.num_requests, seconds)
+    return seconds
 
 
 _WORKS = {
@@ -309,50 +353,60 @@ _WORKS = {
     "step that loads": PROMPT_BLOCKS,
     "step that stores": PROMPT_BLOCKS,
     f"step of {NUM_DECODING} decoding requests": 0,
+    "step that loads, ranks apart": PROMPT_BLOCKS,
+    "step that stores, ranks apart": PROMPT_BLOCKS,
 }
 
 
 def _one_round(engine: _Engine, stored: int, new: int, seconds: dict[str, list[float]]) -> None:
     """Measure each kind of call once. `stored` and `new` number a stored and a new prompt."""
-    arrivals, hits, misses, loads, stores, decodes = _WORKS
-    scheduler = engine.scheduler
+    arrivals, hits, misses, loads, stores, decodes, loads_apart, stores_apart = _WORKS
+    scheduler, clock = engine.scheduler, engine.clock
+
+    def note(work: str, work_apart: str | None = None) -> None:
+        spent = clock.seconds
+        seconds[work].append(spent[_Part.SCHEDULER] + spent[_Part.WORKER])
+        if work_apart is not None:
+            seconds[work_apart].append(spent[_Part.SCHEDULER] + spent[_Part.MESSAGE])
+        clock.restart()
 
     request = engine.new_request(stored)
-    _timed(seconds[arrivals], lambda: scheduler.on_new_request(request))
-    found = _timed(seconds[hits], lambda: _look_up(scheduler, request))
+    clock.restart()
+    clock.call(_Part.SCHEDULER, scheduler.on_new_request, request)
+    note(arrivals)
+    found, _ = clock.call(_Part.SCHEDULER, scheduler.get_num_new_matched_tokens, request, 0)
+    note(hits)
     # The last token is computed, so its chunk may not be used.
     if not found or found < BLOCK_SIZE * (PROMPT_BLOCKS - 1):
         raise KVFerryError(f"only {found} tokens of a stored prompt were found")
-
-    def load() -> None:
-        scheduler.update_state_after_alloc(request, _Blocks(BLOCK_IDS), found)
-        engine.step()
-
-    _timed(seconds[loads], load)
+    clock.call(
+        _Part.SCHEDULER, scheduler.update_state_after_alloc, request, _Blocks(BLOCK_IDS), found
+    )
+    engine.step()
+    note(loads, loads_apart)
     engine.wait_for(request)
     request.num_computed_tokens = found
     engine.finish(request)
 
     fresh = engine.new_request(new)
     scheduler.on_new_request(fresh)
-    missed = _timed(seconds[misses], lambda: _look_up(scheduler, fresh))
+    clock.restart()
+    missed, _ = clock.call(_Part.SCHEDULER, scheduler.get_num_new_matched_tokens, fresh, 0)
+    note(misses)
     if missed:
         raise KVFerryError(f"{missed} tokens of a new prompt were found")
     fresh.num_computed_tokens = fresh.num_tokens
     part = _Slice(fresh.request_id, fresh.num_tokens, (tuple(BLOCK_IDS),))
-    _timed(seconds[stores], lambda: engine.step(part))
-    decoding = tuple(part for _ in range(NUM_DECODING))
-    _timed(seconds[decodes], lambda: engine.step(*decoding))
+    engine.step(part)
+    note(stores, stores_apart)
     engine.finish(fresh)
+    clock.restart()
+    engine.step(*[part] * NUM_DECODING, compute_s=COMPUTE_S)
+    note(decodes)
 
 
-def _look_up(scheduler: OffloadingConnector, request: _Request) -> int:
-    found, _ = scheduler.get_num_new_matched_tokens(request, 0)
-    return found or 0
-
-
-def _timed(seconds: list[float], call: Callable[[], Any]) -> Any:
-    began = time.perf_counter()
-    result = call()
-    seconds.append(time.perf_counter() - began)
-    return result
+def _spin(seconds: float) -> None:
+    """Keep the thread busy, as an engine that computes."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
