@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, contents, key, path_of
 
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.tiers.base import ObjectKey, TierUsage
+from kvferry.tiers.base import ObjectKey, ObjectKeys, TierUsage
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import POLICIES, LruPolicy
@@ -256,7 +256,7 @@ def test_a_reader_looks_for_new_segments_only_now_and_then(folder: Path) -> None
     reader.refresh(now=LISTING_INTERVAL_S)
     assert [B in reader, len(reader)] == [True, 2]
     asked: list[list[ObjectKey]] = [[A, B, C], [C, A], [B], []]
-    shown = [reader.are_stored(keys).tolist() for keys in asked]
+    shown = [list(reader.are_stored(ObjectKeys(b"".join(keys)))) for keys in asked]
     assert shown == [[True, True, False], [False, True], [True], []]
     assert [found is not None for found in reader.find([A, C, B])] == [True, False, True]
 
@@ -270,12 +270,13 @@ def test_keys_that_share_a_bucket_of_the_index_are_told_apart(folder: Path) -> N
     reader = PoolReader(folder, NAMESPACE)
     reader.refresh(now=0.0)
     expected = [True] * 8 + [False] * 2
-    assert reader.are_stored(alike).tolist() == expected
+    keys = ObjectKeys(b"".join(alike))
+    assert list(reader.are_stored(keys)) == expected
     assert [each in reader for each in alike] == expected
     assert all(engine.has(each) for each in alike[:9])
     engine.pool.remove(alike[0])
     engine.store(alike[9])
-    assert reader.are_stored(alike).tolist() == [False, *[True] * 7, False, True]
+    assert list(reader.are_stored(keys)) == [False, *[True] * 7, False, True]
 
 
 def test_what_a_reader_has_found_stays_mapped(folder: Path) -> None:

@@ -2,6 +2,7 @@
 tasks, in any order and with any outcome.
 """
 
+import pickle
 import random
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from tests.tiers.job_rank import (
     store,
 )
 
-from kvferry.tiers.base import LoadOutcome, LoadResult, StoreOutcome, StoreResult
+from kvferry.tiers.base import LoadOutcome, LoadResult, ObjectKeys, StoreOutcome, StoreResult
 from kvferry.tiers.commands import (
     CancelLoad,
     Chunk,
@@ -284,9 +285,16 @@ def test_stores_are_reported_as_copied_in_order() -> None:
 
 
 def test_a_table_of_chunks_is_stored_like_the_chunks() -> None:
-    chunks = ChunkTable(2, (key_of(1), key_of(2)), (0, 1), (3, 4, 5, 6), (("disk",), ()))
+    keys = ObjectKeys(key_of(1) + key_of(2))
+    chunks = ChunkTable(2, keys, (0, 1), (3, 4, 5, 6), (("disk",), ()))
     assert list(chunks) == [Chunk(key_of(1), 0, (3, 4), ("disk",)), Chunk(key_of(2), 1, (5, 6))]
     assert len(chunks) == 2
+    alike = ChunkTable(1, keys, (1,), [3, 4], (("disk",),))
+    assert list(alike) == [
+        Chunk(key_of(1), 1, (3,), ("disk",)),
+        Chunk(key_of(2), 1, (4,), ("disk",)),
+    ]
+    assert pickle.loads(pickle.dumps(alike)) == alike
 
 
 def test_after_a_reset_nothing_from_before_is_found() -> None:

@@ -17,7 +17,7 @@ from tests.tiers.pool_engine import NAMESPACE, ROW_BYTES, PoolEngine, key, path_
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
 from kvferry.tiers import host_pool
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.policies import ArcPolicy, LruPolicy
@@ -343,7 +343,7 @@ def test_damage_anywhere_in_a_segment_gives_no_error_and_no_wrong_bytes(
             two.has(key(number))  # asserts that what is loaded is right
         reader = PoolReader(here, NAMESPACE)
         reader.refresh(now=0.0)
-        reader.are_stored([key(number) for number in range(4)])
+        reader.are_stored(ObjectKeys(b"".join(map(key, range(4)))))
     one.pool.close()
     adopted = PoolEngine.open(here, 4, 200)
     for number in range(4):

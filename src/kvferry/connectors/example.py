@@ -6,7 +6,7 @@ do so layer by layer, within the steps of the engine, so slow storage makes the 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class LoadsEnded(contract.KVConnectorWorkerMetadata):
 class Prompt:
     """The scheduler's notes on one request."""
 
-    keys: list[ObjectKey]  # of the prefixes of 1, 2, … full blocks
+    keys: Sequence[ObjectKey]  # of the prefixes of 1, 2, … full blocks
     must_save: bool
     first: int = 0  # the first block to load
     num_stored: int = 0  # blocks of the longest stored prefix

@@ -8,16 +8,17 @@ returns bytes that it has not checked.
 The conformance suite is `kvferry.testing.tier_conformance`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType, Protocol, runtime_checkable
+from typing import NewType, Protocol, overload, runtime_checkable
 
 __all__ = [
     "KEY_BYTES",
     "LoadOutcome",
     "LoadResult",
     "ObjectKey",
+    "ObjectKeys",
     "StoreOutcome",
     "StoreResult",
     "Tier",
@@ -29,6 +30,37 @@ KEY_BYTES = 32
 
 ObjectKey = NewType("ObjectKey", bytes)
 """`KEY_BYTES` bytes. Equal keys in one namespace mean equal contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKeys(Sequence[ObjectKey]):
+    """Keys in one piece of memory: a prompt has hundreds, and the engine's thread has no time for
+    an object for each.
+    """
+
+    joined: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.joined) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> ObjectKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> "ObjectKeys": ...
+    def __getitem__(self, index: int | slice) -> "ObjectKey | ObjectKeys":
+        if isinstance(index, slice):
+            first, end, step = index.indices(len(self))
+            assert step == 1
+            return ObjectKeys(self.joined[KEY_BYTES * first : KEY_BYTES * end])
+        at = KEY_BYTES * range(len(self))[index]
+        return ObjectKey(self.joined[at : at + KEY_BYTES])
+
+    def __reduce__(self) -> tuple[type["ObjectKeys"], tuple[bytes]]:
+        return ObjectKeys, (self.joined,)  # half the time of the way of dataclasses
+
+    def __iter__(self) -> Iterator[ObjectKey]:
+        for at in range(0, len(self.joined), KEY_BYTES):
+            yield ObjectKey(self.joined[at : at + KEY_BYTES])
 
 
 class LoadOutcome(StrEnum):

@@ -9,15 +9,23 @@ same path is another namespace.
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from kvferry.tiers.base import KEY_BYTES, ObjectKey
+from kvferry.tiers.base import KEY_BYTES, ObjectKeys
+from kvferry.transports.copy.native import native_or
 
-__all__ = ["FORMAT_VERSION", "NAMESPACE_FILE", "KeyChain", "Namespace"]
+__all__ = [
+    "FORMAT_VERSION",
+    "NAMESPACE_FILE",
+    "KeyChain",
+    "Namespace",
+    "chunk_keys_by_hashlib",
+    "group_keys_by_hashlib",
+]
 
 FORMAT_VERSION = 2
 """The version of the object format and of the order of bytes in a payload. Part of every namespace.
@@ -60,16 +68,11 @@ class KeyChain:
     chunk_tokens: int
     salt: str
     num_groups: int = 1
-    keys: tuple[list[ObjectKey], ...] = field(init=False)
+    keys: tuple[ObjectKeys, ...] = field(init=False)
     """By group."""
-    _state: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys = tuple([] for _ in range(self.num_groups))
-        self._state = blake2b(digest_size=KEY_BYTES, person=b"kvferry chunks")
-        # The length of the salt comes first, so that no salt can be confused with leading tokens.
-        salt = self.salt.encode("utf-8", "surrogatepass")
-        self._state.update(len(salt).to_bytes(8, "little") + salt)
+        self.keys = (ObjectKeys(),) * self.num_groups
 
     def __len__(self) -> int:
         """The number of chunks whose keys are known."""
@@ -77,25 +80,48 @@ class KeyChain:
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Add the keys of all full chunks of the first `num_tokens` tokens. The tokens of earlier
-        calls must not have changed.
+        calls must not have changed; they are hashed again.
         """
-        size = self.chunk_tokens
         # After a stop token in the middle of accepted draft tokens, vLLM has computed more tokens
         # than it has kept.
-        first, end = len(self) * size, min(num_tokens, len(token_ids)) // size * size
-        if end > first:
-            # `struct` takes a third of the time of `array` and numpy for a list of integers.
-            tokens = struct.pack(f"<{end - first}q", *token_ids[first:end])
-            for start in range(0, len(tokens), 8 * size):
-                self._state.update(tokens[start : start + 8 * size])
-                digest = self._state.copy().digest()
-                self.keys[0].append(ObjectKey(digest))
-                for group in range(1, self.num_groups):
-                    self.keys[group].append(_group_key(digest, group))
+        end = min(num_tokens, len(token_ids)) // self.chunk_tokens * self.chunk_tokens
+        if end <= len(self) * self.chunk_tokens:
+            return
+        salt = self.salt.encode("utf-8", "surrogatepass")
+        # The length of the salt comes first, so that no salt can be confused with leading tokens.
+        prefix = len(salt).to_bytes(8, "little") + salt
+        new = _chunk_keys(prefix, list(token_ids[:end]), self.chunk_tokens, len(self))
+        self.keys = tuple(
+            ObjectKeys(known.joined + (_group_keys(new, group) if group else new))
+            for group, known in enumerate(self.keys)
+        )
 
 
-def _group_key(digest: bytes, group: int) -> ObjectKey:
-    """The key of a chunk's KV in another KV-cache group than the first."""
-    return ObjectKey(
-        blake2b(digest, digest_size=KEY_BYTES, person=b"kvferry group", salt=b"%d" % group).digest()
+def chunk_keys_by_hashlib(
+    prefix: bytes, token_ids: list[int], chunk_tokens: int, first: int
+) -> bytes:
+    """The keys of all full chunks but the first `first`."""
+    tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    size = 8 * chunk_tokens
+    state = blake2b(prefix, digest_size=KEY_BYTES, person=b"kvferry chunks")
+    state.update(tokens[: first * size])
+    digests = []
+    for start in range(first * size, len(tokens) // size * size, size):
+        state.update(tokens[start : start + size])
+        digests.append(state.copy().digest())
+    return b"".join(digests)
+
+
+def group_keys_by_hashlib(keys: bytes, group: int) -> bytes:
+    """The keys of the same chunks in another KV-cache group than the first."""
+    salt = b"%d" % group
+    return b"".join(
+        blake2b(key, digest_size=KEY_BYTES, person=b"kvferry group", salt=salt).digest()
+        for key in ObjectKeys(keys)
     )
+
+
+_chunk_keys: Callable[[bytes, list[int], int, int], bytes] = native_or(
+    "chunk_keys", chunk_keys_by_hashlib
+)
+_group_keys: Callable[[bytes, int], bytes] = native_or("group_keys", group_keys_by_hashlib)

@@ -4,15 +4,13 @@ For schedulers, which look keys up; for the owner of a segment, which also reads
 other engines; and for `kvferry store`. One thread makes all calls on a reader.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.keys import Namespace
 from kvferry.tiers.pool_segment import (
     Header,
@@ -104,10 +102,14 @@ class PoolReader:
         """The number of rows in all segments; an object that is in two segments counts twice."""
         return sum(segment.table.num_ready for segment in self._segments.values())
 
-    def are_stored(self, keys: Sequence[ObjectKey]) -> npt.NDArray[np.bool_]:
-        """Whether each object is stored; much faster than one question for each."""
-        answers = [segment.table.are_stored(keys) for segment in self._segments.values()]
-        return reduce(np.logical_or, answers) if answers else np.zeros(len(keys), np.bool_)
+    def are_stored(self, keys: ObjectKeys) -> bytearray:
+        """1 for each object that is stored, 0 for the others; much faster than one question for
+        each.
+        """
+        found = bytearray(len(keys))
+        for segment in self._segments.values():
+            segment.table.mark_stored(keys, found)
+        return found
 
     def find(self, keys: Iterable[ObjectKey]) -> list[StoredRow | None]:
         """Where each object is; None if it is not stored."""

@@ -12,15 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.prefix_search import usable_prefix
 from kvferry.tiers.backoff import StorageFailed
-from kvferry.tiers.base import ObjectKey, Tier
+from kvferry.tiers.base import ObjectKeys, Tier
 from kvferry.tiers.commands import POOL
 from kvferry.tiers.pool_reader import PoolReader
 from kvferry.tiers.threads import TaskThreads
@@ -30,7 +28,7 @@ __all__ = ["Hit", "Pending", "TierLookup"]
 NUM_THREADS = 4
 CLOSE_TIMEOUT_S = 1.0
 
-Keys = Sequence[Sequence[ObjectKey]]
+Keys = Sequence[ObjectKeys]
 """The keys of a prompt's chunks, by group."""
 FoundChunks = Sequence[Mapping[int, str]]
 """By group, the tier that has each chunk."""
@@ -62,6 +60,8 @@ class Hit:
 
     def count_by_tier(self, group: int, span: range) -> Mapping[str, int]:
         """How many chunks of a span are in each tier."""
+        if not self.found[group]:
+            return {POOL: len(span)}
         counts = Counter(tier for index, tier in self.found[group].items() if index in span)
         if counts.total() < len(span):
             counts[POOL] += len(span) - counts.total()
@@ -77,7 +77,7 @@ class Pending:
 class _Query:
     """What one request asks of the slower tiers."""
 
-    keys: tuple[tuple[ObjectKey, ...], ...]
+    keys: tuple[ObjectKeys, ...]
     """By group."""
     in_pool: tuple[frozenset[int], ...]
     """By group, the chunks that the pool had when the query began."""
@@ -120,10 +120,10 @@ class TierLookup:
         self.end(request)
         if not self._tiers or not keys[0]:
             return
-        in_pool = tuple(frozenset(np.flatnonzero(found).tolist()) for found in self._in_pool(keys))
+        in_pool = tuple(frozenset(_set_indices(found)) for found in self._in_pool(keys))
         if all(len(group) == len(keys[0]) for group in in_pool):
             return
-        query = _Query(tuple(map(tuple, keys)), in_pool, self._clock() + self._timeout_s)
+        query = _Query(tuple(keys), in_pool, self._clock() + self._timeout_s)
         self._queries[request] = query
         self._threads.run(lambda: self._ask_tiers(query))
 
@@ -150,13 +150,14 @@ class TierLookup:
         at_hand = self._in_pool(keys)
         for is_at_hand, in_tiers in zip(at_hand, found, strict=True):
             if num_local_chunks:
-                is_at_hand[:num_local_chunks] = True
-            if in_tiers:
-                is_at_hand[list(in_tiers)] = True
+                is_at_hand[:num_local_chunks] = b"\1" * min(num_local_chunks, len(is_at_hand))
+            for index in in_tiers:
+                is_at_hand[index] = 1
         num_chunks = len(keys[0]) if max_chunks is None else min(max_chunks, len(keys[0]))
         if not self._has_local_attention:
             for is_at_hand in at_hand:
-                num_chunks = _num_leading(is_at_hand[:num_chunks])
+                first_missing = is_at_hand.find(0, 0, num_chunks)
+                num_chunks = num_chunks if first_missing < 0 else first_missing
             return Hit(num_chunks, num_chunks * self._chunk_tokens, found, is_complete, failures)
 
         def has_chunk(group: int, index: int) -> bool:
@@ -180,16 +181,19 @@ class TierLookup:
 
     # -- the host pool --
 
-    def _in_pool(self, keys: Keys) -> list[npt.NDArray[np.bool_]]:
-        """By group, whether every rank has each chunk in the pool."""
+    def _in_pool(self, keys: Keys) -> list[bytearray]:
+        """By group, 1 for each chunk that every rank has in the pool, 0 for the others."""
         now = self._clock()
         for pool in self._pools:
             pool.refresh(now)
         if not self._pools:
-            return [np.zeros(len(group), np.bool_) for group in keys]
+            return [bytearray(len(group)) for group in keys]
+        by_rank = [[pool.are_stored(group) for group in keys] for pool in self._pools]
+        if len(by_rank) == 1:
+            return by_rank[0]
         return [
-            reduce(np.logical_and, [pool.are_stored(group) for pool in self._pools])
-            for group in keys
+            bytearray(np.logical_and.reduce([np.frombuffer(each, np.bool_) for each in found]))
+            for found in zip(*by_rank, strict=True)
         ]
 
     def _windowed_prefix(
@@ -294,9 +298,5 @@ class TierLookup:
             )
 
 
-def _num_leading(is_at_hand: npt.NDArray[np.bool_]) -> int:
-    """How many leading chunks are at hand."""
-    if not len(is_at_hand):
-        return 0
-    smallest = int(is_at_hand.argmin())
-    return len(is_at_hand) if is_at_hand[smallest] else smallest
+def _set_indices(found: bytearray) -> list[int]:
+    return [index for index, is_found in enumerate(found) if is_found]

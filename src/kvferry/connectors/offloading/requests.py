@@ -7,7 +7,7 @@ from kvferry.connectors.contract import Request
 from kvferry.connectors.offloading.events import KVEventLog
 from kvferry.connectors.offloading.lookup import Hit
 from kvferry.protocol.tickets import HOLE
-from kvferry.tiers.base import ObjectKey
+from kvferry.tiers.base import ObjectKey, ObjectKeys
 from kvferry.tiers.commands import ChunkTable
 from kvferry.tiers.keys import KeyChain
 
@@ -58,6 +58,8 @@ class TrackedRequest:
     chain: KeyChain
     num_prompt_tokens: int
     blocks_per_chunk: int
+    has_holes: bool
+    """Whether block tables may have holes: blocks leave them if a group has local attention."""
     load: LoadState
     store: StoreState = field(default_factory=StoreState)
     is_outdated: bool = False
@@ -79,12 +81,10 @@ class TrackedRequest:
         """
         keys, size = self.chain.keys, self.blocks_per_chunk
         if len(tables) == 1 and not callable(tiers):
-            blocks = tuple(tables[0][span.start * size : span.stop * size])
-            if len(blocks) == len(span) * size and HOLE not in blocks:
+            blocks = tables[0][span.start * size : span.stop * size]
+            if len(blocks) == len(span) * size and not (self.has_holes and HOLE in blocks):
                 # The usual case, without a loop.
-                chosen = tuple(keys[0][span.start : span.stop])
-                count = len(chosen)
-                return ChunkTable(size, chosen, (0,) * count, blocks, (tiers,) * count)
+                return ChunkTable(size, keys[0][span.start : span.stop], (0,), blocks, (tiers,))
         rows: list[tuple[ObjectKey, int, tuple[str, ...]]] = []
         block_ids: list[int] = []
         for index in span:
@@ -94,5 +94,6 @@ class TrackedRequest:
                 if of_chunk and len(blocks) == size and HOLE not in blocks:
                     rows.append((keys[group][index], group, of_chunk))
                     block_ids += blocks
-        chunk_keys, groups, chunk_tiers = zip(*rows, strict=True) if rows else ((), (), ())
-        return ChunkTable(size, chunk_keys, groups, tuple(block_ids), chunk_tiers)
+        chosen_keys, groups, chunk_tiers = zip(*rows, strict=True) if rows else ((), (), ())
+        chosen = ObjectKeys(b"".join(chosen_keys))
+        return ChunkTable(size, chosen, groups, tuple(block_ids), chunk_tiers)

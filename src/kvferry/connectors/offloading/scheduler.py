@@ -52,6 +52,7 @@ class OffloadingScheduler:
         self._extra = extra
         self._clock = clock
         self._chunk_tokens = extra.blocks_of_chunk(cache.block_size) * cache.block_size
+        self._has_holes = any(group.has_local_attention for group in cache.groups)
         self._commands: list[OffloadCommand] = []
         """Filled by all parts, and sent with the next step."""
         self._break_even = BreakEven() if extra.break_even else None
@@ -106,6 +107,7 @@ class OffloadingScheduler:
             chain,
             request.num_prompt_tokens,
             self._chunk_tokens // self._cache.block_size,
+            self._has_holes,
             self._loads.new_state(),
         )
         if self._event_log is not None:

@@ -1,5 +1,6 @@
 /* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down. And what is done
- * for every kernel: it is started, and asked about until it is through.
+ * for every kernel: it is started, and asked about until it is through. And what storage tiers do for every chunk of a prompt on the
+ * engine's thread: its key is computed, and looked up in an index.
  *
  * Runs are copied, and devices spoken to, without the interpreter's lock.
  * Two runs are copied at a time, 128 bytes of each in turn: while one starts, and waits for memory, the other keeps memory busy. The
@@ -10,6 +11,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 #if defined(__SSE2__)
@@ -487,6 +489,224 @@ static PyObject *copy_and_sum(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Keys of chunks: BLAKE2b as in RFC 7693, without a key and with digests of KEY_BYTES. hashlib gives the same digests, but takes several
+ * calls for each chunk. The callers hold the interpreter's lock: they take microseconds. */
+#define KEY_BYTES 32
+#define BLOCK_BYTES 128
+#define PERSON_BYTES 16
+
+typedef struct {
+    uint64_t h[8];
+    uint64_t num_hashed;
+    size_t num_waiting; /* bytes of the block; a full block waits until it is known not to be the last */
+    uint8_t block[BLOCK_BYTES];
+} Blake2b;
+
+static const uint64_t INITIAL[8] = {0x6A09E667F3BCC908u, 0xBB67AE8584CAA73Bu, 0x3C6EF372FE94F82Bu, 0xA54FF53A5F1D36F1u,
+                                    0x510E527FADE682D1u, 0x9B05688C2B3E6C1Fu, 0x1F83D9ABFB41BD6Bu, 0x5BE0CD19137E2179u};
+
+static const uint8_t ORDER[10][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
+    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4}, {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
+    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13}, {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
+    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11}, {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
+    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5}, {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
+};
+
+/* Compilers turn these expressions into one load and one store. */
+static uint64_t load_word(const uint8_t *b)
+{
+    return (uint64_t)b[0] | (uint64_t)b[1] << 8 | (uint64_t)b[2] << 16 | (uint64_t)b[3] << 24 | (uint64_t)b[4] << 32 |
+           (uint64_t)b[5] << 40 | (uint64_t)b[6] << 48 | (uint64_t)b[7] << 56;
+}
+
+static void store_word(uint8_t *b, uint64_t word)
+{
+    b[0] = (uint8_t)word, b[1] = (uint8_t)(word >> 8), b[2] = (uint8_t)(word >> 16), b[3] = (uint8_t)(word >> 24);
+    b[4] = (uint8_t)(word >> 32), b[5] = (uint8_t)(word >> 40), b[6] = (uint8_t)(word >> 48), b[7] = (uint8_t)(word >> 56);
+}
+
+#define ROTATED(word, bits) ((word) >> (bits) | (word) << (64 - (bits)))
+#define MIX(a, b, c, d, x, y)                                            \
+    a += b + (x), d = ROTATED(d ^ a, 32), c += d, b = ROTATED(b ^ c, 24); \
+    a += b + (y), d = ROTATED(d ^ a, 16), c += d, b = ROTATED(b ^ c, 63);
+#define WORD(round, i) m[ORDER[round][i]]
+#define ROUND(i)                                                         \
+    MIX(v[0], v[4], v[8], v[12], WORD(i, 0), WORD(i, 1))                 \
+    MIX(v[1], v[5], v[9], v[13], WORD(i, 2), WORD(i, 3))                 \
+    MIX(v[2], v[6], v[10], v[14], WORD(i, 4), WORD(i, 5))                \
+    MIX(v[3], v[7], v[11], v[15], WORD(i, 6), WORD(i, 7))                \
+    MIX(v[0], v[5], v[10], v[15], WORD(i, 8), WORD(i, 9))                \
+    MIX(v[1], v[6], v[11], v[12], WORD(i, 10), WORD(i, 11))              \
+    MIX(v[2], v[7], v[8], v[13], WORD(i, 12), WORD(i, 13))               \
+    MIX(v[3], v[4], v[9], v[14], WORD(i, 14), WORD(i, 15))
+
+static void compress(Blake2b *hash, int is_last)
+{
+    uint64_t m[16], v[16];
+    for (int i = 0; i < 16; i++)
+        m[i] = load_word(hash->block + 8 * i);
+    for (int i = 0; i < 8; i++) {
+        v[i] = hash->h[i];
+        v[i + 8] = INITIAL[i];
+    }
+    v[12] ^= hash->num_hashed;
+    if (is_last)
+        v[14] = ~v[14];
+    ROUND(0) ROUND(1) ROUND(2) ROUND(3) ROUND(4) ROUND(5) ROUND(6) ROUND(7) ROUND(8) ROUND(9) ROUND(0) ROUND(1)
+    for (int i = 0; i < 8; i++)
+        hash->h[i] ^= v[i] ^ v[i + 8];
+}
+
+/* `salt` and `person` have PERSON_BYTES each, filled up with zeros. */
+static void begin_hash(Blake2b *hash, const char *salt, const char *person)
+{
+    memset(hash, 0, sizeof *hash);
+    memcpy(hash->h, INITIAL, sizeof INITIAL);
+    hash->h[0] ^= 0x01010000 ^ KEY_BYTES;
+    for (int i = 0; i < 2; i++) {
+        hash->h[4 + i] ^= load_word((const uint8_t *)salt + 8 * i);
+        hash->h[6 + i] ^= load_word((const uint8_t *)person + 8 * i);
+    }
+}
+
+static void add_to_hash(Blake2b *hash, const uint8_t *bytes, size_t size)
+{
+    while (size) {
+        if (hash->num_waiting == BLOCK_BYTES) {
+            hash->num_hashed += BLOCK_BYTES;
+            compress(hash, 0);
+            hash->num_waiting = 0;
+        }
+        size_t room = BLOCK_BYTES - hash->num_waiting, taken = size < room ? size : room;
+        memcpy(hash->block + hash->num_waiting, bytes, taken);
+        hash->num_waiting += taken;
+        bytes += taken;
+        size -= taken;
+    }
+}
+
+/* The hash itself stays as it is, so that more can be added. */
+static void put_digest(Blake2b hash, uint8_t *digest)
+{
+    memset(hash.block + hash.num_waiting, 0, BLOCK_BYTES - hash.num_waiting);
+    hash.num_hashed += hash.num_waiting;
+    compress(&hash, 1);
+    for (int i = 0; i < KEY_BYTES / 8; i++)
+        store_word(digest + 8 * i, hash.h[i]);
+}
+
+/* Whether all of these tokens are integers of 64 bits; else an exception is set. */
+static int add_tokens(Blake2b *hash, PyObject *tokens, Py_ssize_t first, Py_ssize_t end)
+{
+    uint8_t bytes[BLOCK_BYTES];
+    size_t size = 0;
+    for (Py_ssize_t i = first; i < end; i++) {
+        PyObject *token = PyList_GetItem(tokens, i);
+        long long number = token ? PyLong_AsLongLong(token) : -1;
+        if (number == -1 && PyErr_Occurred())
+            return 0;
+        store_word(bytes + size, (uint64_t)number);
+        size += 8;
+        if (size == sizeof bytes || i + 1 == end) {
+            add_to_hash(hash, bytes, size);
+            size = 0;
+        }
+    }
+    return 1;
+}
+
+static PyObject *chunk_keys(PyObject *module, PyObject *args)
+{
+    static const char person[PERSON_BYTES] = "kvferry chunks", salt[PERSON_BYTES] = "";
+    Py_buffer prefix;
+    PyObject *tokens, *keys = NULL;
+    Py_ssize_t chunk_tokens, first;
+    Blake2b hash;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*O!nn:chunk_keys", &prefix, &PyList_Type, &tokens, &chunk_tokens, &first))
+        return NULL;
+    Py_ssize_t count = chunk_tokens > 0 ? PyList_Size(tokens) / chunk_tokens : -1;
+    if (first < 0 || first > count)
+        PyErr_SetString(PyExc_ValueError, "there is no such chunk");
+    else if ((keys = PyBytes_FromStringAndSize(NULL, KEY_BYTES * (count - first)))) {
+        uint8_t *digest = (uint8_t *)PyBytes_AsString(keys);
+        begin_hash(&hash, salt, person);
+        add_to_hash(&hash, prefix.buf, (size_t)prefix.len);
+        int is_valid = add_tokens(&hash, tokens, 0, first * chunk_tokens);
+        for (Py_ssize_t i = first; i < count && is_valid; i++, digest += KEY_BYTES) {
+            is_valid = add_tokens(&hash, tokens, i * chunk_tokens, (i + 1) * chunk_tokens);
+            put_digest(hash, digest);
+        }
+        if (!is_valid)
+            Py_CLEAR(keys);
+    }
+    PyBuffer_Release(&prefix);
+    return keys;
+}
+
+static PyObject *group_keys(PyObject *module, PyObject *args)
+{
+    static const char person[PERSON_BYTES] = "kvferry group";
+    char salt[PERSON_BYTES] = "";
+    Py_buffer keys;
+    unsigned group;
+    Blake2b hash;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*I:group_keys", &keys, &group))
+        return NULL;
+    snprintf(salt, sizeof salt, "%u", group);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, keys.len / KEY_BYTES * KEY_BYTES);
+    for (Py_ssize_t at = 0; found && at < keys.len / KEY_BYTES * KEY_BYTES; at += KEY_BYTES) {
+        begin_hash(&hash, salt, person);
+        add_to_hash(&hash, (const uint8_t *)keys.buf + at, KEY_BYTES);
+        put_digest(hash, (uint8_t *)PyBytes_AsString(found) + at);
+    }
+    PyBuffer_Release(&keys);
+    return found;
+}
+
+/* The index of a host pool's segment, which pool_segment.py describes. Its owner may write to it meanwhile. */
+#define SLOTS 8
+#define AHEAD 16
+
+static void mark_each(const uint64_t *slots, uint64_t last_bucket, const char *keys, Py_ssize_t count, uint8_t *found)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint64_t words[2];
+        if (i + AHEAD < count) {
+            memcpy(words, keys + KEY_BYTES * (i + AHEAD), sizeof words);
+            __builtin_prefetch(slots + (words[0] & last_bucket) * SLOTS);
+        }
+        memcpy(words, keys + KEY_BYTES * i, sizeof words);
+        const uint64_t *bucket = slots + (words[0] & last_bucket) * SLOTS;
+        int is_stored = 0;
+        for (int slot = 0; slot < SLOTS; slot++)
+            is_stored |= (bucket[slot] ^ words[1]) >> 32 == 0;
+        found[i] |= (uint8_t)is_stored;
+    }
+}
+
+static PyObject *mark_stored(PyObject *module, PyObject *args)
+{
+    Py_buffer slots, keys, found;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*y*w*:mark_stored", &slots, &keys, &found))
+        return NULL;
+    uint64_t num_buckets = (uint64_t)slots.len / (SLOTS * sizeof(uint64_t));
+    int is_valid = num_buckets && !(num_buckets & (num_buckets - 1)) && keys.len == found.len * KEY_BYTES;
+    if (is_valid)
+        mark_each(slots.buf, num_buckets - 1, keys.buf, found.len, found.buf);
+    else
+        PyErr_SetString(PyExc_ValueError, "the buckets are no power of two, or there are not as many keys as answers");
+    PyBuffer_Release(&slots);
+    PyBuffer_Release(&keys);
+    PyBuffer_Release(&found);
+    if (!is_valid)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static double seconds_now(void)
 {
     struct timespec now;
@@ -535,6 +755,9 @@ static PyMethodDef methods[] = {
     {"spin_wait", spin_wait, METH_VARARGS, "spin_wait(seconds): so long, awake."},
     {"copy_segments", copy_segments, METH_VARARGS, "copy_segments(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {"copy_and_sum", copy_and_sum, METH_VARARGS, "copy_and_sum(targets, sources, sizes, sums): copy segments between addresses; the checksum of every segment into sums."},
+    {"chunk_keys", chunk_keys, METH_VARARGS, "chunk_keys(prefix, tokens, chunk_tokens, first): the keys of all full chunks of a list of tokens but the first, joined."},
+    {"group_keys", group_keys, METH_VARARGS, "group_keys(keys, group): the keys of the same chunks in another KV-cache group, joined."},
+    {"mark_stored", mark_stored, METH_VARARGS, "mark_stored(slots, keys, found): found[i] = 1 if the index has key i."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -29,8 +29,11 @@ __all__ = [
 NATIVE_FUNCTIONS = (
     "are_within",
     "poll_until",
+    "chunk_keys",
     "copy_and_sum",
     "copy_segments",
+    "group_keys",
+    "mark_stored",
     "spin_wait",
     "put_all",
     "put_places",
