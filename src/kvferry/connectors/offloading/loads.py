@@ -5,7 +5,6 @@ A load only saves computation: when it fails, the engine computes the prompt, wh
 left of the prefix.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.connectors.contract import KVCacheGroup, Request
@@ -121,14 +120,14 @@ class RequestLoads:
             self._troubles.note("looked up", tier, reason, self._clock())
 
     def _bytes_to_load(self, state: LoadState, hit: Hit) -> Mapping[str, int]:
-        sizes: Counter[str] = Counter()
+        sizes: dict[str, int] = {}
         for number, (group, row_bytes) in enumerate(
             zip(self._groups, self._row_bytes, strict=True)
         ):
             visible = group.first_visible_token(hit.num_tokens)
             first = max(state.num_local_tokens, visible) // self._chunk_tokens
             for tier, count in hit.count_by_tier(number, range(first, hit.num_chunks)).items():
-                sizes[tier] += count * row_bytes
+                sizes[tier] = sizes.get(tier, 0) + count * row_bytes
         return sizes
 
     # -- loads --

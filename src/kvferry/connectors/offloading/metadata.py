@@ -149,7 +149,8 @@ class OffloadStats(KVConnectorStats):
 
     def count(self, counter: str, by: float = 1) -> None:
         assert counter in LOOKUP_COUNTERS
-        add_up(self.data, {"lookups": {counter: by}})
+        lookups = self.data.setdefault("lookups", {})
+        lookups[counter] = lookups.get(counter, 0) + by
 
     def add_tiers(self, counts: TierCounts) -> None:
         if counts:

@@ -26,16 +26,17 @@ class SeenChunks:
 
     store_after: Mapping[str, int]
     max_chunks: int
+    tiers_of_all: tuple[str, ...] | None = field(init=False)
+    """The tiers of every chunk, if no tier waits until a chunk is needed again."""
     _counts: OrderedDict[ObjectKey, int] = field(default_factory=OrderedDict, init=False)
 
-    @property
-    def tiers_of_all(self) -> tuple[str, ...] | None:
-        """The tiers of every chunk, if no tier waits until a chunk is needed again."""
-        return None if self._is_counting else tuple(self.store_after)
+    def __post_init__(self) -> None:
+        is_counting = any(after > 1 for after in self.store_after.values())
+        self.tiers_of_all = None if is_counting else tuple(self.store_after)
 
     def note_uses(self, keys: Iterable[ObjectKey]) -> None:
         """Count that one more request needs these chunks."""
-        if not self._is_counting:
+        if self.tiers_of_all is not None:
             return
         for key in keys:
             self._counts[key] = self._counts.pop(key, 0) + 1
@@ -44,12 +45,10 @@ class SeenChunks:
 
     def tiers_to_store(self, key: ObjectKey) -> tuple[str, ...]:
         """The tiers that shall have the chunk now."""
-        count = self._counts.get(key, 0) if self._is_counting else 1
+        if self.tiers_of_all is not None:
+            return self.tiers_of_all
+        count = self._counts.get(key, 0)
         return tuple(tier for tier, after in self.store_after.items() if count >= after)
-
-    @property
-    def _is_counting(self) -> bool:
-        return any(after > 1 for after in self.store_after.values())
 
 
 class RequestStores:

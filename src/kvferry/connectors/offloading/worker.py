@@ -127,11 +127,14 @@ class OffloadingWorker:
 
     def take_worker_metadata(self) -> OffloadingWorkerMetadata | None:
         """The reports for the scheduler that `get_transfer_results` has collected."""
-        metadata, self._worker_metadata = self._worker_metadata, OffloadingWorkerMetadata()
+        metadata = self._worker_metadata
         is_busy = self._running_worker().is_busy
         if is_busy != self._was_busy:
             metadata.is_busy = self._was_busy = is_busy
-        return None if metadata.is_empty else metadata
+        if metadata.is_empty:
+            return None
+        self._worker_metadata = OffloadingWorkerMetadata()
+        return metadata
 
     def take_stats(self) -> OffloadStats | None:
         if self._worker is None:
