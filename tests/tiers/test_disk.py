@@ -1,5 +1,6 @@
 """Tests of what the disk tier does beyond the contract: its folder, its limit, its failures."""
 
+import errno
 import os
 import resource
 import shutil
@@ -27,9 +28,10 @@ from kvferry.testing.tier_conformance import (
     payload_of,
 )
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
-from kvferry.tiers.disk import DiskTier
+from kvferry.tiers.disk import OPEN_FLAGS, DiskTier, read_file_by_os
 from kvferry.tiers.disk_space import DiskSpace, draft_name
 from kvferry.tiers.keys import Namespace
+from kvferry.transports.copy.native import native_or
 
 PAYLOAD_BYTES = 8192
 OBJECT_BYTES = 4096 + PAYLOAD_BYTES
@@ -547,3 +549,55 @@ def test_a_writer_that_is_killed_leaves_no_object(tier: DiskTier, tmp_path: Path
     DiskSpace(root, max_bytes=2**30).sweep()
     assert not drafts[0].exists()
     assert load(tier, key) is LoadOutcome.LOADED
+
+
+# -- reading a file --
+
+ReadFile = Callable[[str, int, int, tuple[memoryview, ...]], tuple[int, int, float, int]]
+
+
+@pytest.fixture(params=["native", "os"])
+def read_file(request: pytest.FixtureRequest) -> ReadFile:
+    return read_file_by_os if request.param == "os" else native_or("read_file", read_file_by_os)
+
+
+@pytest.mark.parametrize("direct", [0, os.O_DIRECT])
+@pytest.mark.parametrize("size_bytes", [0, 100, 8192, 12288, 20000])
+def test_a_file_is_read_into_parts(
+    tmp_path: Path, read_file: ReadFile, direct: int, size_bytes: int
+) -> None:
+    path = tmp_path / "file"
+    contents = bytes(payload_of(new_key(), 20480))[:size_bytes]
+    path.write_bytes(contents)
+    parts = aligned_buffer(4096), aligned_buffer(8192)
+    mode, stored_bytes, changed_s, num_read = read_file(str(path), OPEN_FLAGS, direct, parts)
+    assert stat.S_ISREG(mode)
+    assert abs(changed_s - path.stat().st_mtime) <= 1
+    assert (stored_bytes, num_read) == (size_bytes, min(size_bytes, 12288))
+    assert b"".join(parts)[:num_read] == contents[:num_read]
+
+
+def test_parts_that_are_not_aligned_are_read_through_the_page_cache(
+    tmp_path: Path, read_file: ReadFile
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 32)
+    part = aligned_buffer(8192)[1:4097]
+    assert read_file(str(path), OPEN_FLAGS, os.O_DIRECT, (part,))[3] == 4096
+    assert part == path.read_bytes()[:4096]
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, read_file: ReadFile) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    part = aligned_buffer(4096)
+    mode, _, _, num_read = read_file(str(tmp_path / "pipe"), OPEN_FLAGS, 0, (part,))
+    assert (stat.S_ISFIFO(mode), num_read) == (True, 0)
+    for name, error in [
+        ("nothing", errno.ENOENT),
+        ("link", errno.ELOOP),
+        ("pipe/x", errno.ENOTDIR),
+    ]:
+        with pytest.raises(OSError, match=os.strerror(error)) as caught:
+            read_file(str(tmp_path / name), OPEN_FLAGS, 0, (part,))
+        assert caught.value.errno == error

@@ -37,13 +37,17 @@ from kvferry.tiers.base import (
 from kvferry.tiers.disk_space import DiskSpace, DiskSweeper, draft_name
 from kvferry.tiers.envelope import HEADER_BYTES, Envelope
 from kvferry.tiers.keys import NAMESPACE_FILE, Namespace
+from kvferry.transports.copy.native import native_or
 
-__all__ = ["DiskTier"]
+__all__ = ["OPEN_FLAGS", "DiskTier", "read_file_by_os"]
 
 PAGE_BYTES = HEADER_BYTES
 """What direct I/O needs at most: addresses, offsets and lengths are multiples of it."""
 TOUCH_INTERVAL_S = 60.0
 """An object's time of last use is as exact as this, so that most loads write nothing."""
+
+OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""O_NONBLOCK: opening a FIFO in place of an object must not block."""
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """ESTALE: another host has removed the object while it was open here."""
@@ -161,24 +165,28 @@ class DiskTier:
 
     def _read(self, path: str, key: ObjectKey, into: memoryview) -> str | None:
         """Read and check one file, and return why it is refused."""
+        pages = self._thread_pages.pages
+        header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
+        split = _whole_pages(len(into))
+        parts = (header, into[:split], *([last_page] if split < len(into) else []))
         try:
-            opened = _open(path, os.O_RDONLY | self._direct_flag_for(into))
+            mode, stored_bytes, changed_s, num_read = _read_file(
+                path, os.O_RDONLY | OPEN_FLAGS, self._direct_flag, parts
+            )
         except OSError:
             if not _may_be_file(path):
                 return "is not a file"
             raise
-        try:
-            found = os.fstat(opened)
-            if not stat.S_ISREG(found.st_mode):
-                return "is not a file"
-            header = _read_object(opened, self._thread_pages.pages, into, found.st_size)
-            refusal = self._envelope.check(key, header, into, found.st_size)
-            if refusal is not None:
-                return refusal.value
-            _touch(opened, found)
-            return None
-        finally:
-            os.close(opened)
+        if not stat.S_ISREG(mode):
+            return "is not a file"
+        if num_read < min(stored_bytes, HEADER_BYTES + len(into)):
+            raise OSError(errno.EIO, "the file system returned fewer bytes than the file has")
+        into[split:] = last_page[: len(into) - split]
+        refusal = self._envelope.check(key, header[:num_read], into, stored_bytes)
+        if refusal is not None:
+            return refusal.value
+        _touch(path, changed_s)
+        return None
 
     def _store(self, path: str, key: ObjectKey, payload: memoryview) -> StoreResult:
         size_bytes = HEADER_BYTES + len(payload)
@@ -200,7 +208,8 @@ class DiskTier:
         """Make the object visible as a whole, or raise OSError and leave no file."""
         folder, name = os.path.split(path)
         draft = f"{folder}/{draft_name(name)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct_flag_for(payload)
+        direct = self._direct_flag if _is_aligned(payload) else 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct
         try:
             opened = _open(draft, flags)
         except FileNotFoundError:
@@ -216,10 +225,6 @@ class DiskTier:
             with suppress(OSError):
                 os.unlink(draft)
             raise
-
-    def _direct_flag_for(self, buffer: memoryview) -> int:
-        address = np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0
-        return self._direct_flag if address % PAGE_BYTES == 0 else 0
 
     def _make_folder(self, folder: str) -> None:
         """Make the namespace's folder, and a folder in it. Does not make the root again: if it is
@@ -267,8 +272,7 @@ def _allows_direct_io(folder: str) -> bool:
 
 
 def _open(path: str, flags: int) -> int:
-    # O_NONBLOCK: opening a FIFO in place of an object must not block.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags | OPEN_FLAGS, 0o600)
 
 
 def _may_be_file(path: str) -> bool:
@@ -282,18 +286,30 @@ def _whole_pages(size_bytes: int) -> int:
     return size_bytes // PAGE_BYTES * PAGE_BYTES
 
 
-def _read_object(
-    opened: int, pages: memoryview, payload: memoryview, stored_bytes: int
-) -> memoryview:
-    """Fill `payload`, and return the header, or as much of it as the file has."""
-    header, last_page = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
-    split = _whole_pages(len(payload))
-    parts = [header, payload[:split], *([last_page] if split < len(payload) else [])]
-    num_read = os.preadv(opened, parts, 0)
-    if num_read < min(stored_bytes, HEADER_BYTES + len(payload)):
-        raise OSError(errno.EIO, "the file system returned fewer bytes than the file has")
-    payload[split:] = last_page[: len(payload) - split]
-    return header[:num_read]
+def read_file_by_os(
+    path: str, flags: int, direct: int, parts: tuple[memoryview, ...]
+) -> tuple[int, int, float, int]:
+    """Read a regular file into these buffers, with the flag `direct` if all of them are aligned.
+    Returns the file's mode, size and time of last change, and how many bytes were read.
+    """
+    is_aligned = all(_is_aligned(part) for part in parts)
+    opened = os.open(path, flags | (direct if is_aligned else 0))
+    try:
+        found = os.fstat(opened)
+        num_read = os.preadv(opened, parts, 0) if stat.S_ISREG(found.st_mode) else 0
+        return found.st_mode, found.st_size, found.st_mtime, num_read
+    finally:
+        os.close(opened)
+
+
+_read_file: Callable[[str, int, int, tuple[memoryview, ...]], tuple[int, int, float, int]] = (
+    native_or("read_file", read_file_by_os)
+)
+
+
+def _is_aligned(buffer: memoryview) -> bool:
+    address = np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0
+    return bool(address % PAGE_BYTES == 0)
 
 
 def _write_object(opened: int, pages: memoryview, header: bytes, payload: memoryview) -> None:
@@ -317,14 +333,14 @@ def _touch_if_present(path: str, size_bytes: int) -> bool:
     # A file of another size is damaged: it is written again.
     if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
         return False
-    _touch(path, found)
+    _touch(path, found.st_mtime)
     return True
 
 
-def _touch(file: int | str, found: os.stat_result) -> None:
+def _touch(path: str, changed_s: float) -> None:
     """Set the time of last use, which decides about eviction, unless it is recent. A time in the
     future is not recent: the clock was set back.
     """
-    if abs(time.time() - found.st_mtime) > TOUCH_INTERVAL_S:
+    if abs(time.time() - changed_s) > TOUCH_INTERVAL_S:
         with suppress(OSError):  # only the order of eviction depends on it
-            os.utime(file)
+            os.utime(path, follow_symlinks=False)

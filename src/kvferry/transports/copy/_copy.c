@@ -10,10 +10,15 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -707,6 +712,65 @@ static PyObject *mark_stored(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Objects of a disk tier: a whole file is read while the interpreter's lock is given up once. With several threads, each time costs a
+ * switch to another thread and back. */
+#define MAX_PARTS 3
+#define DIRECT_BYTES 4096
+
+static int read_parts(const char *path, int flags, const struct iovec *parts, int count, struct stat *found, ssize_t *num_read)
+{
+    int file, failure = 0;
+    do
+        file = open(path, flags);
+    while (file < 0 && errno == EINTR);
+    if (file < 0)
+        return errno;
+    if (fstat(file, found) < 0)
+        failure = errno;
+    while (!failure && S_ISREG(found->st_mode) && (*num_read = preadv(file, parts, count, 0)) < 0)
+        failure = errno == EINTR ? 0 : errno;
+    close(file);
+    return failure;
+}
+
+static PyObject *read_file(PyObject *module, PyObject *args)
+{
+    PyObject *path, *parts;
+    Py_buffer views[MAX_PARTS];
+    struct iovec into[MAX_PARTS];
+    struct stat found;
+    int flags, direct, count = 0, failure = 0;
+    ssize_t num_read = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O&iiO!:read_file", PyUnicode_FSConverter, &path, &flags, &direct, &PyTuple_Type, &parts))
+        return NULL;
+    while (count < PyTuple_Size(parts) && count < MAX_PARTS &&
+           PyObject_GetBuffer(PyTuple_GetItem(parts, count), &views[count], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) == 0) {
+        into[count] = (struct iovec){views[count].buf, (size_t)views[count].len};
+        if ((uintptr_t)views[count].buf % DIRECT_BYTES || views[count].len % DIRECT_BYTES)
+            direct = 0;
+        count++;
+    }
+    int is_valid = count == PyTuple_Size(parts);
+    if (is_valid) {
+        const char *name = PyBytes_AsString(path);
+        Py_BEGIN_ALLOW_THREADS
+        failure = read_parts(name, flags | direct, into, count, &found, &num_read);
+        Py_END_ALLOW_THREADS
+    } else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a file is read into too many parts");
+    while (count)
+        PyBuffer_Release(&views[--count]);
+    Py_DECREF(path);
+    if (!is_valid)
+        return NULL;
+    if (failure) {
+        errno = failure;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return Py_BuildValue("ILdn", (unsigned)found.st_mode, (long long)found.st_size, (double)found.st_mtime, (Py_ssize_t)num_read);
+}
+
 static double seconds_now(void)
 {
     struct timespec now;
@@ -757,6 +821,7 @@ static PyMethodDef methods[] = {
     {"copy_and_sum", copy_and_sum, METH_VARARGS, "copy_and_sum(targets, sources, sizes, sums): copy segments between addresses; the checksum of every segment into sums."},
     {"chunk_keys", chunk_keys, METH_VARARGS, "chunk_keys(prefix, tokens, chunk_tokens, first): the keys of all full chunks of a list of tokens but the first, joined."},
     {"group_keys", group_keys, METH_VARARGS, "group_keys(keys, group): the keys of the same chunks in another KV-cache group, joined."},
+    {"read_file", read_file, METH_VARARGS, "read_file(path, flags, direct, parts): read a regular file into these buffers, with the flag direct if all are aligned; its mode, size and time of last change, and how many bytes were read."},
     {"mark_stored", mark_stored, METH_VARARGS, "mark_stored(slots, keys, found): found[i] = 1 if the index has key i."},
     {NULL, NULL, 0, NULL},
 };

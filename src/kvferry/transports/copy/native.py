@@ -37,6 +37,7 @@ NATIVE_FUNCTIONS = (
     "spin_wait",
     "put_all",
     "put_places",
+    "read_file",
     "start_kernel",
 )
 
