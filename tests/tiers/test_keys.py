@@ -111,6 +111,17 @@ def test_native_lookups_find_what_numpy_finds(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("bit", range(32))
+def test_a_slot_that_differs_in_one_bit_is_not_the_keys(bit: int) -> None:
+    slot = int.from_bytes(key(1)[12:16], "little") ^ 1 << bit
+    slots = bytearray(8 * SLOTS)
+    memoryview(slots).cast("Q")[3] = slot << 32 | 1
+    for mark in (native_or("mark_stored", mark_stored_by_numpy), mark_stored_by_numpy):
+        found = bytearray(1)
+        mark(memoryview(slots), key(1), found)
+        assert found == b"\0"
+
+
 def test_a_lookup_with_other_sizes_is_refused() -> None:
     native = native_or("mark_stored", None)
     if native is None:
