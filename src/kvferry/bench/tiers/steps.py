@@ -338,11 +338,11 @@ def measure_steps(scope: StepScope, stop: StopRequest) -> Iterator[StepCost]:
 def _measure(engine: _Engine, rounds: int, stop: StopRequest) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in _WORKS}
     gc.collect()
-    for turn in range(rounds):
+    for _ in range(rounds):
         stop.check()
-        # Each round stores a new prompt, for which the pool evicts an old one. The first two are
-        # used so often that they stay.
-        _one_round(engine, turn % 2, -1 - engine.num_requests, seconds)
+        # Each round makes two requests, and stores a new prompt, for which the pool evicts an old
+        # one. The first two are used in turn, so they stay.
+        _one_round(engine, engine.num_requests // 2 % 2, -1 - engine.num_requests, seconds)
     return seconds
 
 
