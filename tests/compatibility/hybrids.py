@@ -24,6 +24,8 @@ class HybridOutcomes:
     """For each case and model, the number of prompts with the tokens of a plain vLLM."""
 
     found: dict[str, dict[str, int]] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    """What was refused, when, and the reason in the error."""
 
     def add(self, model: str, case: str, num_prompts: int) -> None:
         self.found.setdefault(case, {})[model] = num_prompts
@@ -34,6 +36,8 @@ class HybridOutcomes:
         for case, row in sorted(self.found.items()):
             cells = [str(row.get(model, "not run")) for model in models]
             lines.append(f"| {case} | {' | '.join(cells)} |")
+        lines += ["", "| refused | reason |", "|---|---|"]
+        lines += [f"| {what} | {reason} |" for what, reason in sorted(self.refusals.items())]
         return HEADING + INTRODUCTION + "\n".join(lines) + "\n"
 
     def check_page(self, models: set[str]) -> None:

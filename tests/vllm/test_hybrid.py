@@ -229,6 +229,82 @@ def test_d_continues_from_its_own_prefix_cache(hybrid: Hybrid, outcomes: HybridO
     outcomes.add(hybrid.name, "prefix caching on both sides", len(longer))
 
 
+@exhaustive
+@pytest.mark.parametrize(
+    ("what", "flags", "environment", "reason"),
+    [
+        (
+            "`VLLM_SSM_CONV_STATE_LAYOUT`",
+            (),
+            {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"},
+            "ssm_conv_state_layout: ours 'SD', theirs 'DS'",
+        ),
+        (
+            "`--mamba-ssm-cache-dtype`",
+            ("--mamba-ssm-cache-dtype", "float16"),
+            {},
+            "mamba_ssm_cache_dtype: ours 'float16', theirs 'auto'",
+        ),
+    ],
+    ids=["layout", "dtype"],
+)
+def test_other_states_are_refused_by_name(
+    hybrid: Hybrid,
+    outcomes: HybridOutcomes,
+    what: str,
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    reason: str,
+) -> None:
+    d = hybrid.start("other decode", *flags, cores="1", environment=environment)
+    ready(d)
+    (answer,) = asyncio.run(pull(hybrid.p, d, PROMPTS[:1]))
+    hybrid.fleet.stop(d)
+    assert not answer.is_ok
+    assert reason in answer.message, answer.message
+    outcomes.refusals[what] = f"at the handshake: `{reason}`"
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("what", "transfer", "flags", "reason"),
+    [
+        (
+            "`OffloadingConnector`",
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_module_path": "kvferry.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+            },
+            (),
+            "OffloadingConnector does not support models with state-space or linear-attention "
+            "layers",
+        ),
+        (
+            "speculative decoding",
+            BY_MODULE_PATH,
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+            "does not transfer with speculative decoding yet",
+        ),
+    ],
+    ids=["tiers", "speculation"],
+)
+def test_what_cannot_be_served_is_refused_at_start_up(
+    hybrid: Hybrid,
+    outcomes: HybridOutcomes,
+    what: str,
+    transfer: dict[str, Any],
+    flags: tuple[str, ...],
+    reason: str,
+) -> None:
+    engine = hybrid.start("refused", *flags, transfer=transfer)
+    with pytest.raises(AssertionError, match=reason):
+        ready(engine)
+    hybrid.fleet.stop(engine)
+    outcomes.refusals[what] = f"at start-up: `{reason}`"
+
+
 async def check_pair(hybrid: Hybrid, p: Engine, d: Engine, prompts: Sequence[Prompt]) -> None:
     async with new_session(240) as session:
         before = (await metrics(session, d))["kvferry:finished_loads_total"]
