@@ -75,7 +75,9 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="family must be one of qwen3, llama, mla, window"):
+    with pytest.raises(
+        ConfigError, match="family must be one of qwen3, llama, mla, window, hybrid"
+    ):
         make_model(tmp_path, family="gpt")
     with pytest.raises(ConfigError, match="size must be one of tiny"):
         make_model(tmp_path, size="huge")
@@ -218,7 +220,7 @@ def test_one_wrong_block_anywhere_changes_the_greedy_tokens(
         assert greedy(runner, prompts, tables, NUM_TOKENS) == right
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mla", "window"])
+@pytest.mark.parametrize("family", ["qwen3", "mla", "window", "hybrid"])
 def test_greedy_text_neither_repeats_itself_nor_ends(tmp_path: Path, family: str) -> None:
     make_model(tmp_path, family=family)
     prompts = random_prompts([1, 5, 17, 40, 100, 300])

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
-FAMILIES = ("qwen3", "llama", "mla", "window")
+FAMILIES = ("qwen3", "llama", "mla", "window", "hybrid")
 NUM_PROMPTS, NEW_TOKENS, CHUNK = 20, 16, 48
 FORMATS = [
     ("float32", "auto"),

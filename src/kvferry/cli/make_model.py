@@ -18,6 +18,7 @@ EXAMPLES = """\
   kvferry make-model /tmp/tiny-llama --family llama --seed 7
   kvferry make-model /tmp/tiny-mla --family mla          # one latent vector per token instead of keys and values
   kvferry make-model /tmp/tiny-window --family window    # several KV-cache groups; two of three layers see 48 tokens back
+  kvferry make-model /tmp/tiny-hybrid --family hybrid    # every second layer keeps a state instead of keys and values
   kvferry make-model /tmp/wide --heads 16                # for --tensor-parallel-size up to 16"""  # noqa: E501
 
 
@@ -27,10 +28,10 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--family",
-        choices=("qwen3", "llama", "mla", "window"),
+        choices=("qwen3", "llama", "mla", "window", "hybrid"),
         default="qwen3",
         help="architecture; mla: DeepSeek-V2 with a latent cache, window: Gemma 3 with sliding "
-        "windows (default: %(default)s)",
+        "windows, hybrid: Bamba with state-space layers (default: %(default)s)",
     )
     parser.add_argument(
         "--heads",

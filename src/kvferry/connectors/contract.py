@@ -191,6 +191,10 @@ class KVCacheGroup:
     def is_state(self) -> bool:
         return self.state is not None
 
+    def tokens_per_entry(self, block_size: int) -> int:
+        """How many tokens one entry of the engine's block table stands for."""
+        return block_size if self.state is None else self.state.block_size
+
     def block_list(self, table: Sequence[int], num_tokens: int, block_size: int) -> list[int]:
         """The blocks that hold the KV of the first `num_tokens` tokens, one entry per `block_size`
         tokens. The state after these tokens is in the last block; all others are holes.

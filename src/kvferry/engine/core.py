@@ -472,7 +472,9 @@ def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
         eos_token_ids=config.eos_token_ids,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        enable_prefix_caching=options.enable_prefix_caching,
+        # The cached blocks of a prefix are of no use without the states after the prefix.
+        enable_prefix_caching=options.enable_prefix_caching
+        and not worker.kv_cache_config.has_states,
         enable_chunked_prefill=options.enable_chunked_prefill,
         seed=options.seed,
         load_failure_policy=policy,

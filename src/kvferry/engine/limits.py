@@ -5,11 +5,14 @@ be served, which random seed a request gets, and when a sequence ends.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 
+import msgspec
+
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
+from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.engine.messages import AddRequest
 from kvferry.engine.sequence import Sequence
 from kvferry.types import FailurePolicy
@@ -18,6 +21,7 @@ __all__ = [
     "FINISH_REASONS",
     "SchedulerLimits",
     "Stop",
+    "as_scheduled",
     "banned_token_ids",
     "choose_draw_seed",
     "find_length_error",
@@ -74,6 +78,10 @@ class SchedulerLimits:
         return tuple(self._max_held_blocks(group) for group in self.groups)
 
     @cached_property
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
+
+    @cached_property
     def windowed_groups(self) -> tuple[tuple[int, KVCacheGroup], ...]:
         """The groups with local attention (a sliding window or chunks), each with its index."""
         return tuple(
@@ -83,12 +91,16 @@ class SchedulerLimits:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def table_length(self, group: KVCacheGroup, num_tokens: int) -> int:
+        """Return how many entries the block table of a group has for `num_tokens` tokens."""
+        return -(-num_tokens // group.tokens_per_entry(self.block_size))
+
     def first_needed(self, group: KVCacheGroup, position: int) -> int:
         """Return the index of the first block that a token at or after `position` attends to."""
-        return group.first_visible_token(position) // self.block_size
+        return group.first_visible_token(position) // group.tokens_per_entry(self.block_size)
 
     def _max_held_blocks(self, group: KVCacheGroup) -> int:
-        whole = self.blocks_for(self.max_model_len)
+        whole = self.table_length(group, self.max_model_len)
         reach = group.attention_chunk or group.sliding_window
         if reach is None or not self.enable_chunked_prefill:
             return whole
@@ -130,6 +142,25 @@ def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | Non
         f"the prompt has {count} tokens, but the whole KV cache holds {most}; shorten it or start "
         "the engine with more blocks"
     )
+
+
+def as_scheduled(request: AddRequest, limits: SchedulerLimits) -> AddRequest:
+    """Return the request as this engine computes it.
+
+    With states, a prefill leg computes all tokens of the prompt but the last, and generates one
+    token. The decode side computes the last token of a prompt itself, because it needs the token's
+    logits. It continues from the states after the token before, and a state that is one token
+    further cannot be wound back.
+    """
+    prompt = request.prompt_token_ids
+    if (
+        not limits.has_states
+        or len(prompt) < 2
+        or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
+    ):
+        return request
+    sampling = replace(request.sampling, max_tokens=1)
+    return msgspec.structs.replace(request, prompt_token_ids=prompt[:-1], sampling=sampling)
 
 
 def choose_draw_seed(request: AddRequest, engine_seed: int, arrival: int) -> int:

@@ -20,7 +20,7 @@ from kvferry.connectors.contract import (
     ParallelConfig,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.engine.cache.layout import CacheLayout, LayerCache, plan_cache_layout
+from kvferry.engine.cache.layout import CacheLayout, LayerCache, StateCache, plan_cache_layout
 from kvferry.engine.messages import SampledToken, SequenceSlice, StepPlan, StepResult
 from kvferry.engine.model.checkpoint import open_checkpoint
 from kvferry.engine.model.config import ModelConfig, read_json_object, read_model_config
@@ -98,7 +98,7 @@ class Runner:
         self._timeout_s = timeout_s
         self._model: Model | None = None
         self._shape: CacheLayout | None = None
-        self._caches: tuple[LayerCache, ...] = ()
+        self._caches: tuple[LayerCache | StateCache, ...] = ()
         self._memory: CacheMemory | None = None
         self._device: RankDevice = CPU
         self._num_steps = 0
@@ -148,9 +148,10 @@ class Runner:
             NHD      [blocks, block_size, kv_heads, 2 * head_dim]   dimension
             latent   [blocks, block_size, width]
 
-        Layers of different groups may share a tensor.
+        A layer with a state has several tensors, `model.layers.{i}.mamba.{part}` (see
+        `StateCache`). Layers of different groups may share memory.
         """
-        return {cache.name: cache.tensor for cache in self._caches}
+        return {name: each for cache in self._caches for name, each in cache.tensors.items()}
 
     @property
     def cache_memory(self) -> CacheMemory | None:

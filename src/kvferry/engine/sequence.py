@@ -71,7 +71,9 @@ class Sequence:
     The KV is complete as far as any later token attends to it.
     """
     tables: tuple[GroupTable, ...] = field(default=(), init=False)
-    """One table per KV-cache group, all of equal length; empty while no block is held."""
+    """One table per KV-cache group, of equal length in all groups with attention, which come first;
+    empty while no block is held.
+    """
     matched: Match = field(default=Match(), init=False)
     """The match found at the last admission."""
     num_cached_tokens: int = field(default=0, init=False)
@@ -121,7 +123,7 @@ class Sequence:
 
     @property
     def table_length(self) -> int:
-        """Number of blocks per table."""
+        """Number of blocks per table of a group with attention."""
         return len(self.tables[0].block_ids) if self.tables else 0
 
     @property

@@ -1,8 +1,8 @@
 """The block allocator: every operation that changes which blocks a sequence holds.
 
     group 0, full attention   | 4 5 6 7 8 9 |   table entries 0, 1, ...: one per block of tokens,
-    group 1, with a window    | . . . . 2 3 |   equally many in all groups
-                                                . is a hole: no later token attends to this block
+    group 1, with a window    | . . . . 2 3 |   equally many in all groups with attention
+    group 2, with states      | 1 |             . is a hole: no later token attends to this block
 
 Each operation covers all KV-cache groups of the sequence at once
 (docs/decisions/015-groups-in-the-embedded-engine.md).
@@ -10,6 +10,7 @@ Each operation covers all KV-cache groups of the sequence at once
 Pure. Each operation happens completely or changes nothing.
 """
 
+from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 
 from kvferry.engine.cache.blocks import BlockPool, BlockRequest, GroupTable
@@ -64,7 +65,6 @@ class BlockAllocator:
 
         The plan holds no blocks.
         """
-        table_length = self.limits.blocks_for(num_tokens)
         # Even if the whole prompt is cached, the last token is computed. The window of the last
         # token begins earlier than the window of the token after it.
         first_computed = min(match.total_tokens, seq.num_tokens - 1)
@@ -78,8 +78,15 @@ class BlockAllocator:
             tables.append(
                 GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge))
             )
-        return BlockAllocation(
-            match, tuple(tables), tuple(table_length - len(table.block_ids) for table in tables)
+        return BlockAllocation(match, tuple(tables), self._num_missing(tables, num_tokens))
+
+    def _num_missing(
+        self, tables: ReadOnlySequence[GroupTable], num_tokens: int
+    ) -> tuple[int, ...]:
+        """Return how many blocks each group's table lacks for `num_tokens` tokens."""
+        return tuple(
+            max(0, self.limits.table_length(group, num_tokens) - len(table.block_ids))
+            for group, table in zip(self.limits.groups, tables, strict=True)
         )
 
     def num_left(self, allocation: BlockAllocation) -> int:
@@ -108,10 +115,16 @@ class BlockAllocator:
 
         Returns False, with nothing changed, if too few blocks are free.
         """
-        missing = self.limits.blocks_for(num_tokens) - seq.table_length
-        if missing <= 0:
+        if self.limits.blocks_for(num_tokens) <= seq.table_length:
             return True
-        fresh = self.pool.acquire((), [BlockRequest(table.last, missing) for table in seq.tables])
+        missing = self._num_missing(seq.tables, num_tokens)
+        fresh = self.pool.acquire(
+            (),
+            [
+                BlockRequest(table.last, count)
+                for table, count in zip(seq.tables, missing, strict=True)
+            ],
+        )
         if fresh is None:
             return False
         for table, blocks in zip(seq.tables, fresh, strict=True):
@@ -120,8 +133,7 @@ class BlockAllocator:
 
     def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many blocks must be freed before the tables can hold `num_tokens` tokens."""
-        missing = self.limits.blocks_for(num_tokens) - seq.table_length
-        return max(0, missing * len(seq.tables) - self.pool.num_free)
+        return max(0, sum(self._num_missing(seq.tables, num_tokens)) - self.pool.num_free)
 
     def free_unseen_blocks(self, seq: Sequence, position: int) -> None:
         """Free the blocks that no token at or after `position` attends to.

@@ -10,7 +10,11 @@ kind of layer, and few slots stay unused.
     slot 0        f2          w0          w3         the same memory, different blocks
     slot 1           f5          w1          w4
 
-Pure, except that `LayerCache.write` changes the cache tensor.
+Layers that keep a state per sequence form groups of their own. A sequence holds one block per such
+group, and the block holds the states of the group's layers. A slot has the size of the larger of
+the two, a block of KV or a state, so the rest of a smaller one is unused.
+
+Pure, except that `LayerCache.write` and `StateCache` change the cache tensors.
 """
 
 import mmap
@@ -20,26 +24,84 @@ from math import prod
 
 import torch
 
-from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup, ParallelConfig
-from kvferry.engine.model.config import ModelConfig
+from kvferry.connectors.contract import (
+    KVCacheConfig,
+    KVCacheGroup,
+    ParallelConfig,
+    StateLayout,
+)
+from kvferry.engine.model.config import ModelConfig, StateShape
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import heads_of
 from kvferry.types import KVLayout
 
-__all__ = ["CacheLayout", "LayerCache", "form_groups", "plan_cache_layout"]
+__all__ = [
+    "STATE_DTYPE",
+    "CacheLayout",
+    "LayerCache",
+    "StateCache",
+    "form_groups",
+    "plan_cache_layout",
+]
+
+STATE_DTYPE = torch.float32
+"""The format of states, whatever format the cache of K and V has."""
 
 
 def form_groups(config: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model: full attention first, then windows, the widest first."""
-    kinds: dict[int | None, list[str]] = {}
+    """Return the groups of a model: full attention first, then windows, the widest first, then
+    states.
+    """
+    return tuple(_group(config, layers) for layers in _layers_of_groups(config))
+
+
+def _layers_of_groups(config: ModelConfig) -> list[list[int]]:
+    kinds: dict[tuple[bool, int], list[int]] = {}
     for number, layer in enumerate(config.layers):
-        kinds.setdefault(layer.window, []).append(config.layer_name(number))
-    size = min(len(names) for names in kinds.values())
-    return tuple(
-        KVCacheGroup(tuple(kinds[window][first : first + size]), sliding_window=window)
-        for window in sorted(kinds, key=lambda window: -(window or config.max_position_embeddings))
-        for first in range(0, len(kinds[window]), size)
+        reach = layer.window or config.max_position_embeddings
+        kinds.setdefault((layer.has_state, -reach), []).append(number)
+    size = min(len(numbers) for numbers in kinds.values())
+    return [
+        kinds[kind][first : first + size]
+        for kind in sorted(kinds)
+        for first in range(0, len(kinds[kind]), size)
+    ]
+
+
+def _group(config: ModelConfig, layers: Sequence[int]) -> KVCacheGroup:
+    names = [config.layer_name(layer) for layer in layers]
+    if not config.layers[layers[0]].has_state:
+        return KVCacheGroup(tuple(names), sliding_window=config.layers[layers[0]].window)
+    assert config.state is not None
+    parts = _state_parts(config.state, ParallelConfig())
+    heads = {f"{name}.{part.name}": part.heads for name in names for part in parts}
+    # One entry of the block table, and so one block, stands for all tokens of a sequence.
+    return KVCacheGroup(tuple(heads), state=StateLayout(config.max_position_embeddings, heads))
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A part of a layer's state that is divided over ranks by its own heads."""
+
+    name: str
+    heads: int
+    """The number of heads over all ranks."""
+    shape: tuple[int, ...]
+    """The shape on this rank, with the heads outermost."""
+
+
+def _state_parts(state: StateShape, parallel: ParallelConfig) -> tuple[StatePart, ...]:
+    heads, groups = (
+        len(heads_of(parallel.tp_rank, parallel.tp_size, total))
+        for total in (state.num_heads, state.num_groups)
+    )
+    saved = state.kernel - 1
+    return (
+        StatePart("recurrent", state.num_heads, (heads, state.head_dim, state.state_size)),
+        StatePart("conv.x", state.num_heads, (heads * state.head_dim, saved)),
+        StatePart("conv.B", state.num_groups, (groups * state.state_size, saved)),
+        StatePart("conv.C", state.num_groups, (groups * state.state_size, saved)),
     )
 
 
@@ -99,6 +161,11 @@ class LayerCache:
         return context[..., : -self.value_width], context[..., -self.value_width :]
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The cache tensor under the name that connectors know."""
+        return {self.name: self.tensor}
+
+    @property
     def _is_latent(self) -> bool:
         return self.tensor.dim() == 3
 
@@ -110,6 +177,37 @@ class LayerCache:
         """
         with_heads = self.tensor.unsqueeze(1) if self._is_latent else self.tensor
         return with_heads.view(torch.uint8) if self.tensor.dtype.itemsize == 1 else with_heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCache:
+    """The states of one layer: one state per block.
+
+    recurrent    [num_blocks, heads, head_dim, state_size]
+    conv         [num_blocks, columns, kernel - 1]           one tensor each for x, B and C
+    """
+
+    group: int
+    """Index of the KV-cache group whose block tables apply."""
+    tensors: dict[str, torch.Tensor]
+    """The parts of the state under the names that connectors know: recurrent, x, B, C."""
+
+    @property
+    def recurrent(self) -> torch.Tensor:
+        return next(iter(self.tensors.values()))
+
+    @property
+    def _conv(self) -> list[torch.Tensor]:
+        return list(self.tensors.values())[1:]
+
+    def read_conv(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the last inputs of the convolution, [blocks, columns, kernel - 1]."""
+        return torch.cat([part[blocks] for part in self._conv], dim=1)
+
+    def write_conv(self, blocks: torch.Tensor, inputs: torch.Tensor) -> None:
+        widths = [part.shape[1] for part in self._conv]
+        for part, columns in zip(self._conv, inputs.split(widths, dim=1), strict=True):
+            part[blocks] = columns
 
 
 # -- cache layout --
@@ -137,32 +235,52 @@ class CacheLayout:
     """Dimensions of one block of one layer."""
     value_width: int
     is_cross_layer: bool
+    layers: tuple[tuple[str, ...], ...]
+    """The names of the layers of each group."""
+    state_parts: tuple[StatePart, ...] = ()
 
     @property
     def num_slots(self) -> int:
         """Number of layers that have their own memory in each block."""
-        return max(len(group.layer_names) for group in self.groups)
+        return max(map(len, self.layers))
 
     @property
-    def layer_block_bytes(self) -> int:
-        return prod(self.layer_block) * self.dtype.itemsize
+    def page_bytes(self) -> int:
+        """The memory of one slot in one block."""
+        return _page_bytes(self.layer_block, self.dtype, self.state_parts)
 
     @property
     def size_bytes(self) -> int:
         return self.num_slots * (
-            self.num_blocks * self.layer_block_bytes if self.is_cross_layer else self._slot_bytes
+            self.num_blocks * self.page_bytes if self.is_cross_layer else self._slot_bytes
         )
 
-    def layer_caches(self, memory: torch.Tensor) -> Mapping[str, LayerCache]:
+    def layer_caches(self, memory: torch.Tensor) -> Mapping[str, LayerCache | StateCache]:
         """Return the cache of each layer, by name; `memory` is `size_bytes` bytes on any device."""
         slots = (
             self._cross_layer_slots(memory) if self.is_cross_layer else self._separate_slots(memory)
         )
         return {
-            name: LayerCache(name, index, slots[slot], self.layout, self.value_width)
-            for index, group in enumerate(self.groups)
-            for slot, name in enumerate(group.layer_names)
+            name: self._state_cache(name, index, slots[slot])
+            if self.groups[index].is_state
+            else LayerCache(
+                name,
+                index,
+                _tensor_in(slots[slot], 0, self.layer_block, self.dtype),
+                self.layout,
+                self.value_width,
+            )
+            for index, names in enumerate(self.layers)
+            for slot, name in enumerate(names)
         }
+
+    def _state_cache(self, name: str, group: int, pages: torch.Tensor) -> StateCache:
+        """Return the parts of a layer's state, which lie one behind the other in each page."""
+        tensors, first = {}, 0
+        for part in self.state_parts:
+            tensors[f"{name}.{part.name}"] = _tensor_in(pages, first, part.shape, STATE_DTYPE)
+            first += prod(part.shape) * STATE_DTYPE.itemsize
+        return StateCache(group, tensors)
 
     def to_config(self) -> KVCacheConfig:
         return KVCacheConfig(
@@ -178,19 +296,18 @@ class CacheLayout:
 
     @property
     def _slot_bytes(self) -> int:
-        return -(-self.num_blocks * self.layer_block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-self.num_blocks * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _separate_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        shape = (self.num_blocks, *self.layer_block)
+        """Return the pages of each slot, [num_blocks, page_bytes]."""
+        used_bytes = self.num_blocks * self.page_bytes
         return [
-            _tensor_at(memory, slot * self._slot_bytes, shape, self.dtype)
-            for slot in range(self.num_slots)
+            memory[first : first + used_bytes].view(self.num_blocks, self.page_bytes)
+            for first in range(0, self.num_slots * self._slot_bytes, self._slot_bytes)
         ]
 
     def _cross_layer_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        return _tensor_at(
-            memory, 0, (self.num_blocks, self.num_slots, *self.layer_block), self.dtype
-        ).unbind(1)
+        return memory.view(self.num_blocks, self.num_slots, self.page_bytes).unbind(1)
 
 
 def plan_cache_layout(
@@ -221,9 +338,10 @@ def plan_cache_layout(
         inner = (num_kv_heads, block_size) if layout is KVLayout.HND else (block_size, num_kv_heads)
         layer_block = (*inner, 2 * attention.head_dim)
     groups = form_groups(config)
-    num_slots = max(len(group.layer_names) for group in groups)
+    layers = tuple(tuple(map(config.layer_name, numbers)) for numbers in _layers_of_groups(config))
+    state_parts = () if config.state is None else _state_parts(config.state, parallel)
     num_blocks = options.num_blocks or _blocks_that_fit(
-        memory_bytes, prod(layer_block) * dtype.itemsize * num_slots
+        memory_bytes, _page_bytes(layer_block, dtype, state_parts) * max(map(len, layers))
     )
     if num_blocks < len(groups):
         raise ConfigError(
@@ -242,7 +360,18 @@ def plan_cache_layout(
         layer_block,
         value_width,
         options.cross_layer_blocks,
+        layers,
+        state_parts,
     )
+
+
+def _page_bytes(
+    layer_block: tuple[int, ...], dtype: torch.dtype, state_parts: Sequence[StatePart]
+) -> int:
+    state_bytes = sum(prod(part.shape) for part in state_parts) * STATE_DTYPE.itemsize
+    largest = max(prod(layer_block) * dtype.itemsize, state_bytes)
+    # Whole elements of both formats.
+    return -(-largest // STATE_DTYPE.itemsize) * STATE_DTYPE.itemsize if state_parts else largest
 
 
 def _blocks_that_fit(total_bytes: int, block_bytes: int) -> int:
@@ -254,7 +383,9 @@ def _blocks_that_fit(total_bytes: int, block_bytes: int) -> int:
     return total_bytes // block_bytes
 
 
-def _tensor_at(
-    memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+def _tensor_in(
+    pages: torch.Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    """Return the tensor of `shape` that begins at byte `first` of each page."""
+    used = pages[:, first : first + prod(shape) * dtype.itemsize]
+    return used.view(dtype).view(len(pages), *shape)

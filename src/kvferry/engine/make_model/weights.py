@@ -20,6 +20,7 @@ from kvferry.engine.make_model.tokenizer import (
     readable_token_ids,
     token_id,
 )
+from kvferry.engine.model.config import tensor_name
 from kvferry.errors import ConfigError
 
 __all__ = ["FAMILIES", "SIZES", "AttentionKind", "Family", "Size", "make_config", "make_tensors"]
@@ -38,6 +39,8 @@ class AttentionKind(Enum):
     HEADS = auto()
     WINDOWS = auto()
     LATENT = auto()
+    STATES = auto()
+    """Attention in every second layer; the others keep a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,16 @@ class LatentSize:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSize:
+    """The dimensions of layers that keep a state; the heads together are as wide as the model."""
+
+    num_heads: int = 8
+    num_groups: int = 2
+    state_size: int = 8
+    kernel: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """The dimensions of a generated model."""
 
@@ -74,6 +87,8 @@ class Size:
     max_position_embeddings: int
     latent: LatentSize = field(default_factory=LatentSize)
     """Dimensions that replace the KV heads in families with latent attention."""
+    state: StateSize = field(default_factory=StateSize)
+    """Dimensions of the layers without attention in families with states."""
 
     def with_heads(self, num_heads: int) -> "Size":
         """Return the size with `num_heads` heads.
@@ -107,6 +122,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", AttentionKind.HEADS, has_qk_norm=False),
     "mla": Family("DeepseekV2ForCausalLM", "deepseek_v2", AttentionKind.LATENT, has_qk_norm=False),
     "window": Family("Gemma3ForCausalLM", "gemma3_text", AttentionKind.WINDOWS, has_qk_norm=True),
+    "hybrid": Family("BambaForCausalLM", "bamba", AttentionKind.STATES, has_qk_norm=False),
 }
 SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096), "middle": Size(16, 1024, 4096, 16, 8, 64, 4096)}
 """The sizes by name.
@@ -120,6 +136,7 @@ def make_config(family: Family, size: Size) -> dict[str, Any]:
         AttentionKind.HEADS: _head_config,
         AttentionKind.WINDOWS: _window_config,
         AttentionKind.LATENT: _latent_config,
+        AttentionKind.STATES: _state_config,
     }
     return {
         "architectures": [family.architecture],
@@ -186,6 +203,29 @@ def _latent_config(size: Size) -> dict[str, Any]:
         # greedy text soon repeats itself.
         "rope_theta": 500.0,
     }
+
+
+def _state_config(size: Size) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "attn_layer_indices": [n for n in range(size.num_layers) if _has_attention(n)],
+        "mamba_expand": 1,
+        "mamba_n_heads": size.state.num_heads,
+        "mamba_d_head": size.hidden_size // size.state.num_heads,
+        "mamba_n_groups": size.state.num_groups,
+        "mamba_d_state": size.state.state_size,
+        "mamba_d_conv": size.state.kernel,
+        "mamba_conv_bias": True,
+        # Only a part of a key is rotated, as in `_latent_config`.
+        "rope_theta": 500.0,
+    }
+
+
+def _has_attention(layer: int) -> bool:
+    """Return whether a layer of a family with states has attention."""
+    return layer % 2 == 1
 
 
 # -- weights --
@@ -270,6 +310,12 @@ Tensors = Iterator[tuple[str, Array]]
 
 
 def make_tensors(family: Family, size: Size, seed: int) -> Tensors:
+    """Yield every tensor under the name that the family's architecture gives it."""
+    for name, tensor in _tensors(family, size, seed):
+        yield tensor_name(family.architecture, name), tensor
+
+
+def _tensors(family: Family, size: Size, seed: int) -> Tensors:
     scales = scales_of(family)
     numbers = np.random.Generator(np.random.PCG64(seed))
     is_tied = family.kind is AttentionKind.WINDOWS
@@ -280,8 +326,11 @@ def make_tensors(family: Family, size: Size, seed: int) -> Tensors:
         else _matrix(numbers, (VOCAB_SIZE, size.hidden_size), 1.0),
     )
     for layer, gains in enumerate(scales.layer_gains(size.num_layers)):
+        kind = family.kind
+        if kind is AttentionKind.STATES and _has_attention(layer):
+            kind = AttentionKind.HEADS
         for name, tensor in _layer_tensors(
-            numbers, family, size, scales.attention_logits**0.5, gains
+            numbers, replace(family, kind=kind), size, scales.attention_logits**0.5, gains
         ):
             yield f"model.layers.{layer}.{name}", tensor
     if is_tied:
@@ -327,6 +376,8 @@ def _layer_tensors(
     unit = hidden**-0.5
     if family.kind is AttentionKind.LATENT:
         yield from _latent_tensors(numbers, size, sharpness, gains[0])
+    elif family.kind is AttentionKind.STATES:
+        yield from _state_tensors(numbers, size, gains[0])
     else:
         yield from _head_tensors(numbers, family, size, sharpness, gains[0])
     if family.kind is AttentionKind.WINDOWS:
@@ -402,6 +453,31 @@ def _latent_tensors(
     yield (
         "self_attn.o_proj.weight",
         _matrix(numbers, (hidden, value_width), gain * value_width**-0.5),
+    )
+
+
+def _state_tensors(numbers: np.random.Generator, size: Size, gain: float) -> Tensors:
+    """Yield the tensors of a layer with a state.
+
+    The heads forget at different speeds: half of a state is gone after about 5 to 100 tokens.
+    """
+    state, hidden = size.state, size.hidden_size
+    columns = hidden + 2 * state.num_groups * state.state_size
+    yield (
+        "mamba.in_proj.weight",
+        _matrix(numbers, (hidden + columns + state.num_heads, hidden), hidden**-0.5),
+    )
+    taps = _matrix(numbers, (columns, state.kernel), state.kernel**-0.5)
+    yield "mamba.conv1d.weight", taps[:, None]
+    yield "mamba.conv1d.bias", np.zeros(columns, np.float32)
+    yield "mamba.A_log", np.linspace(-4.0, -1.0, state.num_heads, dtype=np.float32)
+    yield "mamba.D", np.full(state.num_heads, 0.25, np.float32)
+    yield "mamba.dt_bias", np.zeros(state.num_heads, np.float32)
+    yield "mamba.norm.weight", np.ones(hidden, np.float32)
+    # The norm evens out the size of the result, so no long context makes it smaller.
+    yield (
+        "mamba.out_proj.weight",
+        _matrix(numbers, (hidden, hidden), gain * LONG_CONTEXT_MEAN * hidden**-0.5),
     )
 
 

@@ -24,7 +24,7 @@ __all__ = ["RotaryTable", "attend", "make_rotary_table", "merge_heads", "project
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryTable:
-    """The cosine and sine of every position, [positions, head_dim / 2]."""
+    """The cosine and sine of every position, [positions, rotary_dim / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -39,9 +39,11 @@ class RotaryTable:
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `heads`, [tokens, heads, head_dim].
 
-        Dimension i pairs with dimension i + head_dim / 2.
+        Of the first `rotary_dim` dimensions, i pairs with i + rotary_dim / 2. The others stay.
         """
-        return torch.cat(self._rotated(*heads.chunk(2, dim=-1)), dim=-1)
+        rotary_dim = 2 * self.cos.shape[-1]
+        first, second = heads[..., :rotary_dim].chunk(2, dim=-1)
+        return torch.cat((*self._rotated(first, second), heads[..., rotary_dim:]), dim=-1)
 
     def rotate_interleaved(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate as `rotate` does, but dimension 2i pairs with dimension 2i + 1."""
@@ -54,7 +56,7 @@ class RotaryTable:
 
 
 def make_rotary_table(
-    rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype
+    rope: RopeConfig, rotary_dim: int, positions: int, dtype: torch.dtype
 ) -> RotaryTable:
     """Return the table of `positions` positions.
 
@@ -62,7 +64,7 @@ def make_rotary_table(
     far positions by up to 1e-4 from the angles with which the checkpoint was trained and other
     engines serve it.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
         case LinearScaling(factor):

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvferry.engine.model.config import LatentShape, ModelConfig, read_json_object
+from kvferry.engine.model.config import (
+    LatentShape,
+    ModelConfig,
+    StateShape,
+    llama_name,
+    read_json_object,
+    tensor_name,
+)
 from kvferry.errors import ConfigError
 
 __all__ = ["Checkpoint", "StoredTensor", "check_shapes", "open_checkpoint"]
@@ -67,13 +74,17 @@ class Checkpoint:
         stored = self.tensors[name]
         try:
             with safe_open(stored.path, framework="pt") as file:
-                view = file.get_slice(name)
+                view = file.get_slice(stored.name)
                 part: torch.Tensor = view[rows, columns] if len(stored.shape) > 1 else view[rows]
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{stored.path}: tensor {name} cannot be read: {error}; copy the checkpoint again"
             ) from None
         return part
+
+    def with_llama_names(self, architecture: str) -> "Checkpoint":
+        """Return the same tensors by the names that Llama gives them."""
+        return Checkpoint({llama_name(architecture, n): t for n, t in self.tensors.items()})
 
     def digest(self) -> str:
         """Return a hash of every tensor's name, format, shape and bytes.
@@ -202,7 +213,9 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 def check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first missing, misshapen or unexpected tensor."""
-    expected = dict(_expected_shapes(config))
+    expected = {
+        tensor_name(config.architecture, name): shape for name, shape in _expected_shapes(config)
+    }
     for name, shape in expected.items():
         stored = checkpoint.tensors.get(name)
         if stored is None:
@@ -230,19 +243,23 @@ def _expected_shapes(config: ModelConfig) -> Shapes:
     if not config.has_tied_embeddings:
         yield "lm_head.weight", (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config):
+        for name, shape in _layer_shapes(config, layer):
             yield f"model.layers.{layer}.{name}", shape
 
 
-def _layer_shapes(config: ModelConfig) -> Shapes:
+def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     attention, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
-    yield from (
-        _head_shapes(config)
-        if attention.latent is None
-        else _latent_shapes(config, attention.latent)
-    )
-    if attention.has_output_bias:
-        yield "self_attn.o_proj.bias", (hidden,)
+    if config.layers[layer].has_state:
+        assert config.state is not None
+        yield from _state_shapes(config, config.state)
+    else:
+        yield from (
+            _head_shapes(config)
+            if attention.latent is None
+            else _latent_shapes(config, attention.latent)
+        )
+        if attention.has_output_bias:
+            yield "self_attn.o_proj.bias", (hidden,)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
     if config.is_gemma:
@@ -267,6 +284,19 @@ def _head_shapes(config: ModelConfig) -> Shapes:
     if attention.has_qk_norm:
         yield "self_attn.q_norm.weight", (attention.head_dim,)
         yield "self_attn.k_norm.weight", (attention.head_dim,)
+
+
+def _state_shapes(config: ModelConfig, state: StateShape) -> Shapes:
+    columns, heads = state.num_columns, (state.num_heads,)
+    yield "mamba.in_proj.weight", (state.width + columns + state.num_heads, config.hidden_size)
+    yield "mamba.conv1d.weight", (columns, 1, state.kernel)
+    if state.has_conv_bias:
+        yield "mamba.conv1d.bias", (columns,)
+    yield "mamba.A_log", heads
+    yield "mamba.D", heads
+    yield "mamba.dt_bias", heads
+    yield "mamba.norm.weight", (state.width,)
+    yield "mamba.out_proj.weight", (config.hidden_size, state.width)
 
 
 def _latent_shapes(config: ModelConfig, latent: LatentShape) -> Shapes:

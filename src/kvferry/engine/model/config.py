@@ -2,7 +2,8 @@
 
 Supported are decoders with dense feed-forward layers and rotary positions. Llama, Mistral, Qwen2
 and Qwen3 have the Llama shape; Gemma 3 (text) alternates windows; DeepSeek-V2 without experts has
-latent attention. A file that needs different arithmetic is refused.
+latent attention; Bamba alternates attention with state-space (Mamba2) layers. A file that needs
+different arithmetic is refused.
 
 Every error is a ConfigError that names the file and the key. Reads two small files; otherwise pure.
 """
@@ -26,9 +27,12 @@ __all__ = [
     "Llama3Scaling",
     "ModelConfig",
     "RopeConfig",
+    "StateShape",
+    "llama_name",
     "read_json_object",
     "read_layers",
     "read_model_config",
+    "tensor_name",
 ]
 
 
@@ -107,12 +111,15 @@ class ConfigKeys:
 
 
 GEMMA = "Gemma3ForCausalLM"
+BAMBA = "BambaForCausalLM"
 MISTRAL = "MistralForCausalLM"
 QWENS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_GEMMA_PATTERN = 6
+BAMBA_ROTARY_FACTOR = 0.5
+"""The share of a head's dimensions that Bamba rotates, whatever the file states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +157,14 @@ class LayerConfig:
     rope: RopeConfig
     window: int | None = None
     """Token i sees the tokens i - window + 1 to i; None means all tokens up to i."""
+    has_state: bool = False
+    """Whether the layer keeps a state per sequence instead of attending to earlier tokens."""
 
 
 def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...]:
     """Return one configuration per layer; a window over all positions counts as none."""
+    if architecture == BAMBA:
+        return _bamba_layers(config)
     is_sliding = _sliding_layers(config, architecture)
     window = None
     if any(is_sliding):
@@ -164,6 +175,22 @@ def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...
     )
     kinds = {True: LayerConfig(sliding_rope, window), False: LayerConfig(full_rope)}
     return tuple(kinds[each] for each in is_sliding)
+
+
+def _bamba_layers(config: ConfigKeys) -> tuple[LayerConfig, ...]:
+    num_layers, indices = config.count("num_hidden_layers"), config.get("attn_layer_indices")
+    if (
+        not isinstance(indices, list)
+        or not indices
+        or not all(type(index) is int and 0 <= index < num_layers for index in indices)
+        or len(set(indices)) == num_layers
+    ):
+        raise config.fail(
+            "attn_layer_indices",
+            f"must name some of the {num_layers} layers, but not all, got {indices!r}",
+        )
+    rope = _rope(config, BAMBA_ROTARY_FACTOR)
+    return tuple(LayerConfig(rope, has_state=n not in indices) for n in range(num_layers))
 
 
 def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
@@ -227,7 +254,7 @@ def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
     return [name == SLIDING for name in names]
 
 
-def _rope(config: ConfigKeys) -> RopeConfig:
+def _rope(config: ConfigKeys, rotary_factor: float = 1.0) -> RopeConfig:
     """Return the rotation.
 
     Old files have rope_theta and rope_scaling, new files have both in rope_parameters.
@@ -242,7 +269,10 @@ def _rope(config: ConfigKeys) -> RopeConfig:
             "rope_parameters", "differ between layer types, which is supported for Gemma 3 only"
         )
     return _rope_of(
-        config, section, section.positive("rope_theta", config.positive("rope_theta", 10000.0))
+        config,
+        section,
+        section.positive("rope_theta", config.positive("rope_theta", 10000.0)),
+        rotary_factor,
     )
 
 
@@ -266,12 +296,15 @@ def _gemma_ropes(config: ConfigKeys) -> tuple[RopeConfig, RopeConfig]:
     return full, _rope_of(config, sliding_part, sliding_part.positive("rope_theta", 10_000.0))
 
 
-def _rope_of(config: ConfigKeys, section: ConfigKeys, theta: float) -> RopeConfig:
-    if (
-        section.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
-        != 1.0
-    ):
-        raise config.fail("partial_rotary_factor", "must be 1: partial rotation is not supported")
+def _rope_of(
+    config: ConfigKeys, section: ConfigKeys, theta: float, rotary_factor: float = 1.0
+) -> RopeConfig:
+    stated = config.positive("partial_rotary_factor", rotary_factor)
+    if section.positive("partial_rotary_factor", stated) != rotary_factor:
+        raise config.fail(
+            "partial_rotary_factor",
+            f"must be {rotary_factor:g}: other partial rotation is not supported",
+        )
     kind = section.get("rope_type") or section.get("type") or "default"
     if kind == "default":
         return RopeConfig(theta)
@@ -304,8 +337,17 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     GEMMA,
     DEEPSEEK,
+    BAMBA,
 )
 DTYPES = ("float32", "bfloat16", "float16")
+BAMBA_NAMES = {
+    ".mlp.": ".feed_forward.",
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+    "model.norm.": "model.final_layernorm.",
+}
+"""What Bamba calls a tensor, by its name in Llama."""
+NO_TIME_STEP_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+"""How files of older and newer releases of transformers spell that time steps have no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +391,43 @@ class AttentionShape:
     """Whether q, k and v have biases; with latent attention, the down projections."""
     has_output_bias: bool = False
     latent: LatentShape | None = None
+    rotary_factor: float = 1.0
+    """The share of a head's dimensions that is rotated: the first ones."""
 
     @property
     def rotary_dim(self) -> int:
-        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
+        return int(self.head_dim * self.rotary_factor)
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The dimensions of state-space layers (Mamba2).
+
+    Each head keeps a matrix per sequence, which every token changes. The heads of one of the
+    `num_groups` groups share B and C. Before that, a convolution mixes each column with its values
+    at the last `kernel` - 1 tokens.
+
+        columns of the convolution   | x: num_heads * head_dim | B: num_groups * state_size | C |
+        matrix of a head             [head_dim, state_size]
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    kernel: int
+    has_conv_bias: bool
+
+    @property
+    def width(self) -> int:
+        """Width of x, of the gate and of the layer's result."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_columns(self) -> int:
+        return self.width + 2 * self.num_groups * self.state_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +448,8 @@ class ModelConfig:
     has_tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     """Token ids that end a sequence, from config.json and generation_config.json."""
+    state: StateShape | None = None
+    """The dimensions of the layers that keep a state; None if every layer has attention."""
 
     @property
     def num_layers(self) -> int:
@@ -389,7 +466,7 @@ class ModelConfig:
 
     def layer_name(self, layer: int) -> str:
         """Return the name of a layer's cache, which is the same in every engine."""
-        return f"model.layers.{layer}.self_attn"
+        return f"model.layers.{layer}.{'mamba' if self.layers[layer].has_state else 'self_attn'}"
 
     def max_model_len(self, requested: int) -> int:
         """Return the limit on prompt and output together; 0 requests the checkpoint's own limit."""
@@ -404,24 +481,45 @@ class ModelConfig:
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Raise ConfigError unless all ranks get equal shares.
 
-        Every rank needs the same whole number of query heads and columns, and the same number of KV
-        heads.
+        Every rank needs the same whole number of query heads, columns and heads with a state, and
+        the same number of KV heads and of groups of B and C.
         """
-        for key, value in {
+        counts = {
             "num_attention_heads": self.attention.num_heads,
             "intermediate_size": self.intermediate_size,
-        }.items():
+        }
+        shared = {"num_key_value_heads": self.attention.num_kv_heads}
+        if self.state is not None:
+            counts["mamba_n_heads"] = self.state.num_heads
+            shared["mamba_n_groups"] = self.state.num_groups
+        for key, value in counts.items():
             if value % tp_size:
                 raise ConfigError(
                     f"--tensor-parallel-size {tp_size} does not divide the model's {key} {value}; "
                     "choose a divisor of it"
                 )
-        kv_heads = self.attention.num_kv_heads
-        if not can_divide(kv_heads, tp_size):
-            raise ConfigError(
-                f"--tensor-parallel-size {tp_size} and the model's num_key_value_heads {kv_heads} "
-                "do not fit: one must divide the other"
-            )
+        for key, value in shared.items():
+            if not can_divide(value, tp_size):
+                raise ConfigError(
+                    f"--tensor-parallel-size {tp_size} and the model's {key} {value} do not fit: "
+                    "one must divide the other"
+                )
+
+
+def tensor_name(architecture: str, name: str) -> str:
+    """Return the name that an architecture gives to a tensor which Llama calls `name`."""
+    if architecture == BAMBA:
+        for usual, own in BAMBA_NAMES.items():
+            name = name.replace(usual, own)
+    return name
+
+
+def llama_name(architecture: str, name: str) -> str:
+    """Return what Llama calls a tensor that an architecture calls `name`."""
+    if architecture == BAMBA:
+        for usual, own in BAMBA_NAMES.items():
+            name = name.replace(own, usual)
+    return name
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -445,6 +543,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         max_position_embeddings=config.count("max_position_embeddings"),
         has_tied_embeddings=config.flag("tie_word_embeddings", default=architecture == GEMMA),
         eos_token_ids=_eos_token_ids(config, directory / "generation_config.json"),
+        state=_state(config) if architecture == BAMBA else None,
     )
 
 
@@ -517,8 +616,8 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
         architecture, max(config.count("hidden_size") // num_heads, 1)
     )
     head_dim = config.count("head_dim", usual)
-    if head_dim % 2:
-        raise config.fail("head_dim", f"must be even, got {head_dim}")
+    if head_dim % (4 if architecture == BAMBA else 2):
+        raise config.fail("head_dim", f"must be even, also the part that rotates, got {head_dim}")
     has_bias = config.flag("attention_bias")
     return AttentionShape(
         num_heads=num_heads,
@@ -531,6 +630,7 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
         has_qk_norm=architecture in ("Qwen3ForCausalLM", GEMMA),
         has_qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
         has_output_bias=has_bias and architecture != "Qwen2ForCausalLM",
+        rotary_factor=BAMBA_ROTARY_FACTOR if architecture == BAMBA else 1.0,
     )
 
 
@@ -560,6 +660,31 @@ def _latent_attention(config: ConfigKeys) -> AttentionShape:
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         latent=latent,
+    )
+
+
+def _state(config: ConfigKeys) -> StateShape:
+    if config.flag("mamba_proj_bias"):
+        raise config.fail("mamba_proj_bias", "is true, but biases there are not supported")
+    if config.get("time_step_limit") not in (None, *NO_TIME_STEP_LIMITS):
+        raise config.fail("time_step_limit", "is set, but limited time steps are not supported")
+    num_heads, num_groups = config.count("mamba_n_heads", 128), config.count("mamba_n_groups", 1)
+    width = config.count("mamba_expand", 2) * config.count("hidden_size")
+    if width % num_heads or config.get("mamba_d_head") not in (None, "auto", width // num_heads):
+        raise config.fail(
+            "mamba_n_heads",
+            f"times mamba_d_head must be mamba_expand * hidden_size {width}, got {num_heads} * "
+            f"{config.get('mamba_d_head')!r}",
+        )
+    if num_heads % num_groups:
+        raise config.fail("mamba_n_groups", f"must divide the {num_heads} heads, got {num_groups}")
+    return StateShape(
+        num_heads=num_heads,
+        head_dim=width // num_heads,
+        num_groups=num_groups,
+        state_size=config.count("mamba_d_state", 256),
+        kernel=config.count("mamba_d_conv", 4, least=2),
+        has_conv_bias=config.flag("mamba_conv_bias", default=True),
     )
 
 

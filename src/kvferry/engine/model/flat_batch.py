@@ -8,7 +8,7 @@ The tokens of all sequences are concatenated:
 Sequences with one new token attend together with sequences of similar length (`DecodeTile`); every
 other sequence attends by itself (`PrefillRange`). Each KV-cache group has its own block tables and
 therefore its own plans; the tables of a group with a window begin at the first block that the group
-attends to.
+attends to. Layers that keep a state have no plan, but one block per sequence (`StateBatch`).
 
 Pure: slices in, tensors out. The tensors are built on the CPU and then moved to the device as a
 whole (`FlatBatch.on`).
@@ -31,6 +31,8 @@ __all__ = [
     "FlatBatch",
     "GroupBatch",
     "PrefillRange",
+    "StateBatch",
+    "StateRun",
     "make_flat_batch",
 ]
 
@@ -114,6 +116,35 @@ class GroupBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateRun:
+    """Sequences with equally many rows, whose states advance together, token by token."""
+
+    blocks: torch.Tensor
+    """[sequences]: the block with the state of each sequence."""
+    is_new: torch.Tensor
+    """[sequences]: True if the sequence begins in this step, so its block holds no state of it."""
+    rows: torch.Tensor
+    """[sequences, rows of a sequence]"""
+
+    def on(self, device: torch.device) -> "StateRun":
+        return StateRun(
+            to_device(self.blocks, device),
+            to_device(self.is_new, device),
+            to_device(self.rows, device),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateBatch:
+    """The part of a batch that is specific to a group of layers that keep a state."""
+
+    runs: tuple[StateRun, ...]
+
+    def on(self, device: torch.device) -> "StateBatch":
+        return StateBatch(tuple(run.on(device) for run in self.runs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
     """The tokens of one step."""
 
@@ -121,7 +152,7 @@ class FlatBatch:
     positions: torch.Tensor
     offsets: torch.Tensor
     """The slot of each row within its block."""
-    groups: tuple[GroupBatch, ...]
+    groups: tuple[GroupBatch | StateBatch, ...]
     sampled_rows: torch.Tensor
     """The last row of each slice that has `sampling`."""
 
@@ -150,7 +181,7 @@ def make_flat_batch(
     token_ids: list[int] = []
     positions: list[int] = []
     sampled_rows: list[int] = []
-    parts = [_GroupPart(group, block_size) for group in groups]
+    parts = [_StatePart() if group.is_state else _GroupPart(group, block_size) for group in groups]
     for each in slices:
         _check(each, groups, block_size, num_blocks, vocab_size)
         for part, block_ids in zip(parts, each.block_ids, strict=True):
@@ -205,6 +236,7 @@ def _table_problem(
     block_size: int,
     num_blocks: int,
 ) -> str | None:
+    block_size = group.tokens_per_entry(block_size)
     if length > len(block_ids) * block_size:
         return f"{len(block_ids)} blocks for {length} tokens"
     if max(block_ids) >= num_blocks or min(block_ids) < HOLE:
@@ -228,6 +260,28 @@ class _Query:
     first: int
     end: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _StatePart:
+    """Collects the part of the batch for one group of layers that keep a state."""
+
+    sequences: dict[int, list[tuple[int, int, bool]]] = field(default_factory=dict)
+    """(first row, block, whether the sequence begins), by the number of rows."""
+
+    def add(self, part: SequenceSlice, block_ids: tuple[int, ...], first_row: int) -> None:
+        # The first entry of the table stands for all tokens of a sequence.
+        self.sequences.setdefault(len(part.token_ids), []).append(
+            (first_row, block_ids[0], part.start == 0)
+        )
+
+    def batch(self) -> StateBatch:
+        return StateBatch(tuple(_state_run(count, each) for count, each in self.sequences.items()))
+
+
+def _state_run(num_rows: int, sequences: Sequence[tuple[int, int, bool]]) -> StateRun:
+    first_rows, blocks, is_new = (torch.tensor(column) for column in zip(*sequences, strict=True))
+    return StateRun(blocks, is_new, first_rows[:, None] + torch.arange(num_rows))
 
 
 @dataclass(slots=True)

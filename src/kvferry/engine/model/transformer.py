@@ -3,6 +3,7 @@
     tokens -> embedding -> layers -> norm -> logits
     layer:  norm, q and KV, rotate, write cache, attend, o, sum over ranks;
             norm, gate * up, down, sum over ranks
+    A state-space layer replaces attention by its own steps (`state_space.py`).
 
 Stateless except for the weights; the caller owns the cache.
 """
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import gelu, silu
 
-from kvferry.engine.cache.layout import LayerCache
+from kvferry.engine.cache.layout import LayerCache, StateCache
 from kvferry.engine.model.attention import (
     RotaryTable,
     attend,
@@ -23,9 +24,10 @@ from kvferry.engine.model.attention import (
     project,
 )
 from kvferry.engine.model.config import ModelConfig, RopeConfig
-from kvferry.engine.model.flat_batch import AttentionPlan, FlatBatch
+from kvferry.engine.model.flat_batch import FlatBatch, GroupBatch, StateBatch
+from kvferry.engine.model.state_space import mix
 from kvferry.engine.model.tensor_parallel import TensorParallelGroup
-from kvferry.engine.model.weights import LayerWeights, ModelWeights, Precision
+from kvferry.engine.model.weights import LayerWeights, ModelWeights, Precision, StateWeights
 
 __all__ = ["LayerHooks", "Model"]
 
@@ -70,36 +72,70 @@ class Model:
         return cls(config, weights, precision, group, rotary)
 
     def forward(
-        self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None
+        self,
+        batch: FlatBatch,
+        caches: Sequence[LayerCache | StateCache],
+        hooks: LayerHooks | None = None,
     ) -> torch.Tensor:
         """Return logits, [sampled rows, vocabulary], the same on every rank.
 
-        Writes K and V of every row into `caches`, which has one cache per layer.
+        Writes K and V of every row, and the states after it, into `caches`, which has one cache per
+        layer.
         """
         hidden = self._embed(batch.token_ids)
         rotary = {rope: table.at(batch.positions) for rope, table in self.rotary.items()}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            if hooks is not None:
-                hooks.before_layer(cache.name)
-            group, rope = batch.groups[cache.group], self.config.layers[index].rope
-            queries, content = project(
-                layer.attention, self.config.attention, layer.input_norm(hidden), rotary[rope]
-            )
-            cache.write(group.blocks, batch.offsets, content)
-            plan = group.plan
-            if index == len(caches) - 1:
+            for name in cache.tensors:
+                if hooks is not None:
+                    hooks.before_layer(name)
+            is_last = index == len(caches) - 1
+            inputs = layer.input_norm(hidden)
+            if isinstance(cache, StateCache):
+                mixed = self._mix_states(layer, cache, batch, inputs)
+                mixed = mixed[batch.sampled_rows] if is_last else mixed
+            else:
+                rope = rotary[self.config.layers[index].rope]
+                mixed = self._attend(layer, cache, batch, inputs, rope, is_last)
+            if is_last:
                 # Only the sampled rows continue: no later layer reads the last layer's result for
                 # the other rows.
-                plan, hidden, queries = (
-                    group.sampled_plan,
-                    hidden[batch.sampled_rows],
-                    queries[batch.sampled_rows],
-                )
+                hidden = hidden[batch.sampled_rows]
             if len(hidden):
-                hidden = self._finish_layer(layer, cache, plan, queries, hidden)
-            if hooks is not None:
-                hooks.after_layer(cache.name, cache.tensor)
+                hidden = self._finish_layer(layer, mixed.to(hidden.dtype), hidden)
+            for name, tensor in cache.tensors.items():
+                if hooks is not None:
+                    hooks.after_layer(name, tensor)
         return self._logits(hidden)
+
+    def _mix_states(
+        self, layer: LayerWeights, cache: StateCache, batch: FlatBatch, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        weights, group, shape = layer.attention, batch.groups[cache.group], self.config.state
+        assert isinstance(weights, StateWeights)
+        assert isinstance(group, StateBatch)
+        assert shape is not None
+        return mix(weights, shape, inputs, cache, group, self.group, self.config.norm_eps)
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        cache: LayerCache,
+        batch: FlatBatch,
+        inputs: torch.Tensor,
+        rotary: RotaryTable,
+        is_last: bool,
+    ) -> torch.Tensor:
+        """Return the input of the output projection; in the last layer, of the sampled rows."""
+        weights, group, shape = layer.attention, batch.groups[cache.group], self.config.attention
+        assert not isinstance(weights, StateWeights)
+        assert isinstance(group, GroupBatch)
+        queries, content = project(weights, shape, inputs, rotary)
+        cache.write(group.blocks, batch.offsets, content)
+        plan = group.plan
+        if is_last:
+            plan, queries = group.sampled_plan, queries[batch.sampled_rows]
+        attended = attend(queries, cache, plan, shape.scale, self.precision.attention)
+        return merge_heads(weights, attended.to(inputs.dtype))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.weights.embedding[token_ids]
@@ -114,17 +150,10 @@ class Model:
         )
 
     def _finish_layer(
-        self,
-        layer: LayerWeights,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        queries: torch.Tensor,
-        hidden: torch.Tensor,
+        self, layer: LayerWeights, mixed: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        attended = attend(
-            queries, cache, plan, self.config.attention.scale, self.precision.attention
-        ).to(hidden.dtype)
-        output = self.group.sum(layer.output(merge_heads(layer.attention, attended)))
+        """Return the layer's result; `mixed` is the input of the output projection."""
+        output = self.group.sum(layer.output(mixed))
         hidden = hidden + (output if layer.output_norm is None else layer.output_norm(output))
         gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
         activated = gelu(gate, approximate="tanh") if self.config.is_gemma else silu(gate)

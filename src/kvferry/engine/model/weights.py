@@ -3,7 +3,8 @@
 Query heads and feed-forward columns are split evenly. Rank r of t holds the output rows [r/t,
 (r+1)/t) of q, gate and up, the matching input columns of o and down (the products are summed over
 ranks), and its share of the output vocabulary. KV heads are split in the same way; with more ranks
-than KV heads, neighbouring ranks hold the same head. Norms, input embeddings and the down
+than KV heads, neighbouring ranks hold the same head. Heads that keep a state are split like query
+heads, and their groups of B and C like KV heads. Norms, input embeddings and the down
 projections of latents are whole on every rank.
 
 Reads files; otherwise pure.
@@ -15,7 +16,7 @@ import torch
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.model.checkpoint import Checkpoint, check_shapes
-from kvferry.engine.model.config import LatentShape, ModelConfig
+from kvferry.engine.model.config import LatentShape, ModelConfig, StateShape
 from kvferry.engine.options import EngineOptions, first_gpu
 from kvferry.errors import ConfigError
 from kvferry.protocol.layout import heads_of
@@ -29,6 +30,7 @@ __all__ = [
     "ModelWeights",
     "Norm",
     "Precision",
+    "StateWeights",
     "choose_precision",
     "load_weights",
 ]
@@ -165,11 +167,33 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateWeights:
+    """Weights of a state-space layer, for this rank's heads."""
+
+    project: Linear
+    """The rows of the gate, of the convolution's columns (x, B, C) and of the time step."""
+    columns: tuple[int, int, int]
+    """How many columns of x, B and C this rank has."""
+    conv: torch.Tensor
+    """[columns, kernel]"""
+    conv_bias: torch.Tensor | None
+    decay: torch.Tensor
+    """[heads]: how fast a state fades, a negative factor on the time step."""
+    skip: torch.Tensor
+    """[heads]: the factor on x that is added to the state's result."""
+    step_bias: torch.Tensor
+    """[heads]"""
+    norm: torch.Tensor
+    """The weights of the norm, which covers the heads of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """The weights of one layer."""
 
     input_norm: Norm
-    attention: HeadWeights | LatentWeights
+    attention: HeadWeights | LatentWeights | StateWeights
+    """The weights of the attention, or of the state-space layer in its place."""
     output: Linear
     """Output projection; only rank 0 has the bias, because the ranks' products are summed."""
     output_norm: Norm | None
@@ -206,7 +230,9 @@ def load_weights(
     """Load the weights; everything is checked against the configuration before the first read."""
     config.check_tensor_parallel(parallel.tp_size)
     check_shapes(config, checkpoint)
-    shard = _ShardReader(checkpoint, config, parallel, precision, device)
+    shard = _ShardReader(
+        checkpoint.with_llama_names(config.architecture), config, parallel, precision, device
+    )
     embedding = shard.whole("model.embed_tokens.weight")
     is_tied = config.has_tied_embeddings
     lm_head = (
@@ -216,10 +242,7 @@ def load_weights(
     )
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(
-            _load_layer(config, shard, f"model.layers.{layer}.")
-            for layer in range(config.num_layers)
-        ),
+        layers=tuple(_load_layer(config, shard, layer) for layer in range(config.num_layers)),
         norm=shard.norm("model.norm"),
         lm_head=Linear(lm_head),
     )
@@ -258,6 +281,12 @@ class _ShardReader:
         """Return this rank's rows of several tensors, concatenated."""
         return self._cast(
             torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names])
+        )
+
+    def sections(self, name: str, *sections: slice) -> torch.Tensor:
+        """Return several ranges of rows of one tensor, concatenated."""
+        return self._cast(
+            torch.cat([self.checkpoint.read(name, rows=section) for section in sections])
         )
 
     def columns(self, name: str) -> torch.Tensor:
@@ -311,15 +340,13 @@ class _ShardReader:
         return tensor.to(self.device).to(self.precision.weights).to(self.precision.compute)
 
 
-def _load_layer(config: ModelConfig, shard: _ShardReader, prefix: str) -> LayerWeights:
-    latent = config.attention.latent
-    is_gemma = config.is_gemma
+def _load_layer(config: ModelConfig, shard: _ShardReader, layer: int) -> LayerWeights:
+    prefix, is_gemma = f"model.layers.{layer}.", config.is_gemma
+    attention, output = _load_attention(config, shard, layer)
     return LayerWeights(
         input_norm=shard.norm(f"{prefix}input_layernorm"),
-        attention=_load_heads(config, shard, f"{prefix}self_attn.")
-        if latent is None
-        else _load_latent(latent, shard, f"{prefix}self_attn."),
-        output=shard.row_parallel(f"{prefix}self_attn.o_proj"),
+        attention=attention,
+        output=output,
         output_norm=shard.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
         mlp_norm=shard.norm(
             f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"
@@ -328,6 +355,48 @@ def _load_layer(config: ModelConfig, shard: _ShardReader, prefix: str) -> LayerW
         down=shard.row_parallel(f"{prefix}mlp.down_proj"),
         down_norm=shard.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
     )
+
+
+def _load_attention(
+    config: ModelConfig, shard: _ShardReader, layer: int
+) -> tuple[HeadWeights | LatentWeights | StateWeights, Linear]:
+    """Return the weights of a layer's attention or state, and the output projection."""
+    prefix, latent = f"{config.layer_name(layer)}.", config.attention.latent
+    if config.layers[layer].has_state:
+        assert config.state is not None
+        return _load_state(config.state, shard, prefix), shard.row_parallel(f"{prefix}out_proj")
+    output = shard.row_parallel(f"{prefix}o_proj")
+    if latent is not None:
+        return _load_latent(latent, shard, prefix), output
+    return _load_heads(config, shard, prefix), output
+
+
+def _load_state(state: StateShape, shard: _ShardReader, prefix: str) -> StateWeights:
+    rank, size = shard.parallel.tp_rank, shard.parallel.tp_size
+    heads, groups = heads_of(rank, size, state.num_heads), heads_of(rank, size, state.num_groups)
+    x = _rows(0, heads, state.head_dim)
+    b = _rows(state.width, groups, state.state_size)
+    c = _rows(state.width + state.num_groups * state.state_size, groups, state.state_size)
+    step = _rows(state.num_columns, heads, 1)
+    # The gate comes before the columns of the convolution.
+    rows = (x, *(slice(state.width + s.start, state.width + s.stop) for s in (x, b, c, step)))
+    in_wide = shard.precision.attention
+    by_head = slice(heads.start, heads.stop)
+    return StateWeights(
+        project=Linear(shard.sections(f"{prefix}in_proj.weight", *rows)),
+        columns=(x.stop - x.start, b.stop - b.start, c.stop - c.start),
+        conv=shard.sections(f"{prefix}conv1d.weight", x, b, c).squeeze(1),
+        conv_bias=shard.sections(f"{prefix}conv1d.bias", x, b, c) if state.has_conv_bias else None,
+        decay=-shard.sections(f"{prefix}A_log", by_head).to(in_wide).exp(),
+        skip=shard.sections(f"{prefix}D", by_head).to(in_wide),
+        step_bias=shard.sections(f"{prefix}dt_bias", by_head).to(in_wide),
+        norm=shard.sections(f"{prefix}norm.weight", x).to(in_wide),
+    )
+
+
+def _rows(first: int, heads: range, width: int) -> slice:
+    """Return the rows of `heads` in a part of a tensor that begins at row `first`."""
+    return slice(first + heads.start * width, first + heads.stop * width)
 
 
 def _load_heads(config: ModelConfig, shard: _ShardReader, prefix: str) -> HeadWeights:
