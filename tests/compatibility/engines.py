@@ -7,12 +7,14 @@ The tests of all cache forms need more engines than a small machine can run as p
 import queue
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
@@ -40,9 +42,10 @@ class LocalEngine:
         extra: dict[str, Any] | None,
         meeting: Path,
         faults: str = "",
+        policy: str = "fail",
     ) -> None:
         """`extra`: the connector's extra configuration; None for an engine without a connector.
-        `faults`: the faults that its transports inject.
+        `faults`: the faults that its transports inject. `policy`: what happens if a load fails.
         """
         self.name = name
         self.finished: dict[str, RequestOutput] = {}
@@ -50,7 +53,7 @@ class LocalEngine:
         self._closing = ExitStack()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._totals = ConnectorTotals()
-        transfer = None if extra is None else _transfer(name, extra)
+        transfer = None if extra is None else _transfer(name, extra, policy)
         setup = _setup(options, transfer, faults)
         size = options.tensor_parallel_size
         self._threads = [
@@ -86,6 +89,14 @@ class LocalEngine:
         if refusal is not None:
             self.finished[request] = refusal
 
+    def abort(self, request: str) -> None:
+        self._scheduler.abort(request)
+
+    @property
+    def kv_caches(self) -> Mapping[str, torch.Tensor]:
+        """The cache of rank 0."""
+        return self._workers[0].runner.kv_caches
+
     def step(self) -> None:
         """Run one engine step."""
         while not self._news.empty():
@@ -107,6 +118,10 @@ class LocalEngine:
             self.tokens[output.request_id] += [token.token_id for token in output.tokens]
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output
+
+    @property
+    def num_loading(self) -> int:
+        return self._scheduler.status(0).num_waiting_for_remote_kvs
 
     @property
     def num_used_blocks(self) -> int:
@@ -149,12 +164,13 @@ def run_all(engines: Sequence[LocalEngine], is_done: Callable[[], bool]) -> None
         assert time.monotonic() < deadline, "the engines did not get there in time"
 
 
-def _transfer(name: str, extra: dict[str, Any]) -> KVTransferConfig:
+def _transfer(name: str, extra: dict[str, Any], policy: str) -> KVTransferConfig:
     return KVTransferConfig.from_mapping(
         {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",
             "engine_id": name,
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra,
         }
     )

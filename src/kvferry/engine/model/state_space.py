@@ -69,7 +69,8 @@ def _convolve(
 ) -> torch.Tensor:
     """Return each row's convolution with the rows before it.
 
-    `columns` is [sequences, rows, columns], and so is the result. Saves the last inputs for the rows of the next step.
+    `columns` is [sequences, rows, columns], and so is the result. Saves the last inputs for the
+    rows of the next step.
     """
     kernel = weights.conv.shape[1]
     saved = cache.read_conv(run.blocks)
