@@ -1,11 +1,11 @@
 """Writes a tiny checkpoint whose output is sensitive to its KV: one wrong block changes the tokens.
 
 The result is a complete Hugging Face folder that transformers and vLLM load too, except that vLLM's
-kernels do not support latents as small as those of `mla`. Unscaled random weights would not be
-enough: attention of an untrained model is close to a plain mean, so the output barely depends on
-any single token, and greedy decoding soon repeats itself. `make_model/weights.py` scales the
-weights so that attention decides the hidden state. The same seed gives the same bytes on every
-machine. Writes files; no other effect.
+kernels do not support latents as small as those of `mla`; `hybrid` was tried with transformers
+only. Unscaled random weights would not be enough: attention of an untrained model is close to a
+plain mean, so the output barely depends on any single token, and greedy decoding soon repeats
+itself. `make_model/weights.py` scales the weights so that attention decides the hidden state. The
+same seed gives the same bytes on every machine. Writes files; no other effect.
 """
 
 import json
