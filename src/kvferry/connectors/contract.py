@@ -235,7 +235,7 @@ class KVCacheConfig:
     """
     hides_partial_loads: bool = False
     """kvferry only: the engine never shares a loaded block with another request if a sliding-window
-    group may have loaded only a part of the block.
+    group may have loaded only a part of the block, and never reads the part that was not loaded.
     """
     keeps_last_token_window: bool = True
     """kvferry only: when a prompt finishes, the engine keeps every block that the prompt's last

@@ -50,13 +50,10 @@ def geometry_of(
         cache.head_dim,
         _bundled(regions),
         _total_kv_heads(config, cache),
-        # A block that held a state before may hold numbers that are not finite as KV. Engines
-        # clear new blocks, but not those that a load fills, so a load must fill them whole.
-        cache.has_states
-        or (
-            any(group.has_local_attention for group in cache.groups)
-            and not cache.hides_partial_loads
-        ),
+        # A block that held a state before may hold numbers that are not finite as KV. vLLM clears
+        # new blocks, but not those that a load fills.
+        any(group.has_local_attention or group.is_state for group in cache.groups)
+        and not cache.hides_partial_loads,
     )
 
 
