@@ -27,6 +27,7 @@ from kvferry.testing.tier_conformance import (
     new_key,
     payload_of,
 )
+from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import LoadOutcome, ObjectKey, StoreOutcome
 from kvferry.tiers.disk import OPEN_FLAGS, DiskTier, read_file_by_os
 from kvferry.tiers.disk_space import DiskSpace, draft_name
@@ -285,6 +286,19 @@ def test_a_file_in_place_of_a_folder_fails_stores_and_has_no_objects(
     object_path(tmp_path / "cache", key).parent.write_text("in the way")
     assert store(tier, key) == [StoreOutcome.FAILED]
     assert load(tier, key) is LoadOutcome.MISSING
+    assert tier.find([key]) == [False]
+
+
+def test_a_folder_that_cannot_be_read_fails_lookups(tier: DiskTier, tmp_path: Path) -> None:
+    """As an error of the disk does: here the folder is a link to itself."""
+    key = new_key()
+    object_path(tmp_path / "cache", key).parent.symlink_to(
+        object_path(tmp_path / "cache", key).parent
+    )
+    with pytest.raises(StorageFailed, match="cannot be looked up"):
+        tier.find([key])
+    with pytest.raises(StorageFailed, match="cannot be looked up"):
+        tier.find_prefix([key])
 
 
 # -- the limit --

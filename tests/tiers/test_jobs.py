@@ -169,6 +169,24 @@ def test_a_load_that_takes_too_long_ends_without_waiting_for_the_read() -> None:
     assert rank.jobs.is_idle
 
 
+def test_a_load_that_takes_too_long_counts_only_what_was_still_to_come() -> None:
+    """The tier that is slow must be learned, not the tier that has most of the chunks."""
+    rank = Rank()
+    store(rank, 1)
+    store(rank, 2)
+    store(rank, 3, "disk")
+    rank.pool.remove(key_of(3))
+    rank.send(LoadChunks("b", (chunk(1, 5), chunk(2, 6), chunk(3, 7, "disk"))))
+    stuck = rank.task(ReadObject)
+    rank.finish(rank.task(LoadRows))
+    rank.wait(TIMEOUT_S)
+    (ended,) = rank.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.bytes_by_tier == {"disk": ROW_BYTES}
+    rank.finish(stuck)
+    assert rank.jobs.is_idle
+
+
 def test_a_load_is_not_reported_while_a_copy_may_write_into_its_blocks() -> None:
     rank = Rank()
     store(rank, 1)

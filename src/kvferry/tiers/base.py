@@ -56,7 +56,7 @@ class ObjectKeys(Sequence[ObjectKey]):
         return ObjectKey(self.joined[at : at + KEY_BYTES])
 
     def __reduce__(self) -> tuple[type["ObjectKeys"], tuple[bytes]]:
-        return ObjectKeys, (self.joined,)  # half the time of the way of dataclasses
+        return ObjectKeys, (self.joined,)  # twice as fast as the pickling of dataclasses
 
     def __iter__(self) -> Iterator[ObjectKey]:
         for at in range(0, len(self.joined), KEY_BYTES):

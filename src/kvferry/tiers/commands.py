@@ -75,6 +75,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
     def __iter__(self) -> Iterator[Chunk]:
         size = self.blocks_per_chunk
+        assert {len(self.groups), len(self.tiers)} <= {1, len(self)}
         columns = zip(self.keys, cycle(self.groups), cycle(self.tiers), strict=False)
         for number, (key, group, tiers) in enumerate(columns):
             block_ids = tuple(self.block_ids[number * size : (number + 1) * size])

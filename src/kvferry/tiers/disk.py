@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.backoff import StorageHealth
+from kvferry.tiers.backoff import StorageFailed, StorageHealth
 from kvferry.tiers.base import (
     LoadOutcome,
     LoadResult,
@@ -100,11 +100,11 @@ class DiskTier:
         return self._direct_flag != 0
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [os.path.exists(self._path(key)) for key in keys]
+        return [_exists(self._path(key)) for key in keys]
 
     def find_prefix(self, keys: Sequence[ObjectKey]) -> int:
         # A stat takes microseconds, so the answer is exact, also where eviction has made holes.
-        missing = (n for n, key in enumerate(keys) if not os.path.exists(self._path(key)))
+        missing = (n for n, key in enumerate(keys) if not _exists(self._path(key)))
         return next(missing, len(keys))
 
     def load(self, key: ObjectKey, into: memoryview) -> LoadResult:
@@ -239,6 +239,16 @@ class DiskTier:
             Path(text).write_text(self._namespace.text, encoding="utf-8")
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in _GONE:
+            return False
+        raise StorageFailed(f"{path} cannot be looked up: {error.strerror}") from None
+    return True
 
 
 def _prepare_root(root: Path) -> None:

@@ -268,8 +268,8 @@ class SegmentTable:
         return None
 
     def mark_stored(self, keys: ObjectKeys, found: bytearray) -> None:
-        """Set the bytes of `found`, one for each key, to 1 whose keys the index has: `find_row` may
-        disagree, once in billions of keys. Takes some nanoseconds for each key.
+        """Set `found[i]` to 1 if the index has key i. `find_row` may disagree, once in billions of
+        keys. Takes some nanoseconds for each key.
         """
         _mark_stored(self._slots, keys.joined, found)
 
@@ -318,7 +318,7 @@ class SegmentTable:
 
 
 def mark_stored_by_numpy(slots: memoryview, keys: bytes, found: bytearray) -> None:
-    """Set the bytes of `found` to 1 whose keys these slots have."""
+    """Set `found[i]` to 1 if these slots have key i."""
     words = np.frombuffer(keys, np.uint64).reshape(-1, KEY_BYTES // 8)
     buckets = np.frombuffer(slots, np.uint64).reshape(-1, SLOTS)
     numbers = words[:, 0] & np.uint64(len(buckets) - 1)

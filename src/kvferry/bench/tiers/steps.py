@@ -328,10 +328,10 @@ def measure_steps(scope: StepScope, stop: StopRequest) -> Iterator[StepCost]:
             for prompt in range(pool_blocks // PROMPT_BLOCKS):
                 stop.check()
                 engine.store(prompt)
-            for engine.clock.other_work_s in scope.other_work_s:
+            for other_work_s in scope.other_work_s:
+                engine.clock.other_work_s = other_work_s
                 seconds = _measure(engine, scope.rounds, stop)
                 for work, chunks in _WORKS.items():
-                    other_work_s = engine.clock.other_work_s
                     yield StepCost(work, pool_blocks, other_work_s, chunks, seconds[work])
 
 

@@ -13,7 +13,9 @@ __all__ = ["BreakEven"]
 MIN_STEP_TOKENS = 64
 """Steps with fewer tokens say more about a step's fixed cost than about computing prompts."""
 MIN_SAMPLES = 3
-MAX_SAMPLES = 32
+MAX_STEPS = 32
+MAX_LOADS = 7
+"""The median changes after four loads: a tier that has stalled once is used again soon."""
 MAX_TIMED_STEPS = 8
 """More steps than this are never in flight at once."""
 RETRY_EVERY = 16
@@ -24,7 +26,7 @@ RETRY_EVERY = 16
 class BreakEven:
     """Medians of the last measurements. `now` is in local monotonic seconds."""
 
-    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     _byte_s: dict[str, deque[float]] = field(default_factory=dict)
     _num_skipped: int = 0
     _num_steps: int = 0
@@ -59,7 +61,7 @@ class BreakEven:
         if not bytes_by_tier or seconds <= 0:
             return
         tier = max(bytes_by_tier, key=lambda name: bytes_by_tier[name])
-        samples = self._byte_s.setdefault(tier, deque(maxlen=MAX_SAMPLES))
+        samples = self._byte_s.setdefault(tier, deque(maxlen=MAX_LOADS))
         samples.append(seconds / sum(bytes_by_tier.values()))
 
     def is_load_faster(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:

@@ -61,7 +61,7 @@ class Hit:
     def count_by_tier(self, group: int, span: range) -> Mapping[str, int]:
         """How many chunks of a span are in each tier."""
         if not self.found[group]:
-            return {POOL: len(span)}
+            return {POOL: len(span)} if span else {}
         counts = Counter(tier for index, tier in self.found[group].items() if index in span)
         if counts.total() < len(span):
             counts[POOL] += len(span) - counts.total()
@@ -120,7 +120,7 @@ class TierLookup:
         self.end(request)
         if not self._tiers or not keys[0]:
             return
-        in_pool = tuple(frozenset(_set_indices(found)) for found in self._in_pool(keys))
+        in_pool = tuple(frozenset(_found_indices(found)) for found in self._in_pool(keys))
         if all(len(group) == len(keys[0]) for group in in_pool):
             return
         query = _Query(tuple(keys), in_pool, self._clock() + self._timeout_s)
@@ -285,6 +285,8 @@ class TierLookup:
                 for index in range(first, end)
                 if index not in query.in_pool[group] and index not in found
             ]
+            if not wanted:
+                return
             keys = [query.keys[group][index] for index in wanted]
             try:
                 answers = [tier.find(keys) for tier in ranks]
@@ -298,5 +300,5 @@ class TierLookup:
             )
 
 
-def _set_indices(found: bytearray) -> list[int]:
+def _found_indices(found: bytearray) -> list[int]:
     return [index for index, is_found in enumerate(found) if is_found]

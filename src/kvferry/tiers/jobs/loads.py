@@ -96,9 +96,11 @@ class LoadJobs:
         """Fail every load whose time is over."""
         for load in [load for load in self._loads.values() if load.deadline <= now]:
             if not load.failure:
-                # All of it counts as the slow tier's, so that the engine learns to compute instead.
+                # Only what was still to come counts, so that the engine learns which tier is slow.
+                load.bytes_by_tier.clear()
                 for chunk in load.open.values():
-                    self._count_bytes(load, chunk, chunk.tiers[0] if chunk.tiers else POOL)
+                    if chunk.tiers and chunk.tiers[0] != POOL:
+                        self._count_bytes(load, chunk, chunk.tiers[0])
                 load.is_late = True
                 self._fail(load, f"the load took longer than {self.timeout_s:g} s", now)
 
