@@ -123,11 +123,11 @@ def test_tokens_after_a_transfer_are_those_of_a_single_engine(
     assert_all_free(p, d)
 
 
-@pytest.mark.parametrize("part", ["recurrent", "conv.x", "conv.B"])
+@pytest.mark.parametrize("part", ["recurrent", "conv.x", "conv.B", "conv.C"])
 def test_a_wrong_state_on_the_prefill_side_changes_the_tokens(
     start: Starter, expected: list[list[int]], part: str
 ) -> None:
-    """The negative control of everything above."""
+    """The negative control of the comparisons above."""
     p, d = start("p"), start("d")
     (params,) = prefill(p, [LONG])
     for layer in (0, 2):

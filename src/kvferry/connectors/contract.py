@@ -200,7 +200,7 @@ class KVCacheGroup:
         tokens. The state after these tokens is in the last block; all others are holes.
         """
         num_blocks = -(-num_tokens // block_size)
-        if self.state is None:
+        if self.state is None or not num_tokens:
             return list(table[:num_blocks])
         index = (num_tokens - 1) // self.state.block_size
         return [HOLE] * (num_blocks - 1) + [table[index] if index < len(table) else HOLE]

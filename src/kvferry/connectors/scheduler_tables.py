@@ -4,6 +4,7 @@ Pure: no clock, no I/O. The scheduler owns every table and uses the tables on th
 thread.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.types import RequestId
@@ -64,7 +65,8 @@ class LoadTable:
     """
     _optional: set[RequestId] = field(default_factory=set)
     """Requests with an optional load, from the start of the load to the end of the request."""
-    _reading: set[SharedTicketKey] = field(default_factory=set)
+    _reading: Counter[SharedTicketKey] = field(default_factory=Counter)
+    """The number of loads in progress by ticket."""
     # Ordered by the time of the read, so that the oldest ticket is forgotten first.
     _read: dict[SharedTicketKey, None] = field(default_factory=dict)
 
@@ -101,7 +103,7 @@ class LoadTable:
         return request in self._optional
 
     def is_being_read(self, ticket: SharedTicketKey | None) -> bool:
-        return ticket in self._reading
+        return ticket is not None and self._reading[ticket] > 0
 
     def was_read(self, ticket: SharedTicketKey | None) -> bool:
         return ticket in self._read
@@ -109,7 +111,7 @@ class LoadTable:
     def begin(self, request: RequestId, offer: LoadOffer) -> None:
         self._loading[request] = offer
         if offer.ticket is not None:
-            self._reading.add(offer.ticket)
+            self._reading[offer.ticket] += 1
         if offer.is_optional:
             self._optional.add(request)
 
@@ -120,7 +122,9 @@ class LoadTable:
         ticket = self._loading.pop(request).ticket
         if ticket is None:
             return
-        self._reading.discard(ticket)
+        self._reading[ticket] -= 1
+        if not self._reading[ticket]:
+            del self._reading[ticket]
         if is_good:
             self._read[ticket] = None
             while len(self._read) > MAX_READ_TICKETS:

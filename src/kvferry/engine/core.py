@@ -459,11 +459,11 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
     """Return the limits of the scheduler; they are known once rank 0 has allocated its cache."""
     options, config = setup.options, worker.runner.config
-    policy = (
-        FailurePolicy.FAIL
-        if options.kv_transfer is None
-        else options.kv_transfer.kv_load_failure_policy
-    )
+    transfer = options.kv_transfer
+    policy = FailurePolicy.FAIL if transfer is None else transfer.kv_load_failure_policy
+    has_states = worker.kv_cache_config.has_states
+    if has_states and options.enable_prefix_caching:
+        _log.info("prefix caching is off, because the model has states")
     return SchedulerLimits(
         num_blocks=worker.kv_cache_config.num_blocks,
         block_size=worker.kv_cache_config.block_size,
@@ -473,12 +473,12 @@ def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         # The cached blocks of a prefix are of no use without the states after the prefix.
-        enable_prefix_caching=options.enable_prefix_caching
-        and not worker.kv_cache_config.has_states,
+        enable_prefix_caching=options.enable_prefix_caching and not has_states,
         enable_chunked_prefill=options.enable_chunked_prefill,
         seed=options.seed,
         load_failure_policy=policy,
         groups=worker.kv_cache_config.groups,
+        serves_peers=transfer is not None and transfer.is_kv_producer,
     )
 
 

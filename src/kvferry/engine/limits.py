@@ -21,12 +21,12 @@ __all__ = [
     "FINISH_REASONS",
     "SchedulerLimits",
     "Stop",
-    "as_scheduled",
     "banned_token_ids",
     "choose_draw_seed",
     "find_length_error",
     "find_stop",
     "find_validation_error",
+    "shorten_prefill_leg",
 ]
 
 
@@ -49,6 +49,8 @@ class SchedulerLimits:
     seed: int = 0
     load_failure_policy: FailurePolicy = FailurePolicy.FAIL
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
+    serves_peers: bool = False
+    """Whether the engine holds the KV of prefill legs for peers."""
 
     @cached_property
     def max_total_tokens(self) -> int:
@@ -144,17 +146,17 @@ def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | Non
     )
 
 
-def as_scheduled(request: AddRequest, limits: SchedulerLimits) -> AddRequest:
+def shorten_prefill_leg(request: AddRequest, limits: SchedulerLimits) -> AddRequest:
     """Return the request as this engine computes it.
 
     With states, a prefill leg computes all tokens of the prompt but the last, and generates one
     token. The decode side computes the last token of a prompt itself, because it needs the token's
-    logits. It continues from the states after the token before, and a state that is one token
-    further cannot be wound back.
+    logits. It continues from the states after the token before, and no token can be taken back out
+    of a state.
     """
     prompt = request.prompt_token_ids
     if (
-        not limits.has_states
+        not (limits.has_states and limits.serves_peers)
         or len(prompt) < 2
         or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
     ):

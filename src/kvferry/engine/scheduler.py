@@ -30,11 +30,11 @@ from kvferry.engine.cache.blocks import BlockPool
 from kvferry.engine.limits import (
     FINISH_REASONS,
     SchedulerLimits,
-    as_scheduled,
     choose_draw_seed,
     find_length_error,
     find_stop,
     find_validation_error,
+    shorten_prefill_leg,
 )
 from kvferry.engine.messages import (
     AddRequest,
@@ -156,8 +156,7 @@ class Scheduler:
             )
         arrival = self._counters.arrivals
         self._counters.arrivals += 1
-        if self._connector is not None:
-            request = as_scheduled(request, self._limits)
+        request = shorten_prefill_leg(request, self._limits)
         request = msgspec.structs.replace(
             request, draw_seed=choose_draw_seed(request, self._limits.seed, arrival)
         )

@@ -253,7 +253,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._salts.note_request(request)
-        if self._has_states and isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
+        is_producer = self._vllm_config.kv_transfer_config.is_kv_producer
+        role = read_params(request.kv_transfer_params)
+        if self._has_states and is_producer and isinstance(role, PrefillForPeer):
             shorten_prefill_leg(request)
         if self._weights.is_known:
             self._accept(request)

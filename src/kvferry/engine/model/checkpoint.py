@@ -78,7 +78,8 @@ class Checkpoint:
                 part: torch.Tensor = view[rows, columns] if len(stored.shape) > 1 else view[rows]
         except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"{stored.path}: tensor {name} cannot be read: {error}; copy the checkpoint again"
+                f"{stored.path}: tensor {stored.name} cannot be read: {error}; copy the "
+                "checkpoint again"
             ) from None
         return part
 

@@ -52,6 +52,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+MAX_COUNT = 1 << 24
+"""Larger numbers of layers, heads, tokens or columns are mistakes: a model with them would not fit
+into any memory, and even their lists would not.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
     """One JSON object of a file, with typed access; `null` counts as absent, except for `has`."""
@@ -73,7 +79,9 @@ class ConfigKeys:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.fail(key, f"must be a whole number of at least {least}, got {value!r}")
+            raise self.fail(key, f"must be a whole number of at least {least}, got {value!r:.80}")
+        if value > MAX_COUNT:
+            raise self.fail(key, f"must be at most {MAX_COUNT}, got {value!r:.80}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -187,10 +195,11 @@ def _bamba_layers(config: ConfigKeys) -> tuple[LayerConfig, ...]:
     ):
         raise config.fail(
             "attn_layer_indices",
-            f"must name some of the {num_layers} layers, but not all, got {indices!r}",
+            f"must name some of the {num_layers} layers, but not all, got {indices!r:.80}",
         )
-    rope = _rope(config, BAMBA_ROTARY_FACTOR)
-    return tuple(LayerConfig(rope, has_state=n not in indices) for n in range(num_layers))
+    rope, with_attention = _rope(config, BAMBA_ROTARY_FACTOR), set(indices)
+    kinds = {has_state: LayerConfig(rope, has_state=has_state) for has_state in (True, False)}
+    return tuple(kinds[n not in with_attention] for n in range(num_layers))
 
 
 def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
@@ -539,7 +548,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         attention=_latent_attention(config)
         if architecture == DEEPSEEK
         else _attention(config, architecture),
-        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        norm_eps=config.positive("rms_norm_eps", 1e-5 if architecture == BAMBA else 1e-6),
         max_position_embeddings=config.count("max_position_embeddings"),
         has_tied_embeddings=config.flag("tie_word_embeddings", default=architecture == GEMMA),
         eos_token_ids=_eos_token_ids(config, directory / "generation_config.json"),
@@ -616,8 +625,10 @@ def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
         architecture, max(config.count("hidden_size") // num_heads, 1)
     )
     head_dim = config.count("head_dim", usual)
-    if head_dim % (4 if architecture == BAMBA else 2):
-        raise config.fail("head_dim", f"must be even, also the part that rotates, got {head_dim}")
+    # The part of a head that rotates must be even.
+    divisor = 4 if architecture == BAMBA else 2
+    if head_dim % divisor:
+        raise config.fail("head_dim", f"must be a multiple of {divisor}, got {head_dim}")
     has_bias = config.flag("attention_bias")
     return AttentionShape(
         num_heads=num_heads,

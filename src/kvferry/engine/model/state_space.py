@@ -1,13 +1,14 @@
 """The state-space (Mamba2) layers of one tensor-parallel rank.
 
     layer input -> gate, x, B, C, time step
-    x, B, C -> convolution with the three tokens before -> SiLU
+    x, B, C -> convolution with the tokens just before -> SiLU
     state = state * exp(decay * step) + step * x B        one matrix per head
     result = norm((state C + skip * x) * SiLU(gate))      before the output projection
 
 The values that later tokens read (the last inputs of the convolution and the states) are float32
-after every token, whatever format the arithmetic has. So a token's result is the same whether the
-tokens before it were computed in this step, in an earlier step or by another engine.
+after every token, whatever format the arithmetic has. So if the arithmetic is float64, a token's
+result is the same whether the tokens before it were computed in this step, in an earlier step or by
+another engine.
 
 Pure, except that `mix` reads and writes the cache.
 """
