@@ -24,6 +24,7 @@ from kvferry.cli.runtime import StopRequest
 from kvferry.errors import KVFerryError
 
 DEADLINE_S = 60.0
+WHOLE_RUN_S = 240.0
 QUICK = [sys.executable, "-m", "kvferry", "bench", "transfer", "--quick"]
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -
         [*QUICK, "--rounds", "1", "--json", "--plot", str(plot)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WHOLE_RUN_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -106,7 +107,7 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
         [*QUICK, "--rounds", "1", "--json"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WHOLE_RUN_S,
         check=False,
         env=os.environ | {"PYTHONPATH": path},
     )
@@ -162,7 +163,7 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
         [*QUICK, "--rounds", "1", "--json", "--segments", "32", "--moved", "2", "4"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WHOLE_RUN_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -178,7 +179,11 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
         (32768, "runs", 64),
     ]
     refused = subprocess.run(
-        [*QUICK, "--segments", "65536"], capture_output=True, text=True, timeout=100, check=False
+        [*QUICK, "--segments", "65536"],
+        capture_output=True,
+        text=True,
+        timeout=WHOLE_RUN_S,
+        check=False,
     )
     assert refused.returncode == 2
     assert "leave nothing to move" in refused.stderr
