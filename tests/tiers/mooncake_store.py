@@ -1,5 +1,6 @@
 """A Mooncake master in its own process, and clients that are not a tier."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -72,9 +73,10 @@ class MooncakeMaster:
             return http.getresponse().read().decode().split()
 
     def stop(self) -> None:
-        """Let the master hang."""
+        """Let the master hang, and return when all its threads do."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
 
 @contextmanager
