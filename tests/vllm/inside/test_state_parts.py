@@ -12,8 +12,20 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as StateKind
 from vllm.v1.kv_cache_interface import MambaSpec
 
+import vllm
 from kvferry.errors import ConfigError
-from kvferry.vllm.states import check_states, shorten_prefill_leg, state_group, state_views
+from kvferry.vllm.release import release
+from kvferry.vllm.states import (
+    UNSERVED_RELEASES,
+    check_states,
+    shorten_prefill_leg,
+    state_group,
+    state_views,
+)
+
+pytestmark = pytest.mark.skipif(
+    release(vllm.__version__) in UNSERVED_RELEASES, reason="hybrid models need vLLM 0.32"
+)
 
 NUM_BLOCKS = 3
 
