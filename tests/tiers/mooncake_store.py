@@ -76,7 +76,7 @@ class MooncakeMaster:
         """Let the master hang, and return when all its threads do."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 @contextmanager

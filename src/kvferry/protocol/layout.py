@@ -299,9 +299,9 @@ class Geometry:
     total_kv_heads: int
     """Number of heads over all ranks; replicated heads count once."""
     needs_whole_blocks: bool = False
-    """Every block that a read fills must be filled to the last token that the producer's blocks
-    hold: for example because the attention window may start within a block, and this engine would
-    share a partly loaded block with other requests as a complete block.
+    """Producers with smaller blocks than ours are refused, because their blocks may fill one of
+    ours only in part, and this engine would use the rest as well: it shares the block with other
+    requests as a complete one, or its attention kernel reads past the last token.
     """
 
     @property

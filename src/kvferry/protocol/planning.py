@@ -160,24 +160,20 @@ def plan_read(
     """
     if not tokens:
         return []
-    chunks: dict[int, list[_Chunks]] = {}
-    for region in local.regions:
-        if region.group in chunks:
-            continue
-        if region.is_state:
-            chunks[region.group] = _state_chunk(
-                local, remote, region.group, local_blocks, remote_blocks, tokens
-            )
-            continue
-        chunks[region.group] = _chunks(
+    chunks = {
+        group: _state_chunk(local, remote, group, local_blocks, remote_blocks, tokens)
+        if is_state
+        else _chunks(
             local,
             remote,
-            region.group,
+            group,
             local_blocks,
             remote_blocks,
             tokens,
-            needed_from[region.group] if needed_from else 0,
+            needed_from[group] if needed_from else 0,
         )
+        for group, is_state in {region.group: region.is_state for region in local.regions}.items()
+    }
     offset_cache = _OffsetCache()
     segments = []
     for overlap in _overlaps(local.regions, remote.regions):

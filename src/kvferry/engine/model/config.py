@@ -415,8 +415,8 @@ class StateShape:
     """The dimensions of state-space layers (Mamba2).
 
     Each head keeps a matrix per sequence, which every token changes. The heads of one of the
-    `num_groups` groups share B and C. Before that, a convolution mixes each column with its values
-    at the last `kernel` - 1 tokens.
+    `num_groups` groups share B and C. A convolution, whose result the heads read, mixes each column
+    with its values at the last `kernel` - 1 tokens.
 
         columns of the convolution   | x: num_heads * head_dim | B: num_groups * state_size | C |
         matrix of a head             [head_dim, state_size]

@@ -122,7 +122,7 @@ class StateRun:
     blocks: torch.Tensor
     """[sequences]: the block with the state of each sequence."""
     is_new: torch.Tensor
-    """[sequences]: True if the sequence begins in this step, so its block holds no state of it."""
+    """[sequences]: True if the sequence begins in this step; its block then holds an old state."""
     rows: torch.Tensor
     """[sequences, rows of a sequence]"""
 
