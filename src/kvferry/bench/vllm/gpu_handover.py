@@ -137,11 +137,11 @@ def _start_all(python: Path, model: Path, longest: int) -> Iterator[dict[str, Se
 
 
 @contextmanager
-def gpu_model_directory(given: Path | None = None) -> Iterator[Path]:
+def gpu_model_directory(given: Path | None = None, intermediate_size: int = 1024) -> Iterator[Path]:
     """Yield the operator's model, or one with the KV of Llama-8B; weights are random.
 
-    The feed-forward part is narrow, so that the weights of eight servers fit on one GPU. A handover
-    and its floor compute one step each, so the width changes both alike.
+    By default the feed-forward part is narrow, so that the weights of eight servers fit on one GPU.
+    A handover and its floor compute one step each, so the width changes both alike.
     """
     if given is not None:
         with model_directory(given) as found:
@@ -155,7 +155,7 @@ def gpu_model_directory(given: Path | None = None) -> Iterator[Path]:
         SIZES["tiny"],
         num_layers=32,
         hidden_size=4096,
-        intermediate_size=1024,
+        intermediate_size=intermediate_size,
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
