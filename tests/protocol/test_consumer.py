@@ -328,6 +328,8 @@ def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> 
             consumer.peer_unreachable(PEER, "gone", now=1)
         else:
             consumer.receive(SIDE, HandshakeRefused(1, "no such rank"), now=1)
+            assert failures(consumer) == [], "the version before may be accepted"
+            consumer.receive(SIDE, HandshakeRefused(2, "no such rank"), now=1)
         assert len(failures(consumer)) == 1
 
 

@@ -18,6 +18,7 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.messages import (
     MAX_FACTOR_CHARS,
     MAX_FACTORS,
+    OLDEST_WIRE_VERSION,
     WIRE_VERSION,
     Factor,
     HandshakeRefused,
@@ -54,8 +55,12 @@ def serve(**layouts: RankLayout) -> ServedEngine:
     return ServedEngine(ENGINE, EPOCH, FACTORS, encoded)
 
 
+def asking(rank: int = 0, wire_version: int = WIRE_VERSION) -> HandshakeRequest:
+    return HandshakeRequest(7, wire_version, rank)
+
+
 def ask(served: ServedEngine, rank: int = 0) -> HandshakeReply:
-    reply = answer(served, HandshakeRequest(7, WIRE_VERSION, rank))
+    reply = answer(served, asking(rank))
     assert isinstance(reply, HandshakeReply)
     back = codec.decode(codec.encode(reply))
     assert isinstance(back, HandshakeReply)
@@ -65,14 +70,39 @@ def ask(served: ServedEngine, rank: int = 0) -> HandshakeReply:
 def test_the_asked_rank_comes_back_with_the_nonce() -> None:
     reply = ask(serve(r0=make_layout(0), r1=make_layout(1)), rank=1)
     assert reply.nonce == 7
-    assert check_reply(reply, FACTORS, ENGINE, EPOCH, 1) == make_layout(1)
+    assert check_reply(reply, asking(1), FACTORS, ENGINE, EPOCH) == make_layout(1)
 
 
 @given(st.integers(-(2**40), 2**40), st.integers(-(2**40), 2**40))
 def test_whatever_is_asked_gets_an_answer(version: int, rank: int) -> None:
     reply = answer(serve(r0=make_layout()), HandshakeRequest(1, version, rank))
-    assert isinstance(reply, HandshakeReply) == (version == WIRE_VERSION and rank == 0)
+    is_known = OLDEST_WIRE_VERSION <= version <= WIRE_VERSION
+    assert isinstance(reply, HandshakeReply) == (is_known and rank == 0)
     assert isinstance(reply, HandshakeReply) or reply.reason
+
+
+def test_a_peer_of_the_version_before_gets_an_answer_in_its_version_if_there_are_no_states() -> (
+    None
+):
+    reply = answer(serve(r0=make_layout()), asking(wire_version=WIRE_VERSION - 1))
+    assert isinstance(reply, HandshakeReply)
+    assert reply.wire_version == WIRE_VERSION - 1
+    state = RegionInfo("l1", 64, 8, 8, 8, "DRAM", 0, state_heads=2)
+    hybrid = msgspec.structs.replace(make_layout(), regions=[*make_layout().regions, state])
+    refusal = answer(serve(r0=hybrid), asking(wire_version=WIRE_VERSION - 1))
+    assert isinstance(refusal, HandshakeRefused)
+    assert "upgrade the peer to wire version 9" in refusal.reason
+    assert isinstance(answer(serve(r0=hybrid), asking()), HandshakeReply)
+
+
+@pytest.mark.parametrize("version", [OLDEST_WIRE_VERSION - 1, WIRE_VERSION + 1])
+def test_a_refusal_names_the_versions_of_both_sides(version: int) -> None:
+    refusal = answer(serve(r0=make_layout()), asking(wire_version=version))
+    assert isinstance(refusal, HandshakeRefused)
+    assert refusal.reason == (
+        f"this engine does not support wire version {version}, only {OLDEST_WIRE_VERSION} and "
+        f"{WIRE_VERSION}; upgrade the engine with the older version"
+    )
 
 
 def test_a_refusal_says_which_ranks_there_are() -> None:
@@ -86,7 +116,7 @@ def test_different_factors_are_named_with_both_values_before_the_layout_is_looke
     with pytest.raises(
         IncompatiblePeer, match="num_layers: ours 5, theirs 4; rope: ours 'yarn', theirs None"
     ) as caught:
-        check_reply(reply, FACTORS | {"num_layers": 5, "rope": "yarn"}, ENGINE, EPOCH, 0)
+        check_reply(reply, asking(), FACTORS | {"num_layers": 5, "rope": "yarn"}, ENGINE, EPOCH)
     assert caught.value.differences == {"num_layers": (5, 4), "rope": ("yarn", None)}
 
 
@@ -95,7 +125,7 @@ def test_a_refusal_of_another_model_lists_the_first_fields_only() -> None:
         ask(serve(r0=make_layout())), factors={f"f{number:03}": number for number in range(100)}
     )
     with pytest.raises(IncompatiblePeer, match=r"f000: ours None.*; and 92 more fields$"):
-        check_reply(reply, {}, ENGINE, EPOCH, 0)
+        check_reply(reply, asking(), {}, ENGINE, EPOCH)
 
 
 def test_settings_are_factors_under_their_own_names() -> None:
@@ -138,7 +168,7 @@ JSON = st.recursive(
 def test_whatever_a_configuration_holds_fits_into_a_reply(config: dict[str, object]) -> None:
     factors = named_factors("config.", config)
     served = ServedEngine(ENGINE, EPOCH, factors, {0: codec.encode_layout(make_layout())})
-    assert check_reply(ask(served), factors, ENGINE, EPOCH, 0) == make_layout()
+    assert check_reply(ask(served), asking(), factors, ENGINE, EPOCH) == make_layout()
 
 
 def test_a_configuration_with_thousands_of_settings_fits_into_a_reply() -> None:
@@ -165,7 +195,7 @@ def test_factors_beyond_their_bounds_are_refused(factors: dict[str, Factor]) -> 
 
 
 def test_factors_are_not_compared_when_the_operator_says_so() -> None:
-    assert check_reply(ask(serve(r0=make_layout())), None, ENGINE, EPOCH, 0) == make_layout()
+    assert check_reply(ask(serve(r0=make_layout())), asking(), None, ENGINE, EPOCH) == make_layout()
 
 
 @pytest.mark.parametrize(
@@ -174,23 +204,33 @@ def test_factors_are_not_compared_when_the_operator_says_so() -> None:
 )
 def test_another_engine_or_life_is_refused(engine: str, epoch: str, says: str) -> None:
     with pytest.raises(RemoteProtocolError, match=says):
-        check_reply(ask(serve(r0=make_layout())), FACTORS, EngineId(engine), Epoch(epoch), 0)
+        check_reply(ask(serve(r0=make_layout())), asking(), FACTORS, EngineId(engine), Epoch(epoch))
 
 
 def test_malformed_answers_are_refused() -> None:
     good = ask(serve(r0=make_layout()))
     with pytest.raises(RemoteProtocolError, match="wire version"):
         check_reply(
-            msgspec.structs.replace(good, wire_version=WIRE_VERSION + 1), FACTORS, ENGINE, EPOCH, 0
+            msgspec.structs.replace(good, wire_version=WIRE_VERSION - 1),
+            asking(),
+            FACTORS,
+            ENGINE,
+            EPOCH,
         )
     with pytest.raises(RemoteProtocolError, match="cannot be decoded"):
         check_reply(
-            msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0
+            msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")),
+            asking(),
+            FACTORS,
+            ENGINE,
+            EPOCH,
         )
     with pytest.raises(RemoteProtocolError, match="asked for rank 1"):
-        check_reply(good, FACTORS, ENGINE, EPOCH, 1)
+        check_reply(good, asking(1), FACTORS, ENGINE, EPOCH)
     with pytest.raises(RemoteProtocolError, match="transports, but at most"):
-        check_reply(ask(serve(r0=make_layout(offers=MAX_OFFERS + 1))), FACTORS, ENGINE, EPOCH, 0)
+        check_reply(
+            ask(serve(r0=make_layout(offers=MAX_OFFERS + 1))), asking(), FACTORS, ENGINE, EPOCH
+        )
 
 
 def offers(*names: str, reach: str = "") -> list[OfferInfo]:

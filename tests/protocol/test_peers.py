@@ -9,6 +9,7 @@ from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
 from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
+    HandshakeRefused,
     HandshakeReply,
     HandshakeRequest,
     OfferInfo,
@@ -25,8 +26,9 @@ CONTROL = "tcp://p:6000"
 class Book:
     """A peer table that completes every handshake immediately."""
 
-    def __init__(self) -> None:
-        geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
+    def __init__(self, state_heads: int = 0) -> None:
+        region = Region("l0", 4096, 64, 64, 8, state_heads=state_heads)
+        geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (region,), 1)
         settings = PeerSettings(
             factors=None,
             geometry=geometry,
@@ -122,3 +124,20 @@ def test_what_is_still_being_greeted_is_not_idle() -> None:
     book.book.ensure(incarnation, Address("p", 5600), 1, now=0)
     book.book.evict_idle(TTL_S, set())
     assert book.book.get(incarnation) is not None
+
+
+def test_a_refusing_producer_is_asked_with_the_version_before_unless_our_cache_has_states() -> None:
+    for state_heads, versions in ((0, [WIRE_VERSION, WIRE_VERSION - 1]), (1, [WIRE_VERSION])):
+        book = Book(state_heads)
+        incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
+        book.book.ensure(incarnation, Address("p", 5600), 1, now=0)
+        lost = [
+            book.book.receive(HandshakeRefused(nonce, "no"), now=1)
+            for nonce in range(1, len(versions) + 1)
+        ]
+        assert [each is None for each in lost] == [True] * (len(versions) - 1) + [False]
+        assert [
+            action.message.wire_version
+            for action in book.actions
+            if isinstance(action, Send) and isinstance(action.message, HandshakeRequest)
+        ] == versions

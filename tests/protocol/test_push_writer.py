@@ -15,6 +15,7 @@ from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import (
+    OLDEST_WIRE_VERSION,
     HandshakeRefused,
     PushRegistration,
     RegionInfo,
@@ -149,9 +150,11 @@ def test_only_what_was_asked_for_is_written() -> None:
 
 def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
     side = Side().register()
-    side.consumer.receive(SIDE, HandshakeRefused(1, "no"), now=1)
+    for nonce in (1, 2):
+        side.consumer.receive(SIDE, HandshakeRefused(nonce, "no"), now=1)
     assert side.said() == failed(
-        "the decode engine cannot be reached: the producer refused the handshake: no"
+        "the decode engine cannot be reached: the producer refused the handshake with wire version "
+        f"{OLDEST_WIRE_VERSION}: no"
     )
     assert len(side.writers) == 0
     assert side.writers.incarnations() == set()

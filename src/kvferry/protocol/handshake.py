@@ -4,6 +4,9 @@ The producer's side channel answers from the layouts reported by the producer's 
 consumer compares the compatibility factors first (`connectors/geometry.py` lists them) and decodes
 the layout second; IncompatiblePeer names each differing field with both values. Then the consumer
 lists the transports to try. `named_factors` makes factors of a model's settings. Pure.
+
+Both sides use the wire version of the consumer's request, which is the current one or the one
+before (docs/decisions/066-rolling-upgrades.md).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,8 @@ from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import (
     MAX_FACTOR_CHARS,
     MAX_FACTORS,
+    OLDEST_WIRE_VERSION,
+    STATES_WIRE_VERSION,
     WIRE_VERSION,
     Factor,
     HandshakeRefused,
@@ -62,11 +67,11 @@ class TransportChoice:
 
 def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | HandshakeRefused:
     """Return the reply to a handshake request; never raises, whatever the request contains."""
-    if request.wire_version != WIRE_VERSION:
+    if not OLDEST_WIRE_VERSION <= request.wire_version <= WIRE_VERSION:
         return HandshakeRefused(
             request.nonce,
             f"this engine does not support wire version {request.wire_version}, only "
-            f"{WIRE_VERSION}",
+            f"{OLDEST_WIRE_VERSION} and {WIRE_VERSION}; upgrade the engine with the older version",
         )
     layout = served.layouts.get(request.tp_rank)
     if layout is None:
@@ -74,9 +79,17 @@ def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | 
             request.nonce,
             f"this engine has no rank {request.tp_rank}, only {sorted(served.layouts)}",
         )
+    if request.wire_version < STATES_WIRE_VERSION and any(
+        region.state_heads for region in decode_layout(layout).regions
+    ):
+        return HandshakeRefused(
+            request.nonce,
+            f"this engine's model has states, which wire version {request.wire_version} does not "
+            f"support; upgrade the peer to wire version {STATES_WIRE_VERSION}",
+        )
     return HandshakeReply(
         request.nonce,
-        WIRE_VERSION,
+        request.wire_version,
         served.engine,
         served.epoch,
         dict(served.factors),
@@ -86,20 +99,20 @@ def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | 
 
 def check_reply(
     reply: HandshakeReply,
+    request: HandshakeRequest,
     factors: Mapping[str, Factor] | None,
     engine: EngineId,
     epoch: Epoch,
-    tp_rank: int,
 ) -> RankLayout:
     """Return the layout of the requested rank if the expected engine incarnation has answered.
 
     Raises IncompatiblePeer if a factor differs, RemoteProtocolError for anything else. `factors`
     None accepts any factors.
     """
-    if reply.wire_version != WIRE_VERSION:
+    if reply.wire_version != request.wire_version:
         raise RemoteProtocolError(
-            f"the producer uses wire version {reply.wire_version}, but this engine uses "
-            f"{WIRE_VERSION}"
+            f"the producer uses wire version {reply.wire_version}, but the handshake asked for "
+            f"{request.wire_version}"
         )
     if reply.engine != engine:
         raise RemoteProtocolError(
@@ -111,9 +124,10 @@ def check_reply(
     if differences:
         raise IncompatiblePeer(engine, differences)
     layout = decode_layout(bytes(reply.layout))
-    if layout.tp_rank != tp_rank:
+    if layout.tp_rank != request.tp_rank:
         raise RemoteProtocolError(
-            f"the handshake asked for rank {tp_rank}, but the reply is of rank {layout.tp_rank}"
+            f"the handshake asked for rank {request.tp_rank}, but the reply is of rank "
+            f"{layout.tp_rank}"
         )
     if len(layout.offers) > MAX_OFFERS:
         raise RemoteProtocolError(

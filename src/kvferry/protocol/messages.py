@@ -6,7 +6,8 @@ channel, which runs in the process of an engine's scheduler, receives `Handshake
 `ReleaseLeg`, `RetainedTurnRequest` and `FailureRequest`. Pure.
 
 Durations cross the wire, deadlines never do. A new field has a default. Each change bumps
-`WIRE_VERSION` and adds an entry to this history:
+`WIRE_VERSION`, keeps `OLDEST_WIRE_VERSION` one below it (docs/decisions/066-rolling-upgrades.md),
+and adds an entry to the changelog's section "Wire versions" and to this history:
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in
@@ -37,6 +38,8 @@ __all__ = [
     "MAX_LEASES_PER_HEARTBEAT",
     "MAX_MESSAGE_BYTES",
     "MAX_NAME_CHARS",
+    "OLDEST_WIRE_VERSION",
+    "STATES_WIRE_VERSION",
     "WIRE_VERSION",
     "Attach",
     "Confirm",
@@ -79,6 +82,12 @@ __all__ = [
 
 
 WIRE_VERSION = 9
+OLDEST_WIRE_VERSION = 8
+"""The oldest version of a peer. Engines of two neighbouring versions work in one fleet, so that a
+fleet can be upgraded one engine at a time.
+"""
+STATES_WIRE_VERSION = 9
+"""The oldest version of a peer of a cache with states: an older peer would read states as KV."""
 
 MAX_FACTORS = 2048
 MAX_FACTOR_CHARS = 256
@@ -105,7 +114,9 @@ BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
-    """A consumer asks a producer's side channel how to reach rank `tp_rank`."""
+    """A consumer asks a producer's side channel how to reach rank `tp_rank`. The consumer asks with
+    its own wire version first and, if that is refused, with the version before.
+    """
 
     nonce: int
     wire_version: int
@@ -113,8 +124,9 @@ class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
-    """The side channel describes the engine and the requested rank. `layout` is an encoded
-    `RankLayout`; the consumer decodes it only if the compatibility factors agree.
+    """The side channel describes the engine and the requested rank. `wire_version` is that of the
+    request. `layout` is an encoded `RankLayout`; the consumer decodes it only if the compatibility
+    factors agree.
     """
 
     nonce: int

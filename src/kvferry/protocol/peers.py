@@ -26,6 +26,8 @@ from kvferry.protocol.layout import (
     rank_mappings,
 )
 from kvferry.protocol.messages import (
+    OLDEST_WIRE_VERSION,
+    STATES_WIRE_VERSION,
     WIRE_VERSION,
     Factor,
     HandshakeRefused,
@@ -76,8 +78,8 @@ class Peer:
     """Peer rank -> the heads to read from that rank."""
     deadline: float
     """Time at which the handshake fails."""
-    waiting: dict[int, int]
-    """Nonce of each unanswered HandshakeRequest -> rank."""
+    waiting: dict[int, HandshakeRequest]
+    """The unanswered requests by nonce."""
     layouts: dict[int, RankLayout] = field(default_factory=dict)
     geometries: dict[int, Geometry] = field(default_factory=dict)
     transports: dict[int, str] = field(default_factory=dict)
@@ -249,11 +251,7 @@ class PeerTable:
         self._peers[incarnation] = self._unready[incarnation] = peer
         self._next_idle_check = min(self._next_idle_check, now + self._settings.engine_ttl_s)
         for rank in planned:
-            self._nonce += 1
-            peer.waiting[self._nonce] = rank
-            self._actions.append(
-                Send(peer.address, HandshakeRequest(self._nonce, WIRE_VERSION, rank))
-            )
+            self._ask(peer, rank, WIRE_VERSION)
         return peer
 
     def receive(self, reply: HandshakeReply | HandshakeRefused, now: float) -> LostPeer | None:
@@ -265,11 +263,9 @@ class PeerTable:
         peer = next((p for p in self._unready.values() if reply.nonce in p.waiting), None)
         if peer is None:
             return None
-        rank = peer.waiting[reply.nonce]
+        request = peer.waiting[reply.nonce]
         if isinstance(reply, HandshakeRefused):
-            return self.lose(
-                peer.incarnation, f"the producer refused the handshake: {reply.reason}", now
-            )
+            return self._refused(peer, request, reply.reason, now)
         try:
             if peer.incarnation.epoch == UNKNOWN_EPOCH:
                 known = self._rename(peer, reply)
@@ -277,7 +273,7 @@ class PeerTable:
                     # A peer with this epoch exists already: this handshake is not needed.
                     known.used_at = now
                     return None
-            self._accept(peer, rank, reply)
+            self._accept(peer, request, reply)
         except KVFerryError as error:
             is_over = (
                 reply.engine == peer.incarnation.engine and reply.epoch != peer.incarnation.epoch
@@ -378,6 +374,31 @@ class PeerTable:
         """Return when to call `advance` next; None if no handshake is in progress."""
         return min((peer.deadline for peer in self._unready.values()), default=None)
 
+    def _ask(self, peer: Peer, rank: int, wire_version: int) -> None:
+        self._nonce += 1
+        request = HandshakeRequest(self._nonce, wire_version, rank)
+        peer.waiting[self._nonce] = request
+        self._actions.append(Send(peer.address, request))
+
+    def _refused(
+        self, peer: Peer, request: HandshakeRequest, reason: str, now: float
+    ) -> LostPeer | None:
+        """Ask with the wire version before, if our cache can be described with it.
+
+        A refusal contains only text, so a refusal for any other reason is asked twice too.
+        """
+        older = request.wire_version - 1
+        if older < (STATES_WIRE_VERSION if self.geometry.has_states else OLDEST_WIRE_VERSION):
+            return self.lose(
+                peer.incarnation,
+                f"the producer refused the handshake with wire version {request.wire_version}: "
+                f"{reason}",
+                now,
+            )
+        del peer.waiting[request.nonce]
+        self._ask(peer, request.tp_rank, older)
+        return None
+
     def _rename(self, peer: Peer, reply: HandshakeReply) -> Peer:
         """Give a peer the epoch from its handshake reply, and return the peer.
 
@@ -400,14 +421,14 @@ class PeerTable:
         self._peers[new] = self._unready[new] = peer
         return peer
 
-    def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
+    def _accept(self, peer: Peer, request: HandshakeRequest, reply: HandshakeReply) -> None:
         """Check the reply of one rank and request the connection to that rank.
 
         Raises KVFerryError, with the peer unchanged, if the reply is not acceptable.
         """
-        settings = self._settings
+        settings, rank = self._settings, request.tp_rank
         layout = check_reply(
-            reply, settings.factors, peer.incarnation.engine, peer.incarnation.epoch, rank
+            reply, request, settings.factors, peer.incarnation.engine, peer.incarnation.epoch
         )
         geometry = geometry_from_layout(layout)
         if geometry.tp_size != peer.tp_size:

@@ -58,6 +58,10 @@ COMPARED_OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Options that are compared as they are, by vLLM's configuration object. `model_identity` compares
 the others that matter in a form of their own.
 """
+STATE_OPTIONS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+"""Compared for models with states only: peers of wire version 8 do not report these options, and a
+factor that only one side reports counts as a difference.
+"""
 COMPARED_VARIABLES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_CPU_INT4_W4A8",
@@ -183,6 +187,8 @@ def _options(vllm_config: Any) -> dict[str, object]:
         owner = vllm_config.model_config if name == "multimodal_config" else vllm_config
         config = getattr(owner, name)
         for option in compared if config is not None else ():
+            if option in STATE_OPTIONS and not vllm_config.model_config.is_hybrid:
+                continue
             value = getattr(config, option)
             options[option] = (
                 asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -26,12 +26,15 @@ from vllm.config import (
 from vllm.model_executor.layers import rotary_embedding
 
 import vllm
-from kvferry.protocol.messages import Factor
+from kvferry.protocol.messages import WIRE_VERSION, Factor
 from kvferry.vllm.factors import COMPARED_OPTIONS, COMPARED_VARIABLES, model_identity
 from kvferry.vllm.release import release
 from vllm import envs
 
-DECISION = Path(__file__).parents[3] / "docs/decisions/045-what-changes-kv.md"
+ROOT = Path(__file__).parents[3]
+DECISION = ROOT / "docs/decisions/045-what-changes-kv.md"
+FACTORS_BEFORE = ROOT / f"tests/protocol/recorded/wire_{WIRE_VERSION - 1}_vllm_factors.json"
+"""The names of the factors that engines of that version report for a model without states."""
 CONFIGS = {
     "model_config": ModelConfig,
     "cache_config": CacheConfig,
@@ -115,6 +118,14 @@ def test_every_option_of_vllm_is_classified(config: type) -> None:
 def test_what_the_adapter_compares_is_listed_as_compared(name: str) -> None:
     listed = {option for option, how in table(CONFIGS[name]).items() if how == "yes"}
     assert set(COMPARED_OPTIONS[name]) <= listed
+
+
+def test_the_factors_are_those_of_the_wire_version_before(model: Path) -> None:
+    """A factor that only one of two engines reports counts as a difference, so a new one would
+    split a fleet during an upgrade.
+    """
+    names = {name for name in factors(model) if not name.startswith("config.")}
+    assert names == set(json.loads(FACTORS_BEFORE.read_text()))
 
 
 def test_no_other_rope_reads_the_engine_options() -> None:
