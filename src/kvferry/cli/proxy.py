@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.cli.arguments import Parser, parse_port
 from kvferry.cli.cluster.addresses import announce_address, dialable
-from kvferry.cli.runtime import configure_logs
+from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.config.private_files import (
     read_or_make_private_file,
@@ -23,6 +23,7 @@ from kvferry.config.private_files import (
     runtime_directory,
 )
 from kvferry.errors import ConfigError
+from kvferry.logs import configure_logs
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.config_file import read_access, read_config_file
 from kvferry.router.fleet.instances import Instance, Role, pair_instances
@@ -134,19 +135,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--access-log", action="store_true", default=None, help="log one line per request"
     )
-    parser.add_argument(
-        "--log-format",
-        choices=["text", "json"],
-        default="text",
-        help="log format (default: %(default)s)",
-    )
+    add_log_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here, as below, because `kvferry proxy --help` must work without the extra [router].
     from kvferry.router.server import run_router
 
-    configure_logs(arguments.log_format == "json")
+    configure_logs(log_settings(arguments))
     options, made_key = _with_admin_key(router_options(arguments))
     secret = ClusterSecret.load(os.environ)
     with _releases(secret) as releases:

@@ -19,9 +19,10 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from kvferry.cli.arguments import Parser
-from kvferry.cli.runtime import configure_logs
+from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import ClusterSecret, KVRole, KVTransferConfig
 from kvferry.errors import ConfigError
+from kvferry.logs import configure_logs, repeats_of
 from kvferry.router.fleet.instances import Instance, Role, parse_instance
 from kvferry.router.fleet.registration import (
     DEFAULT_TTL_S,
@@ -128,7 +129,12 @@ class Registration:
                 self._post_statement(router, is_leaving)
         except (OSError, ValueError) as error:
             self._joined.discard(router)
-            _log.warning("not registered router=%s: %s", router, _error_text(error))
+            _log.warning(
+                "not registered router=%s: %s",
+                router,
+                _error_text(error),
+                extra=repeats_of(router),
+            )
             return
         if router not in self._joined and not is_leaving:
             self._joined.add(router)
@@ -194,10 +200,11 @@ def add_arguments(parser: Parser) -> None:
         help="the routers drop the instance when it has been unhealthy for this long (default: "
         "%(default)s)",
     )
+    add_log_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    configure_logs(is_json=False)
+    configure_logs(log_settings(arguments))
     routers = [check_router_url(url) for url in arguments.router]
     registrar = Registrar(ClusterSecret.load(os.environ).key)
     registration = Registration(

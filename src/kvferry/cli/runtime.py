@@ -1,22 +1,24 @@
-"""The process environment of commands: stop signals, the limit on open files, and logging."""
+"""The process environment of commands: stop signals, the limit on open files, and log settings."""
 
+import argparse
 import contextlib
 import faulthandler
-import json
-import logging
+import os
 import resource
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import FrameType
+
+from kvferry.cli.arguments import Parser
+from kvferry.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE, LEVELS, LogSettings
 
 __all__ = [
     "STOP_SIGNALS",
-    "JsonFormatter",
     "StopRequest",
-    "configure_logs",
+    "add_log_arguments",
+    "log_settings",
     "raise_file_limit",
     "stop_requests",
     "stop_signals",
@@ -129,45 +131,22 @@ def raise_file_limit() -> None:
 
 
 # -- logs --
-# Log lines as text, or as JSON objects with one object per line.
 
 
-# The attributes of every log record; all other attributes came from `extra`.
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: time, level, logger, message and the fields of `extra`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        shown: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        shown |= {name: value for name, value in vars(record).items() if name not in _PLAIN}
-        if record.exc_info:
-            shown["exception"] = self.formatException(record.exc_info)
-        return json.dumps(shown, default=str)
-
-
-class _TextFormatter(logging.Formatter):
-    """Formats a record as text; the fields of `extra` follow the message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        extra = " ".join(
-            f"{name}={value}"
-            for name, value in vars(record).items()
-            if name not in _PLAIN and value != ""
-        )
-        return f"{super().format(record)} {extra}".rstrip()
-
-
-def configure_logs(is_json: bool) -> None:
-    """Configure the root logger of this process, at level INFO."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if is_json else _TextFormatter("%(asctime)s %(levelname)s %(message)s")
+def add_log_arguments(parser: Parser) -> None:
+    """Add `--log-level` and `--log-format`; without them the environment decides."""
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        help=f"log level (default: {LEVEL_VARIABLE}, else {LogSettings().level})",
     )
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        help=f"text, or json with one object per line (default: {FORMAT_VARIABLE}, else "
+        f"{LogSettings().format})",
+    )
+
+
+def log_settings(arguments: argparse.Namespace) -> LogSettings:
+    return LogSettings.of(arguments.log_level, arguments.log_format, os.environ)

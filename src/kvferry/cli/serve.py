@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
 from kvferry.cli.register import Registration, check_router_url, role_of
+from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
@@ -31,6 +32,7 @@ from kvferry.engine.client import EngineClient
 from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
+from kvferry.logs import configure_logs
 from kvferry.router.fleet.instances import Role, parse_instance
 from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
 from kvferry.transports.registry import ConfiguredTransportKit
@@ -68,7 +70,6 @@ DATA_PARALLEL = (
     "--data-parallel-rank",
     "--data-parallel-address",
 )
-LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fields__.items()}
 
 
@@ -119,12 +120,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="URL",
         help="address at which routers reach this engine (default: the side channel's host)",
     )
-    parser.add_argument(
-        "--log-level",
-        choices=LOG_LEVELS,
-        default="info",
-        help="log level (default: %(default)s)",
-    )
+    add_log_arguments(parser)
     for name in DATA_PARALLEL:
         parser.add_unsupported(
             name, advice="start several engines and list them all for `kvferry proxy`"
@@ -259,9 +255,7 @@ def _add_cache_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(log_settings(arguments))
     options = engine_options(arguments, os.environ)
     side_channel = SideChannelConfig.from_environment(os.environ)
     secret = None
@@ -429,7 +423,7 @@ async def _serve(
 
     # The core logs its start-up stages at INFO; printing the stages too would show each stage
     # twice.
-    on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
+    on_progress = None if logging.getLogger(__name__).isEnabledFor(logging.INFO) else _show_stage
     with stop_signals() as signals:
         starting = EngineClient.start(
             options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress

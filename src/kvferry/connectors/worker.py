@@ -48,6 +48,7 @@ from kvferry.events import (
     TransferFinished,
     TransferTimes,
 )
+from kvferry.logs import repeats_of
 from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.layout import Geometry, region_info
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
@@ -283,7 +284,9 @@ class NixlConnectorWorker:
                     self._stats.count("failed_transfers")
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
-                _log.warning("peer lost peer=%s reason=%s", engine, reason)
+                _log.warning(
+                    "peer lost peer=%s reason=%s", engine, reason, extra=repeats_of(engine)
+                )
             # Every rank moves its own bytes, but all ranks move the same tokens; rank 0 alone
             # counts tokens.
             case PrefillCompleted(_, num_tokens, num_left, landed_bytes):
@@ -301,7 +304,7 @@ class NixlConnectorWorker:
                 )
             case MessageDropped(reason):
                 self._stats.count("dropped_messages")
-                _log.info("message from a peer dropped reason=%s", reason)
+                _log.info("message from a peer dropped reason=%s", reason, extra=repeats_of())
 
 
 def transfer_worker_settings(

@@ -40,6 +40,7 @@ from kvferry.engine.messages import (
 )
 from kvferry.engine.options import EngineOptions, EngineSetup
 from kvferry.errors import ConfigError, KVFerryError, RemoteProtocolError, TransportError
+from kvferry.logs import current_settings
 from kvferry.transports.base import TransportKit
 from kvferry.web.transfer_records import TransferRecord
 
@@ -325,8 +326,9 @@ class EngineClient:
         model is wrong, and KVFerryError for every other failure. No process is left behind after an
         error or a cancellation.
         """
-        level = logging.getLogger().getEffectiveLevel()
-        setup = EngineSetup(options, kit, secret=secret, side_channel=side_channel, log_level=level)
+        setup = EngineSetup(
+            options, kit, secret=secret, side_channel=side_channel, logs=current_settings()
+        )
         ours, theirs = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(
             target=_run_core, args=(setup, theirs), name="kvferry-core"

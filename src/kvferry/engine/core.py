@@ -62,6 +62,7 @@ from kvferry.engine.runner import Worker, connector_config
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import ConfigError, KVFerryError, TransportError
+from kvferry.logs import configure_logs
 from kvferry.types import FailurePolicy
 
 __all__ = ["EngineCore", "Executor", "limits_of", "run_core"]
@@ -411,9 +412,7 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     # pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    logging.basicConfig(
-        level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s"
-    )
+    configure_logs(setup.logs, "core")
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
     with contextlib.ExitStack() as closing:

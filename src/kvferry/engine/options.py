@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
+from kvferry.logs import LogSettings
 from kvferry.types import KVLayout
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class EngineSetup:
     side_channel: "SideChannelConfig | None" = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
     """The id of this incarnation, created once per start: one setup starts one engine."""
-    log_level: int = 30
-    """Log level of the core and the ranks; 30 is WARNING."""
+    logs: LogSettings = field(default_factory=lambda: LogSettings("warning"))
+    """Log settings of the core and the ranks."""
     rank_timeout_s: float = 60.0
     """How long the core waits for an answer of a rank."""

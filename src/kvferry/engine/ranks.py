@@ -29,6 +29,7 @@ from kvferry.engine.ipc import FrameSocket, Wakeup
 from kvferry.engine.messages import StepPlan, StepResult
 from kvferry.engine.options import EngineSetup
 from kvferry.errors import ConfigError, KVFerryError, TransportError
+from kvferry.logs import configure_logs
 
 __all__ = ["RankFailed", "RankProcess", "RankReady", "RankStop", "RankWakeup", "run_rank"]
 
@@ -219,10 +220,7 @@ def run_rank(
     _die_with(core_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    logging.basicConfig(
-        level=setup.log_level,
-        format=f"%(asctime)s %(levelname)s rank{parallel.tp_rank} %(name)s: %(message)s",
-    )
+    configure_logs(setup.logs, f"rank{parallel.tp_rank}")
     link = FrameSocket(sock, setup.rank_timeout_s)
     wakeup = Wakeup()
     try:

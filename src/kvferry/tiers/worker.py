@@ -31,7 +31,7 @@ from kvferry.tiers.host_pool import HostPool
 from kvferry.tiers.jobs.jobs import OffloadJobs
 from kvferry.tiers.jobs.tasks import TaskResult
 from kvferry.tiers.task_runner import EndedTask, TaskRunner
-from kvferry.tiers.trouble_log import TroubleLog
+from kvferry.tiers.trouble_log import log_trouble
 from kvferry.tiers.worker_reports import WorkerReports
 from kvferry.transports.base import RowCopier, StreamEvent
 
@@ -82,7 +82,6 @@ class OffloadWorker:
         self._held: deque[_Batch] = deque()
         """Loads that wait for the mark of their batch, and cancels that follow them, in order."""
         self._reports = WorkerReports()
-        self._troubles = TroubleLog()
         self._is_closing = False
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -156,7 +155,7 @@ class OffloadWorker:
             case _Batch():
                 self._take_batch(item, now)
             case EndedTask(task_id, tier, result, seconds):
-                self._note_trouble(tier, result, now)
+                _note_trouble(tier, result)
                 self._jobs.complete(task_id, result, seconds, now)
         while self._held and (self._held[0].mark is None or self._held[0].mark.is_complete()):
             for command in self._held.popleft().commands:
@@ -167,11 +166,6 @@ class OffloadWorker:
         for name, watching in self._watching.items():
             self._jobs.note_lost(name, watching.take_lost())
         self._report(self._jobs.take_events())
-
-    def _note_trouble(self, tier: str, result: TaskResult, now: float) -> None:
-        if result.reason:
-            operation = "stored" if isinstance(result, StoreResult) else "loaded"
-            self._troubles.note(operation, tier, result.reason, now)
 
     def _take_batch(self, batch: _Batch, now: float) -> None:
         """Handle the commands of a step.
@@ -230,3 +224,9 @@ class OffloadWorker:
 
     def _close_parts(self) -> None:
         self._runner.close(CLOSE_TIMEOUT_S, 0.0 if self._failure else CLOSE_TIMEOUT_S / 2)
+
+
+def _note_trouble(tier: str, result: TaskResult) -> None:
+    if result.reason:
+        operation = "stored" if isinstance(result, StoreResult) else "loaded"
+        log_trouble(operation, tier, result.reason)

@@ -7,6 +7,7 @@ thread. See docs/decisions/011-inside-vllm.md.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
+from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
@@ -65,16 +67,17 @@ __all__ = [
 
 
 def log_with_vllm() -> None:
-    """Send kvferry's log lines to vLLM's handlers, in vLLM's format and from vLLM's level on.
+    """Send kvferry's log lines to vLLM's handlers, in vLLM's format; from vLLM's level on, unless
+    KVFERRY_LOG_LEVEL is set.
 
     Idempotent. Does nothing if the operator has configured a logger named kvferry.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
     if ours.handlers or not theirs.handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.getEffectiveLevel())
+    ours.addHandler(ForwardingHandler(theirs))
+    asked = LogSettings.of(None, None, os.environ) if LEVEL_VARIABLE in os.environ else None
+    ours.setLevel(theirs.getEffectiveLevel() if asked is None else asked.level_number)
     ours.propagate = False
 
 

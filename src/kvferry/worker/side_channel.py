@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
+from kvferry.logs import repeats_of
 from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import ServedEngine, answer
 from kvferry.protocol.leases import OpenQuestions, TextsById
@@ -189,7 +190,7 @@ class SideChannel:
                     )
         except KVFerryError as error:
             self._num_dropped += 1
-            _log.info("side channel dropped a message: %s", error)
+            _log.info("side channel dropped a message: %s", error, extra=repeats_of())
         except Exception:  # boundary for one message: no message may stop the thread
             self._num_dropped += 1
             _log.exception("side channel failed on a message")

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
+from kvferry.logs import repeats_of
 from kvferry.protocol.stock_dialect import decode_question
 from kvferry.types import Address
 
@@ -72,7 +73,9 @@ class StockSideChannel:
             decode_question(question)
         except RemoteProtocolError as error:
             # A stock asker gives up after 5 s; there is no message for a refusal.
-            _log.info("side channel for stock peers dropped a message: %s", error)
+            _log.info(
+                "side channel for stock peers dropped a message: %s", error, extra=repeats_of()
+            )
             return
         # Stock peers measure the difference between our clock and theirs.
         clock = msgspec.msgpack.encode(time.perf_counter())

@@ -5,7 +5,7 @@ A load only saves computation: when it fails, the engine computes the prompt, wh
 left of the prefix.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.connectors.contract import KVCacheGroup, Request
 from kvferry.connectors.offloading.break_even import BreakEven
@@ -14,7 +14,7 @@ from kvferry.connectors.offloading.metadata import FailedLoad, OffloadStats
 from kvferry.connectors.offloading.requests import BlockTables, LoadState, TrackedRequest
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import POOL, CancelLoad, LoadChunks, OffloadCommand
-from kvferry.tiers.trouble_log import TroubleLog
+from kvferry.tiers.trouble_log import log_trouble
 
 __all__ = ["RequestLoads"]
 
@@ -29,7 +29,6 @@ class RequestLoads:
         max_loads: int,
         break_even: BreakEven | None,
         commands: list[OffloadCommand],
-        clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._chunk_tokens = chunk_tokens
@@ -39,8 +38,6 @@ class RequestLoads:
         """
         self._break_even = break_even
         self._commands = commands
-        self._clock = clock
-        self._troubles = TroubleLog()
         self._lookup: TierLookup | None = None
         self._row_bytes: Sequence[int] = ()
         self._missing: dict[str, tuple[ObjectKey, ...]] = {}
@@ -117,7 +114,7 @@ class RequestLoads:
             self._stats.count("lookup_timeouts")
         for tier, reason in hit.failures.items():
             self._stats.add_tiers({tier: {"failed_lookups": 1}})
-            self._troubles.note("looked up", tier, reason, self._clock())
+            log_trouble("looked up", tier, reason)
 
     def _bytes_to_load(self, state: LoadState, hit: Hit) -> Mapping[str, int]:
         sizes: dict[str, int] = {}

@@ -58,7 +58,7 @@ class OffloadingScheduler:
         self._break_even = BreakEven() if extra.break_even else None
         max_loads = 2 if cache.admits_second_load else 1
         self._loads = RequestLoads(
-            cache.groups, self._chunk_tokens, max_loads, self._break_even, self._commands, clock
+            cache.groups, self._chunk_tokens, max_loads, self._break_even, self._commands
         )
         self._stores = RequestStores(
             cache.groups,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from kvferry.logs import repeats_of
 from kvferry.router.fleet.health import BreakerPhase
 from kvferry.router.fleet.instance_metrics import (
     MAX_PAGE_BYTES,
@@ -215,6 +216,7 @@ class InstanceWatcher:
                     "failed %d waiting legs, because the instance does not answer instance=%s",
                     num_given_up,
                     instance.url,
+                    extra=repeats_of(instance),
                 )
 
     def _note_restart(self, instance: Instance, reading: InstanceReading, now: float) -> None:

@@ -14,9 +14,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from math import inf
 from typing import TYPE_CHECKING, Protocol
 
+from kvferry.logs import repeats_of
 from kvferry.router.http.deadlines import NEVER
 from kvferry.router.http.framing import FramingError, make_body
 from kvferry.router.http.messages import InvalidResponse, UpstreamDisconnected, UpstreamTimeout
@@ -49,8 +49,6 @@ instance that hangs must not use up the places of the other instances.
 _MAX_LATE_HEAD = 64 * 1024
 _MAX_KEPT = 2 * 1024 * 1024
 """Longest answer that is stored: the block ids of a million tokens take half a megabyte."""
-_WARN_S = 60.0
-"""Least time between two warnings about too many abandoned connections."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,13 +58,12 @@ class AbandonedConnections:
     late answer is lost.
     """
 
-    __slots__ = ("_idle", "_members", "_warned_at")
+    __slots__ = ("_idle", "_members")
 
     def __init__(self) -> None:
         self._members: set[UpstreamConnection] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._warned_at = -inf
 
     def admit(self, connection: "UpstreamConnection") -> bool:
         """Add a connection; False if the bound is reached."""
@@ -87,12 +84,11 @@ class AbandonedConnections:
             self._idle.set()
 
     def _warn(self, where: str) -> None:
-        if time.monotonic() >= self._warned_at + _WARN_S:
-            self._warned_at = time.monotonic()
-            _log.warning(
-                "too many abandoned requests: late answers are dropped instance=%s",
-                where,
-            )
+        _log.warning(
+            "too many abandoned requests: late answers are dropped instance=%s",
+            where,
+            extra=repeats_of(where),
+        )
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no connection is left, or the time is up."""

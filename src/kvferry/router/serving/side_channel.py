@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
+from kvferry.logs import repeats_of
 from kvferry.protocol.messages import (
     FailureReply,
     FailureRequest,
@@ -293,7 +294,12 @@ class SideChannelSender:
             self._control.send(address, encode(message))
         except KVFerryError as error:
             self.dropped += 1
-            _log.warning("message to a side channel not sent peer=%s: %s", address, error)
+            _log.warning(
+                "message to a side channel not sent peer=%s: %s",
+                address,
+                error,
+                extra=repeats_of(address),
+            )
             return
         self.sent += 1
         self._last_used[address] = time.monotonic()

@@ -1,0 +1,163 @@
+"""Log lines: formats that cannot be forged, settings, and repeats that are held back."""
+
+import io
+import json
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.logs import (
+    ForwardingHandler,
+    JsonFormatter,
+    LogSettings,
+    RepeatFilter,
+    TextFormatter,
+    repeats_of,
+)
+
+FORGED = "x\n2026-01-01 00:00:00,000 INFO kvferry: all is well\r\x1b[2K\x85\u2028end"
+
+
+class Log:
+    """A logger with a handler of its own; the handler writes into memory."""
+
+    def __init__(self, formatter: logging.Formatter, clock: Callable[[], float] = lambda: 0.0):
+        self._out = io.StringIO()
+        handler = logging.StreamHandler(self._out)
+        handler.setFormatter(formatter)
+        handler.addFilter(RepeatFilter(interval_s=10, clock=clock))
+        self.logger = logging.Logger("kvferry.test", logging.DEBUG)
+        self.logger.addHandler(handler)
+
+    @property
+    def lines(self) -> list[str]:
+        return self._out.getvalue().split("\n")[:-1]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(clock: Clock) -> Log:
+    return Log(logging.Formatter("%(message)s"), clock)
+
+
+def test_a_text_record_is_one_line_whatever_it_contains() -> None:
+    log = Log(TextFormatter("core"))
+    log.logger.info("model=%s", FORGED, extra={"path": FORGED, "empty": "", "missing": None})
+    (line,) = log.lines
+    assert line.isprintable()
+    assert " INFO core kvferry.test: model=x\\n2026" in line
+    assert line.endswith('\\u2028end"')
+    assert "empty" not in line
+    assert "missing" not in line
+
+
+def test_a_text_field_cannot_look_like_another_field() -> None:
+    log = Log(TextFormatter())
+    log.logger.info("request", extra={"model": "m status=200", "status": 500, "ids": ["a", "b"]})
+    assert log.lines[0].endswith('request model="m status=200" status=500 ids=a,b')
+
+
+def test_no_line_of_a_traceback_looks_like_a_line_of_the_log() -> None:
+    log = Log(TextFormatter())
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        log.logger.exception("failed")
+    assert log.lines[0].endswith("ERROR kvferry.test: failed")
+    assert len(log.lines) > 3
+    assert all(line.startswith("    ") for line in log.lines[1:])
+
+
+def test_a_json_record_is_one_object_in_one_line() -> None:
+    log = Log(JsonFormatter("rank0"))
+    log.logger.warning("model=%s", FORGED, extra={"seconds": 0.5, "ids": ["a"], "empty": ""})
+    (line,) = log.lines
+    shown = json.loads(line)
+    assert line.isascii()
+    assert shown.pop("time").endswith("+00:00")
+    assert shown == {
+        "level": "warning",
+        "process": "rank0",
+        "logger": "kvferry.test",
+        "message": f"model={FORGED}",
+        "seconds": 0.5,
+        "ids": ["a"],
+    }
+
+
+def test_repeated_warnings_are_held_back_and_counted(log: Log, clock: Clock) -> None:
+    for number in range(5):
+        log.logger.warning("load failed request=%s block=%d: disk full", f"abc{number}", number)
+    assert log.lines == ["load failed request=abc0 block=0: disk full"]
+    clock.now = 9.9
+    log.logger.warning("load failed request=%s block=%d: disk full", "z", 9)
+    assert len(log.lines) == 1
+    clock.now = 10.0
+    log.logger.warning("load failed request=%s block=%d: disk full", "y", 8)
+    assert log.lines[1:] == ["load failed request=y block=8: disk full (and 5 more in 10 s)"]
+
+
+def test_another_reason_another_level_or_another_error_is_no_repeat(log: Log) -> None:
+    log.logger.warning("load failed: %s", "disk full")
+    log.logger.warning("load failed: %s", "timeout")
+    log.logger.error("load failed: %s", "timeout")
+    log.logger.error("load failed: %s", "timeout", exc_info=(ValueError, ValueError(), None))
+    assert sum(line.startswith("load failed") for line in log.lines) == 4
+
+
+def test_a_subject_decides_what_repeats(log: Log) -> None:
+    for peer in ("p", "q", "p"):
+        for reason in ("gone", "late"):
+            log.logger.info("lost peer=%s: %s", peer, reason, extra=repeats_of(peer))
+    assert log.lines == ["lost peer=p: gone", "lost peer=q: gone"]
+
+
+def test_information_without_a_subject_is_never_held_back(log: Log) -> None:
+    for _ in range(3):
+        log.logger.info("request")
+    assert log.lines == ["request"] * 3
+
+
+def test_the_filter_forgets_the_oldest_kinds(log: Log) -> None:
+    for number in range(2000):
+        log.logger.warning("lost", extra=repeats_of(number))
+    log.logger.warning("lost", extra=repeats_of(0))
+    log.logger.warning("lost", extra=repeats_of(1999))
+    assert len(log.lines) == 2001
+
+
+def test_records_forwarded_to_another_logger_keep_its_format() -> None:
+    target = Log(logging.Formatter("theirs: %(message)s"))
+    ours = logging.Logger("kvferry", logging.DEBUG)
+    ours.addHandler(ForwardingHandler(target.logger))
+    target.logger.setLevel(logging.ERROR)
+    ours.debug("model=%s", "a\nb")
+    ours.warning("load failed: %d", 1)
+    ours.warning("load failed: %d", 2)
+    assert target.lines == ["theirs: model=a\\nb", "theirs: load failed: 1"]
+
+
+def test_a_flag_overrides_the_environment() -> None:
+    environ = {"KVFERRY_LOG_LEVEL": "DEBUG", "KVFERRY_LOG_FORMAT": "json"}
+    assert LogSettings.of(None, None, {}) == LogSettings("info", "text")
+    assert LogSettings.of(None, None, environ) == LogSettings("debug", "json")
+    assert LogSettings.of("error", "text", environ) == LogSettings("error", "text")
+
+
+@pytest.mark.parametrize("name", ["KVFERRY_LOG_LEVEL", "KVFERRY_LOG_FORMAT"])
+def test_a_wrong_variable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 'loud'; choose one of"):
+        LogSettings.of(None, None, {name: "loud"})
