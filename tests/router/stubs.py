@@ -246,7 +246,7 @@ def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOption
         known = {entry.name for entry in fields(current)}
         given = {name: value for name, value in settings.items() if name in known}
         options = replace(options, **{table: replace(current, **{**PLAIN.get(table, {}), **given})})
-    return options
+    return replace(options, access_log=settings.get("access_log", False))
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from kvferry.cli.runtime import add_log_arguments, log_settings
 from kvferry.config import ClusterSecret, KVRole, KVTransferConfig
 from kvferry.errors import ConfigError
 from kvferry.logs import configure_logs, repeats_of
-from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.router.fleet.instances import Instance, Role, parse_instance, shown_url
 from kvferry.router.fleet.registration import (
     DEFAULT_TTL_S,
     ROUTER_ID_HEADER,
@@ -63,11 +63,12 @@ def check_router_url(url: str) -> str:
             and bool(parts.hostname)
             and parts.port != 0
             and parts.path in ("", "/")
+            and "@" not in parts.netloc
         )
     except ValueError:
         is_good = False
     if not is_good:
-        raise ConfigError(f"{url!r:.200} is not the address of a router; give http://HOST:PORT")
+        raise ConfigError(f"{shown_url(url)} is not the address of a router; give http://HOST:PORT")
     return url.rstrip("/")
 
 

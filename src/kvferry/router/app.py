@@ -15,6 +15,7 @@ from dataclasses import replace
 from kvferry.errors import ConfigError, RequestRefused
 from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.access import AccessPolicy
+from kvferry.router.access_log import AccessLog
 from kvferry.router.admin import Admin
 from kvferry.router.conversations.store import Conversations
 from kvferry.router.conversations.turns import TurnQuery, TurnTracker
@@ -109,8 +110,15 @@ class RouterApp:
             self._leg_finisher,
             make_failure_query(self.watcher) if make_failure_query is not None else None,
         )
+        self._access_log = AccessLog(options.access_log)
         self._generate_handler = GenerateHandler(
-            options, self.access_policy, self.admission, serving, self._recent, time_series
+            options,
+            self.access_policy,
+            self.admission,
+            serving,
+            self._recent,
+            time_series,
+            self._access_log,
         )
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
         pages = Pages(
@@ -224,9 +232,10 @@ class RouterApp:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
         assert page is not None, "admit has checked this"
         answer = await page(request)
+        named = self._name_page(request, answer.status)
         reply.send(
             answer.status,
-            [*answer.headers, _named(request), *self.access_policy.cors_headers(request.headers)],
+            [*answer.headers, named, *self.access_policy.cors_headers(request.headers)],
             answer.body,
         )
 
@@ -240,13 +249,21 @@ class RouterApp:
 
     def _refuse(self, request: ServerRequest, answer: HttpResponse) -> ResponseParts:
         self._count(request, answer.status)
-        return answer.status, [*answer.headers, _named(request)], answer.body
+        named = self._name_page(request, answer.status)
+        return answer.status, [*answer.headers, named], answer.body
+
+    def _name_page(self, request: ServerRequest, status: int) -> tuple[str, str]:
+        """The id of a request that is no generation, which its answer and its log line have."""
+        named = _named(request)
+        self._access_log.note_page(named[1], request.method, request.path, status)
+        return named
 
     def note_malformed(self, refusal: RequestRefused) -> None:
         """Count a request that the server refused: malformed, too large, too slow, or over the
         connection limit.
         """
         self.metrics.requests.add("malformed", str(refusal.status))
+        self._access_log.note_page("", "", "malformed", refusal.status)
 
     def _count(self, request: ServerRequest, status: int) -> None:
         route = (

@@ -394,14 +394,14 @@ def open_store(bucket: Bucket, deadlines: ObjectStoreDeadlines) -> "S3Store":
 def _scheme(endpoint: str) -> str:
     """Check the endpoint and return `http` or `https`."""
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            f"the object tier's endpoint {endpoint!r} is not a URL; write https://host:port"
-        )
     if parts.username is not None:
         raise ConfigError(
             f"the object tier's endpoint at {parts.hostname} contains credentials; give them in "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"the object tier's endpoint {endpoint!r} is not a URL; write https://host:port"
         )
     return parts.scheme
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance"]
+__all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance", "shown_url"]
 
 COOLDOWN_S = 1.0
 """Cooldown after a refusal: the `Retry-After` that a draining engine sends. The cooldown is short,
@@ -104,9 +104,15 @@ def parse_instance(role: Role, url: str) -> Instance:
     )
     if not host or not port or not _is_host(host) or not is_plain:
         raise ConfigError(
-            f"{url!r:.200} is not the address of a {role} instance; give http://HOST:PORT"
+            f"{shown_url(url)} is not the address of a {role} instance; give http://HOST:PORT"
         )
     return Instance(role, Address(host, port), parts.scheme == "https")
+
+
+def shown_url(url: str) -> str:
+    """The URL as messages show it: without user and password, which no log may contain."""
+    _, at, rest = url.rpartition("@")
+    return repr(f"***@{rest}" if at else url)[:200]
 
 
 def _is_host(host: str) -> bool:

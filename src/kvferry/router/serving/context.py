@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.errors import RequestRefused
+from kvferry.router.access_log import AnswerFacts
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.members import RoutingHints
 from kvferry.router.http.messages import Headers, ServerRequest, request_fields
@@ -128,6 +129,8 @@ class RequestContext:
     """Why the client's stream was cut short; empty if it was not."""
     prefiller: Instance | None = None
     """The prefill instance whose blocks the decode leg receives."""
+    facts: AnswerFacts | None = None
+    """What the access log shows of the engines' answers; None: the access log is off."""
     num_failed_transfers: int = 0
     """Decode legs that failed because D could not use P's KV."""
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.router.access import AccessPolicy
+from kvferry.router.access_log import AccessLog
 from kvferry.router.http.deadlines import TimeLimits
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import ResponseWriter
@@ -35,7 +36,6 @@ from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
 __all__ = ["GenerateHandler"]
 
 _log = logging.getLogger(__name__)
-_access_log = logging.getLogger("kvferry.router.access")
 
 _SENTENCES = {
     RefusalReason.TENANT: "your tenant has reached its limit of open requests; try again later",
@@ -55,6 +55,7 @@ class GenerateHandler:
     serving: Dispatcher
     recent: RecentRequests
     time_series: TimeSeries
+    access_log: AccessLog
     limits: TimeLimits = field(default_factory=TimeLimits)
 
     async def generate(self, request: ServerRequest, reply: ResponseWriter) -> None:
@@ -67,6 +68,7 @@ class GenerateHandler:
             client = _check_repeated_bytes(client, self.options.limits.max_body_bytes)
         if isinstance(client, InvalidRequest):
             _answer(reply, build_error_response(client.status, client.message), request_id, cors)
+            self.access_log.note_page(request_id, request.method, request.path, client.status)
             return
         fields = leg_headers(headers, request_id, self._authorization(request))
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
@@ -80,6 +82,7 @@ class GenerateHandler:
             timeline,
             fields,
             cors=cors,
+            facts=self.access_log.new_facts(),
         )
         outcome = RequestOutcome.ABANDONED
         try:
@@ -173,22 +176,16 @@ class GenerateHandler:
         self.serving.instance_client.metrics.outcome(outcome)
         if outcome is RequestOutcome.ABANDONED:
             self.serving.instance_client.metrics.aborts.add()
-        if self.options.access_log:
-            _access_log.info(
-                "request",
-                extra={
-                    "request": context.request_id,
-                    "trace": _trace_id(context),
-                    "tenant": context.tenant,
-                    "route": timeline.route,
-                    "status": status,
-                    "ending": str(outcome),
-                    "seconds": round(now - timeline.arrived, 6),
-                    "prefill": str(timeline.last_about(RequestEvent.PREFILL_BEGAN) or ""),
-                    "decode": str(timeline.last_about(RequestEvent.DECODE_BEGAN) or ""),
-                    "retries": timeline.num_retries,
-                },
-            )
+        self.access_log.note_generation(
+            timeline,
+            context.facts,
+            context.client.fields.get("model"),
+            trace=_trace_id(context),
+            tenant=context.tenant,
+            is_streamed=context.client.is_streamed,
+            num_prompts=len(context.client.prompts) or 1,
+            received_bytes=len(context.http.body),
+        )
 
 
 def _check_repeated_bytes(client: ClientRequest, limit: int) -> ClientRequest | InvalidRequest:

@@ -125,6 +125,8 @@ class PrefillLeg:
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
             handover = read_prefill_answer(text)
+            if context.facts is not None:
+                context.facts.note_prefill(context.request_id, text)
             call.outcome = Outcome.ANSWERED
         self.push_sources.learn(instance, handover)
         if handover is None:
@@ -336,6 +338,8 @@ class DecodeLeg:
     def _send(self, context: RequestContext, call: TrackedLeg, answer: HttpResponse) -> None:
         """Send a complete response, without the parameters that D added for the router."""
         body = answer.body
+        if context.facts is not None:
+            context.facts.note_decode(context.request_id, body)
         if context.turn_id is not None and answer.status == 200:
             params, body = take_turn_params(body)
             self.turns.retain(context, call.leg, params)
@@ -352,10 +356,14 @@ class DecodeLeg:
         def retain(params: bytes | None) -> None:
             self.turns.retain(context, call.leg, params)
 
-        body_filter = TurnParamsFilter(retain).feed if context.turn_id is not None else None
+        body_filter: Callable[[bytes], bytes] | None = (
+            TurnParamsFilter(retain).feed if context.turn_id is not None else None
+        )
         # Without a length or chunks, the end of the body looks like a crash: check for [DONE].
         if not answer.is_chunked and answer.headers.get("content-length") is None:
             body_filter = _DoneChecker(body_filter).feed
+        if context.facts is not None:
+            body_filter = context.facts.watched(context.request_id, body_filter)
         try:
             await context.relay(answer, self.instance_client.options.timeouts.idle, body_filter)
         except UpstreamError as error:

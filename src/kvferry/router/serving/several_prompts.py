@@ -348,6 +348,7 @@ class PromptsServer:
             tenant=whole.tenant,
             timeline=timeline,
             leg_headers=self.leg_headers(request_id),
+            facts=whole.facts,
             number=number,
             joined=self._joined,
             max_bytes=self.max_bytes,
