@@ -47,7 +47,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export KVFERRY_TEST_VLLM_VENV := $(VLLM_VENV)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-all test-embedded test-gpu test-vllm setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -72,16 +72,16 @@ check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: environments setup-browser setup-nginx setup-mooncake setup-lmcache  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: environments setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-all: environments setup-browser setup-nginx setup-mooncake setup-lmcache  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
+test-all: environments setup-browser setup-nginx setup-prometheus setup-mooncake setup-lmcache  ## the same and the exhaustive tests: full products, long soaks and chaos; older releases of vLLM
 	@$(COMPILE)
 	$(PYTEST) --exhaustive $(PYTEST_FLAGS)
 	@$(if $(TEST_EXTRAS),for version in $(VLLM_OLDER); do $(MAKE) --no-print-directory test-vllm VLLM_VERSION=$$version || exit 1; done)
 
-test-embedded: $(STAMP) setup-browser setup-nginx setup-mooncake  ## all tests but those with real vLLM
+test-embedded: $(STAMP) setup-browser setup-nginx setup-prometheus setup-mooncake  ## all tests but those with real vLLM
 	@$(COMPILE)
 	$(PYTEST) -m 'not vllm' $(PYTEST_FLAGS)
 
@@ -104,6 +104,9 @@ setup-browser:  ## Chromium for the tests of the dashboard's page, where it is m
 
 setup-nginx:  ## nginx for the test of a router behind it, where it is missing and can be installed (Debian, Ubuntu: as root)
 	@sh scripts/setup_nginx.sh
+
+setup-prometheus:  ## Prometheus for the tests of alerts and dashboard, in .prometheus, where it is missing (Debian, Ubuntu)
+	@sh scripts/setup_prometheus.sh
 
 setup-mooncake:  ## libibverbs for the tests of the tier mooncake, where it is missing and can be installed (Debian, Ubuntu: as root)
 	@sh scripts/setup_mooncake.sh

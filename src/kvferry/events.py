@@ -149,6 +149,8 @@ class HandshakeFailed:
 
     engine: str
     reason: str
+    is_incompatible: bool = False
+    """The peer's model, cache or version differs; the reason names what differs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that succeeded.",
     "failed_transfers": "Transfers that a transport could not finish or that were cancelled.",
     "failed_handshakes": "Peers that could not be reached or were lost.",
+    "incompatible_peers": "Handshakes with peers that were refused because their model, cache or "
+    "version differs.",
     "finished_loads": "Requests whose KV arrived and was confirmed.",
     "failed_loads": "Requests whose KV did not arrive or was not confirmed.",
     "pushed_tokens": "Prompt tokens that a pushing prefill side computed for requests that already "

@@ -282,8 +282,10 @@ class NixlConnectorWorker:
                     )
                 else:
                     self._stats.count("failed_transfers")
-            case HandshakeFailed(engine, reason):
+            case HandshakeFailed(engine, reason, is_incompatible):
                 self._stats.count("failed_handshakes")
+                if is_incompatible:
+                    self._stats.count("incompatible_peers")
                 _log.warning(
                     "peer lost peer=%s reason=%s", engine, reason, extra=repeats_of(engine)
                 )

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvferry.errors import KVFerryError, RemoteProtocolError
+from kvferry.errors import IncompatiblePeer, KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, Send
 from kvferry.protocol.handshake import candidate_transports, check_reply
 from kvferry.protocol.layout import (
@@ -117,6 +117,8 @@ class LostPeer:
     """Ranks of the peer that we attached to, or wanted to attach to."""
     is_over: bool = False
     """Another incarnation of the engine answers at the address, so this incarnation has ended."""
+    is_incompatible: bool = False
+    """The peer answered, and was refused because its model, cache or version differs."""
 
 
 @dataclass(slots=True)
@@ -279,7 +281,8 @@ class PeerTable:
                 reply.engine == peer.incarnation.engine and reply.epoch != peer.incarnation.epoch
             )
             lost = self.lose(peer.incarnation, str(error), now)
-            return lost and replace(lost, is_over=is_over)
+            is_incompatible = isinstance(error, IncompatiblePeer)
+            return lost and replace(lost, is_over=is_over, is_incompatible=is_incompatible)
         del peer.waiting[reply.nonce]
         if not peer.waiting:
             self._close_unless_shared(peer)

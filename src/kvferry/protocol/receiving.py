@@ -132,7 +132,9 @@ def _restart(context: ConsumerContext, transfer: Transfer, now: float) -> None:
 
 def lose_peer(context: ConsumerContext, lost: LostPeer) -> None:
     """Report a lost peer, and post the loss to each transfer that comes from the peer."""
-    context.events.append(HandshakeFailed(lost.incarnation.engine, lost.reason))
+    context.events.append(
+        HandshakeFailed(lost.incarnation.engine, lost.reason, lost.is_incompatible)
+    )
     context.client.forget(lost)
     for transfer in context.transfers.of_incarnation(lost.incarnation):
         if transfer.is_known_to_producer:

@@ -1,6 +1,7 @@
 """The admin API: lists and changes the fleet while requests are served.
 
     GET    /admin/instances
+    GET    /admin/targets              the instances, for Prometheus' http_sd
     POST   /admin/instances            {"role": "prefill", "url": "http://10.0.0.7:8000"}
     POST   /admin/instances/drain      same body: no new legs; running legs finish
     DELETE /admin/instances            same body: removed at once; running legs continue
@@ -67,11 +68,26 @@ class Admin:
         return {
             "/admin/instances": {"GET": self.show, "POST": self.add, "DELETE": self.remove},
             "/admin/instances/drain": {"POST": self.drain},
+            "/admin/targets": {"GET": self.targets},
             "/admin/register": {"POST": self.register},
         }
 
     def show(self, _: bytes) -> HttpResponse:
         return _json(200, {"instances": [_view(member) for member in self.fleet.members()]})
+
+    def targets(self, _: bytes) -> HttpResponse:
+        """The instances in the format of Prometheus' HTTP service discovery."""
+        groups = [
+            {
+                "targets": [str(member.instance.address)],
+                "labels": {
+                    "__scheme__": "https" if member.instance.tls else "http",
+                    "role": str(member.instance.role),
+                },
+            }
+            for member in self.fleet.members()
+        ]
+        return _json(200, groups)
 
     def add(self, body: bytes) -> HttpResponse:
         return self._change(

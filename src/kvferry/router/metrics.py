@@ -6,7 +6,7 @@ request.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from kvferry.router.fleet.instances import Instance, Outcome
+from kvferry.router.fleet.instances import Instance, Outcome, Role
 
 __all__ = ["FastCounter", "FastGauge", "FastHistogram", "MetricsCollector", "RouterMetrics"]
 
@@ -229,6 +229,11 @@ class RouterMetrics:
         self.running = collector.gauge(
             "kvferry:router_instance_legs", "Legs in flight at an instance.", "role", "instance"
         )
+        self.usable = collector.gauge(
+            "kvferry:router_usable_instances",
+            "Instances that requests can be sent to now, by role; 0 if there is none.",
+            "role",
+        )
         self._by_instance = (self.failures, self.refusals, self.legs)
         self._urls: dict[Instance, str] = {}
 
@@ -243,8 +248,11 @@ class RouterMetrics:
         """Count a generation that has ended."""
         self.outcomes.add(outcome, self._policies)
 
-    def show_fleet(self, members: Iterable[tuple[Instance, str, int]]) -> None:
+    def show_fleet(
+        self, members: Iterable[tuple[Instance, str, int]], num_usable: Mapping[Role, int]
+    ) -> None:
         """Set the gauges of the fleet from instance, state and running legs of each member."""
+        self.usable.values = {(role,): float(number) for role, number in num_usable.items()}
         self.instances.values.clear()
         self.running.values.clear()
         for instance, state, num_running in members:

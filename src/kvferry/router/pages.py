@@ -87,9 +87,7 @@ class Pages:
         instances that were reached count.
         """
         now = time.monotonic()
-        usable = {
-            role: sum(member.is_usable(now) for member in self.fleet.members(role)) for role in Role
-        }
+        usable = self._num_usable(now)
         needed = (
             [Role.DECODE]
             if self.options.routing.without_prefill is FailurePolicy.RECOMPUTE
@@ -113,10 +111,18 @@ class Pages:
         now, metrics = time.monotonic(), self.instance_client.metrics
         metrics.queued.value = self.admission.queue.num_waiting
         metrics.show_fleet(
-            (member.instance, member.state(now), member.num_running)
-            for member in self.fleet.members()
+            (
+                (member.instance, member.state(now), member.num_running)
+                for member in self.fleet.members()
+            ),
+            self._num_usable(now),
         )
         return HttpResponse(200, [("Content-Type", _METRICS_TYPE)], metrics.text())
+
+    def _num_usable(self, now: float) -> dict[Role, int]:
+        return {
+            role: sum(member.is_usable(now) for member in self.fleet.members(role)) for role in Role
+        }
 
     async def models(self, request: ServerRequest) -> HttpResponse:
         """The models of a decode instance, or of another one after a refusal or failure."""
