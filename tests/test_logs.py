@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -161,3 +163,24 @@ def test_a_flag_overrides_the_environment() -> None:
 def test_a_wrong_variable_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 'loud'; choose one of"):
         LogSettings.of(None, None, {name: "loud"})
+
+
+def test_debug_lines_of_other_libraries_are_not_shown() -> None:
+    """In a process of its own, because the settings are those of the whole process."""
+    code = (
+        "import logging\n"
+        "from kvferry.logs import LogSettings, configure_logs, current_settings\n"
+        "configure_logs(LogSettings('debug', 'json'), 'core')\n"
+        "assert current_settings() == LogSettings('debug', 'json')\n"
+        "logging.getLogger('botocore').debug('signed with canary')\n"
+        "logging.getLogger('botocore').info('theirs')\n"
+        "logging.getLogger('kvferry.tiers').debug('ours')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    shown = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["process"], line["message"]) for line in shown] == [
+        ("core", "theirs"),
+        ("core", "ours"),
+    ]

@@ -64,6 +64,11 @@ class LogSettings:
         )
 
     @property
+    def environment(self) -> dict[str, str]:
+        """The variables that give these settings to a child process."""
+        return {LEVEL_VARIABLE: self.level, FORMAT_VARIABLE: self.format}
+
+    @property
     def level_number(self) -> int:
         return logging.getLevelNamesMapping()[self.level.upper()]
 

@@ -106,6 +106,14 @@ def test_what_is_no_address_is_none(line: bytes) -> None:
 # -- one child --
 
 
+def test_each_line_of_a_child_is_passed_on(group: ProcessGroup) -> None:
+    lines: list[str] = []
+    child = ChildProcess("the serve", stub("serve"), os.environ, on_line=lines.append)
+    child.start(group.id)
+    eventually(lambda: lines == ["this is serve"])
+    child.close()
+
+
 def test_a_child_says_where_it_listens_and_is_gone_after_close(group: ProcessGroup) -> None:
     child = started("serve", group)
     eventually(lambda: child.poll_address() is not None)

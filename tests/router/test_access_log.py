@@ -61,7 +61,7 @@ def play(scene: Callable[[Stage], Awaitable[None]], *engines: Any, **settings: A
 
 def test_a_line_has_ids_instances_tokens_bytes_and_times(lines: Lines) -> None:
     body = {"model": "tiny", "prompt": PROMPT}
-    urls = {}
+    urls: dict[str, int] = {}
 
     async def scene(s: Stage) -> None:
         urls.update(prefill=s.p.port, decode=s.d.port)

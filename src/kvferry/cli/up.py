@@ -8,6 +8,7 @@ import argparse
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from kvferry.cli.cluster.local_cluster import (
     child_environment,
 )
 from kvferry.cli.cluster.processes import ProcessGroup
-from kvferry.cli.runtime import STOP_SIGNALS, stop_signals
+from kvferry.cli.runtime import STOP_SIGNALS, add_log_arguments, log_settings, stop_signals
 from kvferry.engine.model.config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
@@ -109,6 +110,7 @@ def add_arguments(parser: Parser) -> None:
         help=f"when decode gets the KV; {modes}",
     )
     parser.add_argument("--once", action="store_true", help="exit after the sample request")
+    add_log_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -128,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_listenable(Address(LOOPBACK, options.port))
     with (
         stop_signals(),
-        _cluster(options) as (cluster, launch),
+        _cluster(options, arguments) as (cluster, launch),
         _show_logs_on_failure(cluster),
     ):
         router = _start_cluster(cluster, launch)
@@ -140,7 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
+def _cluster(
+    options: UpOptions, arguments: argparse.Namespace
+) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
     """Make the process group, the directory and the cluster; close all at the end.
 
     The reaper gets the name of the directory before the directory exists, so at no moment can a
@@ -154,8 +158,13 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
             file.touch(mode=0o600)
             file.write_text(secrets.token_hex(32))
         launch = LocalLaunch(options, options.model or directory / "model", key_file)
+        is_shown = arguments.log_level or arguments.log_format
         cluster = LocalCluster(
-            launch, child_environment(os.environ, secret_file), group.id, START_TIMEOUT_S
+            launch,
+            child_environment({**os.environ, **log_settings(arguments).environment}, secret_file),
+            group.id,
+            START_TIMEOUT_S,
+            _show_line if is_shown else None,
         )
         try:
             yield cluster, launch
@@ -220,6 +229,10 @@ def _serve_until_stopped(cluster: LocalCluster) -> int:
             time.sleep(POLL_INTERVAL_S)
     except KeyboardInterrupt:
         return 0
+
+
+def _show_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

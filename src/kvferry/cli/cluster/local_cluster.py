@@ -7,7 +7,7 @@ and is used by one thread.
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -181,8 +181,15 @@ class LocalCluster:
     """
 
     def __init__(
-        self, launch: Launch, environment: Mapping[str, str], group: int, start_timeout_s: float
+        self,
+        launch: Launch,
+        environment: Mapping[str, str],
+        group: int,
+        start_timeout_s: float,
+        on_line: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_line` receives the log lines of all processes, each in a thread of its process."""
+        self._on_line = on_line
         self._launch = launch
         self._environment = environment
         self._group = group
@@ -242,7 +249,7 @@ class LocalCluster:
             child.terminate()
 
     def _start(self, name: str, command: Iterable[str], view: "StartupView") -> ChildProcess:
-        child = ChildProcess(name, list(command), self._environment)
+        child = ChildProcess(name, list(command), self._environment, on_line=self._on_line)
         self._children.append(child)
         view.begin(name, "starting")
         child.start(self._group)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
@@ -149,8 +149,11 @@ class ChildProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         start: ProcessStarter = spawn_process,
+        on_line: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_line` receives each line of the log, in the reader's thread."""
         self.name = name
+        self._on_line = on_line
         self._command = list(command)
         self._environment = dict(environment)
         self._start = start
@@ -304,4 +307,7 @@ class ChildProcess:
     def _read_log(self, stream: IO[bytes]) -> None:
         with stream:
             while line := stream.readline(_LINE_BYTES):
-                self._log.append(line.decode(errors="replace").rstrip())
+                text = line.decode(errors="replace").rstrip()
+                self._log.append(text)
+                if self._on_line is not None:
+                    self._on_line(text)
