@@ -64,6 +64,9 @@ COMMANDS = {
     "register": CommandEntry(
         "kvferry.cli.register", "keeps an engine registered with routers while it is healthy"
     ),
+    "drain": CommandEntry(
+        "kvferry.cli.drain", "waits until an engine has no work left and can be stopped"
+    ),
     "make-model": CommandEntry(
         "kvferry.cli.make_model", "writes a tiny checkpoint", extra="engine"
     ),

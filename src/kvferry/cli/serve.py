@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
 from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
@@ -271,11 +271,11 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in [*ignored_variables(os.environ), *open_to_all(address.host, api_keys)]:
         logging.getLogger(__name__).warning(sentence)
     _register_with_proxy(arguments, options.kv_transfer)
-    on_listening = _listening if not arguments.router else _registering(arguments, side_channel)
+    registrations = _Registrations(arguments, side_channel)
     # Imported here, as below, because `kvferry serve --help` must work without the extra [engine].
     from kvferry.engine.api.serve import run_on_fast_loop
 
-    return run_on_fast_loop(_serve(options, kit, side_channel, address, api_keys, on_listening))
+    return run_on_fast_loop(_serve(options, kit, side_channel, address, api_keys, registrations))
 
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
@@ -381,29 +381,37 @@ def _register_with_proxy(arguments: argparse.Namespace, transfer: KVTransferConf
             arguments.router_role = role_of(connector).value
 
 
-def _registering(
-    arguments: argparse.Namespace, side_channel: SideChannelConfig
-) -> Callable[[str, Address], None]:
-    """Return a listening callback that registers this engine with routers.
+class _Registrations:
+    """Registers this engine with the routers of `--router`, from listening to the first signal."""
 
-    Routers drop the engine soon after the engine stops.
-    """
-    routers = [check_router_url(url) for url in arguments.router]
-    if arguments.router_role is None:
-        raise ConfigError("--router needs --router-role: prefill or decode")
-    registrar = Registrar(ClusterSecret.load(os.environ).key)
+    def __init__(self, arguments: argparse.Namespace, side_channel: SideChannelConfig) -> None:
+        """Raise ConfigError if the flags for routers are wrong."""
+        self._arguments = arguments
+        self._side_channel = side_channel
+        self._routers = [check_router_url(url) for url in arguments.router or ()]
+        if self._routers and arguments.router_role is None:
+            raise ConfigError("--router needs --router-role: prefill or decode")
+        self._registrar = Registrar(ClusterSecret.load(os.environ).key) if self._routers else None
+        self._running: Registration | None = None
 
-    def listening(model_name: str, address: Address) -> None:
+    def listening(self, model_name: str, address: Address) -> None:
         _listening(model_name, address)
-        host = side_channel.advertised_host if not side_channel.is_local else dialable(address).host
-        url = arguments.router_url or f"http://{Address(host, address.port)}"
-        instance = parse_instance(Role(arguments.router_role), url)
-        registration = Registration(instance, routers, registrar, DEFAULT_TTL_S)
+        if self._registrar is None:
+            return
+        host = dialable(address).host
+        if not self._side_channel.is_local:
+            host = self._side_channel.advertised_host
+        url = self._arguments.router_url or f"http://{Address(host, address.port)}"
+        instance = parse_instance(Role(self._arguments.router_role), url)
+        self._running = Registration(instance, self._routers, self._registrar, DEFAULT_TTL_S)
         # A daemon thread, so that registration never delays the exit: routers notice an engine that
         # no longer renews, and an engine that refuses requests.
-        threading.Thread(target=registration.run, name="kvferry-registration", daemon=True).start()
+        threading.Thread(target=self._running.run, name="kvferry-registration", daemon=True).start()
 
-    return listening
+    def leave(self) -> None:
+        """Ask the routers for no more requests, at the beginning of a drain."""
+        if self._running is not None:
+            self._running.stop()
 
 
 async def _serve(
@@ -412,7 +420,7 @@ async def _serve(
     side_channel: SideChannelConfig,
     address: Address,
     api_keys: ApiKeys,
-    on_listening: Callable[[str, Address], None],
+    registrations: _Registrations,
 ) -> int:
     """Start and serve an engine; return the exit code.
 
@@ -425,6 +433,7 @@ async def _serve(
     # twice.
     on_progress = None if logging.getLogger(__name__).isEnabledFor(logging.INFO) else _show_stage
     with stop_signals() as signals:
+        signals.on_first.append(registrations.leave)
         starting = EngineClient.start(
             options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress
         )
@@ -439,7 +448,7 @@ async def _serve(
                 address.port,
                 signals=signals,
                 settings=ApiSettings(api_keys=api_keys),
-                on_listening=on_listening,
+                on_listening=registrations.listening,
             )
         finally:
             await client.close()

@@ -70,6 +70,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.on_first: list[Callable[[], None]] = []
+        """Called once, on the event loop, when the first signal arrives."""
         self._number = signal.SIGTERM
 
     @property
@@ -83,6 +85,8 @@ class StopSignals:
             return
         self._number = number
         self.first.set()
+        for callback in self.on_first:
+            callback()
 
     async def run_unless_stopped(
         self, work: Coroutine[Any, Any, WorkResult]
