@@ -36,6 +36,7 @@ from kvferry.connectors import example
 from kvferry.connectors.offloading.metadata import LOOKUP_COUNTERS, TIER_COUNTERS, TIER_LEVELS
 from kvferry.protocol.transfer import IGNORED, TRANSITIONS
 from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.services import DiscoveryOptions
 from kvferry.router.options import (
     ConversationOptions,
     RouterLimits,
@@ -147,6 +148,7 @@ def router_table() -> str:
         RoutingOptions,
         HealthOptions,
         ConversationOptions,
+        DiscoveryOptions,
     ):
         name = next(
             field.name

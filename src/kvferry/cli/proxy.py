@@ -29,6 +29,7 @@ from kvferry.router.config_file import read_access, read_config_file
 from kvferry.router.fleet.instances import Instance, Role, pair_instances
 from kvferry.router.fleet.policies import POLICIES
 from kvferry.router.fleet.registration import Registrar
+from kvferry.router.fleet.services import ServiceName, parse_member
 from kvferry.router.options import AccessOptions, RouterOptions, RoutingOptions
 from kvferry.router.serving.side_channel import SideChannelSender
 from kvferry.transports.registry import ConfiguredTransportKit
@@ -90,6 +91,13 @@ def add_arguments(parser: Parser) -> None:
             type=parse_port,
             metavar="PORT",
             help=ports,
+        )
+        parser.add_argument(
+            f"--{name}s",
+            nargs="+",
+            metavar="URL",
+            help=f"{name}s as http://HOST:PORT, or as dns://NAME:PORT for all addresses of a DNS "
+            "name, which the router looks up again every few seconds",
         )
         default = getattr(RoutingOptions(), f"{role}_policy")
         help_text = f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})"
@@ -179,28 +187,42 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
     """Return the settings of the config file, overridden by the flags."""
     path = getattr(arguments, "config", None)
     options = RouterOptions() if path is None else read_config_file(_read(path), _read_key_file)
-    instances = {role: _instances(arguments, role, is_default=path is None) for role in Role}
+    named = {role: _members(arguments, role, is_default=path is None) for role in Role}
+    instances = {
+        role: tuple(entry for entry in entries if isinstance(entry, Instance))
+        for role, entries in named.items()
+    }
+    from_file = (entry for entry in options.services if not named[entry.role])
+    from_flags = (
+        entry for entries in named.values() for entry in entries if isinstance(entry, ServiceName)
+    )
     return replace(
         options,
-        prefillers=instances[Role.PREFILL] or options.prefillers,
-        decoders=instances[Role.DECODE] or options.decoders,
+        prefillers=instances[Role.PREFILL] if named[Role.PREFILL] else options.prefillers,
+        decoders=instances[Role.DECODE] if named[Role.DECODE] else options.decoders,
+        services=(*from_file, *from_flags),
         routing=_overridden(options.routing, arguments),
         access=_merged(options.access, _access(arguments)),
         **_given(arguments, ("host", "port", "access_log")),
     )
 
 
-def _instances(arguments: argparse.Namespace, role: Role, is_default: bool) -> tuple[Instance, ...]:
-    """Return the instances of one role from the flags; empty if a config file names the
-    instances.
+def _members(
+    arguments: argparse.Namespace, role: Role, is_default: bool
+) -> tuple[Instance | ServiceName, ...]:
+    """Return the instances and services of one role from the flags; empty if a config file names
+    them.
     """
+    urls = getattr(arguments, f"{_FLAGS[role]}s", None) or ()
+    named = tuple(parse_member(role, url) for url in urls)
     hosts, ports = (
         getattr(arguments, f"{_FLAGS[role]}_hosts"),
         getattr(arguments, f"{_FLAGS[role]}_ports"),
     )
-    if hosts is None and ports is None and not is_default:
-        return ()
-    return pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
+    if hosts is None and ports is None and (named or not is_default):
+        return named
+    pairs = pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
+    return (*pairs, *named)
 
 
 def _overridden(routing: RoutingOptions, arguments: argparse.Namespace) -> RoutingOptions:

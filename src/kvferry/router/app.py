@@ -19,9 +19,11 @@ from kvferry.router.access_log import AccessLog
 from kvferry.router.admin import Admin
 from kvferry.router.conversations.store import Conversations
 from kvferry.router.conversations.turns import TurnQuery, TurnTracker
+from kvferry.router.fleet.dns import ServiceResolver
 from kvferry.router.fleet.fleet import Fleet, FleetOptions
 from kvferry.router.fleet.instances import Instance, Role
 from kvferry.router.fleet.registration import Registrar
+from kvferry.router.fleet.services import DiscoveredInstances
 from kvferry.router.fleet.watcher import InstanceWatcher
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.pool import UpstreamPool
@@ -133,10 +135,19 @@ class RouterApp:
             instance_client,
         )
         self._routes = _routes(pages, admin)
-        self._watching: asyncio.Task[None] | None = None
+        self._resolver = ServiceResolver(
+            options.services,
+            options.discovery,
+            DiscoveredInstances(self.fleet, self.watcher.forget_instance),
+            self.watcher.probe_now,
+        )
+        self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._watching = asyncio.create_task(self.watcher.run())
+        self._background = [
+            asyncio.create_task(self.watcher.run()),
+            asyncio.create_task(self._resolver.run()),
+        ]
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; `/readyz` reports 503."""
@@ -144,9 +155,9 @@ class RouterApp:
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to instances."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.watcher.close()
         await self._turns.close()
         await self._leg_finisher.close()

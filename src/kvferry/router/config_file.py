@@ -21,7 +21,8 @@ import msgspec
 from kvferry.config.fields import RENAMED
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.health import HealthOptions
-from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.services import DiscoveryOptions, ServiceName, parse_member
 from kvferry.router.options import (
     AccessOptions,
     ConversationOptions,
@@ -44,6 +45,7 @@ _TABLES: Mapping[str, type[Any]] = {
     "routing": RoutingOptions,
     "health": HealthOptions,
     "conversations": ConversationOptions,
+    "discovery": DiscoveryOptions,
 }
 _PLAIN: Mapping[str, type[Any]] = {"host": str, "port": int, "access_log": bool}
 _KEY_FILES = {
@@ -68,8 +70,13 @@ def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOption
     for name, kind in _TABLES.items():
         if name in given:
             made[name] = _read_table(given[name], kind, name)
+    made["services"] = ()
     for name, role in (("prefillers", Role.PREFILL), ("decoders", Role.DECODE)):
-        made[name] = _read_instances(given.get(name, []), name, role)
+        members = [
+            parse_member(role, text) for text in _convert(given.get(name, []), list[str], name)
+        ]
+        made[name] = tuple(entry for entry in members if isinstance(entry, Instance))
+        made["services"] += tuple(entry for entry in members if isinstance(entry, ServiceName))
     made["access"] = read_access(
         _convert(given.get("access", {}), dict[str, Any], "access"), read_file
     )
@@ -111,10 +118,6 @@ def _read_keys(text: str) -> tuple[tuple[str, str], ...]:
     # Checks the keys; the result is not needed here.
     ApiKeys.of(pairs)
     return pairs
-
-
-def _read_instances(given: Any, name: str, role: Role) -> tuple[Instance, ...]:
-    return tuple(parse_instance(role, text) for text in _convert(given, list[str], name))
 
 
 def _read_table(given: Any, kind: type[T], table: str) -> T:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance
+from kvferry.router.fleet.services import DiscoveryOptions, ServiceName
 from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.types import FailurePolicy
 
@@ -139,6 +140,8 @@ class RouterOptions:
 
     prefillers: tuple[Instance, ...] = ()
     decoders: tuple[Instance, ...] = ()
+    services: tuple[ServiceName, ...] = ()
+    """DNS names whose addresses are further instances."""
     host: str = "localhost"
     port: int = 8000
     """Port to listen on; 0 chooses a free port."""
@@ -150,6 +153,7 @@ class RouterOptions:
     routing: RoutingOptions = field(default_factory=RoutingOptions)
     health: HealthOptions = field(default_factory=HealthOptions)
     conversations: ConversationOptions = field(default_factory=ConversationOptions)
+    discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,114 @@
+"""Services: DNS names whose addresses are the instances of one role.
+
+A headless service of Kubernetes has such a name; its records are the pods that are ready. An
+address that appears joins the fleet. An address that disappears is drained, and removed when its
+last leg has ended. No answer, and an answer without addresses, change nothing: a name server that
+fails must not empty a fleet that serves.
+
+Pure: the caller looks names up and passes `now` (local monotonic seconds).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError
+from kvferry.router.fleet.fleet import Fleet
+from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.types import Address
+
+__all__ = ["DiscoveredInstances", "DiscoveryOptions", "ServiceName", "parse_member"]
+
+_SCHEME = "dns"
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryOptions:
+    """How often the names of services are looked up."""
+
+    interval_s: float = 5.0
+    """Seconds between two lookups of a DNS name."""
+    timeout_s: float = 5.0
+    """Time for one lookup. Without an answer, the known instances stay."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"discovery.{name} must be more than 0, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceName:
+    """A DNS name; each of its addresses is an instance that listens on `port`."""
+
+    role: Role
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}://{self.name}:{self.port}"
+
+
+def parse_member(role: Role, url: str) -> Instance | ServiceName:
+    """Parse `dns://NAME:PORT`, or the address of one instance; ConfigError otherwise."""
+    if not url.lower().startswith(f"{_SCHEME}://"):
+        return parse_instance(role, url)
+    try:
+        is_complete = urlsplit(url).port is not None
+        # A name and a port have the same form in both.
+        address = parse_instance(role, f"http{url[len(_SCHEME) :]}").address
+    except (ConfigError, ValueError):
+        is_complete, address = False, Address("", 0)
+    if not is_complete:
+        raise ConfigError(f"{url!r:.200} is not the name of a {role} service; give dns://NAME:PORT")
+    return ServiceName(role, address.host, address.port)
+
+
+@dataclass(slots=True)
+class DiscoveredInstances:
+    """Applies the answers of name servers to the fleet. Instances that an operator named are left
+    alone.
+    """
+
+    fleet: Fleet
+    on_removed: Callable[[Instance], object]
+    """Called when an instance was removed from the fleet."""
+    _listed: dict[ServiceName, frozenset[Instance]] = field(default_factory=dict)
+    """The instances of the last answer with addresses."""
+    _added: set[Instance] = field(default_factory=set)
+    """The members that were added here, those that leave included."""
+    _leaving: set[Instance] = field(default_factory=set)
+
+    def update(self, service: ServiceName, hosts: Collection[str], now: float) -> bool:
+        """Apply the addresses of a service; True if they have changed. No address is no change."""
+        if not hosts:
+            return False
+        before = self._listed.get(service, frozenset())
+        after = frozenset(Instance(service.role, Address(host, service.port)) for host in hosts)
+        self._listed[service] = after
+        for instance in sorted(after - before, key=str):
+            self._join(instance, now)
+        still_listed = frozenset().union(*self._listed.values())
+        for instance in (before - still_listed) & self._added:
+            self.fleet.leave(instance)
+            self._leaving.add(instance)
+        return before != after
+
+    def _join(self, instance: Instance, now: float) -> None:
+        member = self.fleet.get(instance)
+        if member is None or not member.is_static or instance in self._leaving:
+            self.fleet.add(instance, now)
+            self._added.add(instance)
+            self._leaving.discard(instance)
+
+    def remove_drained(self) -> list[Instance]:
+        """Remove and return the instances that have left and whose last leg has ended."""
+        drained = [instance for instance in self._leaving if self.fleet.is_drained(instance)]
+        for instance in drained:
+            self._leaving.remove(instance)
+            self._added.remove(instance)
+            self.fleet.remove(instance)
+            self.on_removed(instance)
+        return drained

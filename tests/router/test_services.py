@@ -1,0 +1,118 @@
+"""Tests of services: the fleet follows the addresses of a DNS name."""
+
+import pytest
+from tests.router.fleet_world import make_fleet
+
+from kvferry.errors import ConfigError
+from kvferry.router.fleet.fleet import Fleet, MemberState, RoutingHints
+from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.services import (
+    DiscoveredInstances,
+    DiscoveryOptions,
+    ServiceName,
+    parse_member,
+)
+from kvferry.types import Address
+
+SERVICE = ServiceName(Role.DECODE, "decode.example", 8000)
+
+
+class World:
+    """A fleet and the instances that were removed from it."""
+
+    def __init__(self) -> None:
+        self.fleet: Fleet = make_fleet("round_robin", 0)
+        self.removed: list[Instance] = []
+        self.discovered = DiscoveredInstances(self.fleet, self.removed.append)
+
+    def hosts(self) -> list[str]:
+        return [member.instance.address.host for member in self.fleet.members()]
+
+    def state(self, host: str) -> MemberState:
+        member = self.fleet.get(at(host))
+        assert member is not None
+        return member.state(0.0)
+
+
+def at(host: str) -> Instance:
+    return Instance(SERVICE.role, Address(host, SERVICE.port))
+
+
+def test_an_address_that_appears_joins() -> None:
+    world = World()
+    assert world.discovered.update(SERVICE, ["10.0.0.2", "10.0.0.1"], 0.0)
+    assert world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2", "10.0.0.3"], 0.0)
+    assert not world.discovered.update(SERVICE, ["10.0.0.3", "10.0.0.2", "10.0.0.1"], 0.0)
+    assert world.hosts() == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+
+
+def test_an_address_that_disappears_is_removed_after_its_last_leg() -> None:
+    world = World()
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    leg = world.fleet.begin(at("10.0.0.1"), 0.0)
+    world.discovered.update(SERVICE, ["10.0.0.2"], 1.0)
+    assert world.state("10.0.0.1") is MemberState.DRAINING
+    assert world.fleet.choose(Role.DECODE, RoutingHints(), 1.0) == at("10.0.0.2")
+    assert world.discovered.remove_drained() == []
+    world.fleet.end(leg, Outcome.ANSWERED, 2.0)
+    assert world.discovered.remove_drained() == [at("10.0.0.1")] == world.removed
+    assert world.hosts() == ["10.0.0.2"]
+
+
+def test_no_address_at_all_changes_nothing() -> None:
+    world = World()
+    world.discovered.update(SERVICE, ["10.0.0.1"], 0.0)
+    assert not world.discovered.update(SERVICE, [], 1.0)
+    assert world.state("10.0.0.1") is MemberState.NEW
+
+
+def test_an_address_that_returns_while_it_drains_gets_requests_again() -> None:
+    world = World()
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    world.discovered.update(SERVICE, ["10.0.0.2"], 1.0)
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 2.0)
+    assert world.discovered.remove_drained() == []
+    assert world.state("10.0.0.1") is MemberState.NEW
+
+
+def test_an_address_of_two_services_stays_while_one_lists_it() -> None:
+    world, other = World(), ServiceName(Role.DECODE, "other.example", 8000)
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    world.discovered.update(other, ["10.0.0.1"], 0.0)
+    world.discovered.update(SERVICE, ["10.0.0.2"], 1.0)
+    assert world.state("10.0.0.1") is MemberState.NEW
+    world.discovered.update(other, ["10.0.0.2"], 2.0)
+    assert world.state("10.0.0.1") is MemberState.DRAINING
+
+
+def test_an_instance_that_an_operator_named_or_drained_is_left_alone() -> None:
+    world = World()
+    world.fleet.add(at("10.0.0.1"), 0.0)
+    world.discovered.update(SERVICE, ["10.0.0.1", "10.0.0.2"], 0.0)
+    world.fleet.drain(at("10.0.0.2"))
+    world.discovered.update(SERVICE, ["10.0.0.2", "10.0.0.3"], 1.0)
+    assert world.state("10.0.0.1") is MemberState.NEW
+    assert world.state("10.0.0.2") is MemberState.DRAINING
+    assert world.discovered.remove_drained() == []
+
+
+def test_a_service_is_named_by_a_dns_url() -> None:
+    named = parse_member(Role.PREFILL, "dns://Prefill.kvferry.svc:8000")
+    assert named == ServiceName(Role.PREFILL, "prefill.kvferry.svc", 8000)
+    assert str(named) == "dns://prefill.kvferry.svc:8000"
+    assert parse_member(Role.DECODE, "http://10.0.0.1:8000") == at("10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["dns://", "dns://name", "dns://name:0", "dns://name:99999", "dns://a b:1", "dns://n:1/x"],
+)
+def test_a_wrong_name_of_a_service_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the name of a decode service; give dns://NAME"):
+        parse_member(Role.DECODE, url)
+
+
+@pytest.mark.parametrize("name", ["interval_s", "timeout_s"])
+def test_times_of_discovery_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"discovery\.{name} must be more than 0"):
+        DiscoveryOptions(**{name: 0})
