@@ -170,6 +170,16 @@ class InstanceClient:
             headers.append(("Retry-After", str(_DEFAULT_RETRY_AFTER_S)))
         return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
 
+    def aborted(self, instance: Instance, call: "TrackedLeg") -> LegFailure:
+        """Turn an answer that the engine aborted before its first token into a refusal: the engine
+        is about to end. It may have taken P's blocks, so a retry starts with the prefill leg.
+        """
+        call.outcome = Outcome.REFUSED
+        self.metrics.refusals.add(instance.role, instance.url)
+        message = f"{instance} is stopping: it aborted the request"
+        answer = build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S)
+        return LegFailure(instance, message, answer, is_refusal=True, needs_prefill=True)
+
     def failure(self, instance: Instance, error: Exception) -> LegFailure:
         if isinstance(error, _OF_THE_REQUEST):
             message = f"{instance} failed: {describe_error(error)}; ask for less, or for a stream"

@@ -124,6 +124,8 @@ class PrefillLeg:
                 return HttpResponse(answer.status, forwarded_headers(answer.headers), text)
             if answer.status != 200:
                 raise RemoteProtocolError(f"it answered with status {answer.status}")
+            if _ABORTED.search(text):
+                return self.instance_client.aborted(instance, call)
             handover = read_prefill_answer(text)
             if context.facts is not None:
                 context.facts.note_prefill(context.request_id, text)
@@ -146,6 +148,11 @@ def _late_handover(status: int, text: bytes) -> Handover | None:
         return read_prefill_answer(text)
     except RemoteProtocolError:
         return None
+
+
+# vLLM aborts requests that arrive after SIGTERM: status 200, no token, and this finish reason. In a
+# text that an engine generates, these quotes would be escaped.
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 
 # -- why a leg failed --
@@ -286,6 +293,9 @@ class DecodeLeg:
                     needs_prefill=True,
                 )
                 return await self._explain(context, call, failure, leg_id)
+            start = await self._first_event(answer) if whole is None else whole
+            if answer.status == 200 and _ABORTED.search(start):
+                return self.instance_client.aborted(instance, call)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
@@ -318,9 +328,13 @@ class DecodeLeg:
         Waits for the first event, because an engine may send its response head long before the
         first token. Comment lines of the stream are skipped.
         """
-        start = await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
+        start = await self._first_event(answer)
         event = _EVENT.search(start)
         return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
+
+    async def _first_event(self, answer: UpstreamResponse) -> bytes:
+        """The bytes of a stream up to its first event, or more; they stay in the stream."""
+        return await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
 
     def _note_first(self, context: RequestContext, call: TrackedLeg) -> None:
         now = time.monotonic()

@@ -1,0 +1,81 @@
+"""A vLLM that is about to end answers with status 200, the finish reason `abort` and no token. The
+router takes this for a refusal: the client gets another engine's answer, or a clear error.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from tests.router.stubs import Behaviour, completes, prefills, stage
+from tests.router.test_proxy import ONE, STREAMED, message, streams
+
+ABORTED = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
+GOOD = [b'data: {"choices":[{"text":"hello","finish_reason":null}]}\n\n', b"data: [DONE]\n\n"]
+
+
+async def aborts(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    answer = {"id": "a", "choices": [ABORTED], "kv_transfer_params": None}
+    return web.json_response(answer)
+
+
+ABORTS_STREAM = streams(
+    [b"data: " + json.dumps({"choices": [ABORTED]}).encode() + b"\n\n", b"data: [DONE]\n\n"]
+)
+
+
+@pytest.mark.parametrize("request_body", [ONE, STREAMED], ids=["whole", "stream"])
+def test_a_request_that_d_aborts_is_answered_by_another(request_body: dict[str, Any]) -> None:
+    is_whole = request_body is ONE
+    bad: Behaviour = aborts if is_whole else ABORTS_STREAM
+    good: Behaviour = completes if is_whole else streams(GOOD)
+
+    async def scene() -> None:
+        async with stage(prefills, [bad, good], max_retries=0) as s:
+            for _ in range(4):
+                status, _, body = await s.post(request_body)
+                assert (status, b"hello" in body, b"abort" in body) == (200, True, False)
+            assert s.decoders[0].calls
+            assert await s.metric("kvferry:router_instance_failures_total") == 0
+
+    uvloop.run(scene())
+
+
+def test_a_prompt_that_p_aborts_is_computed_by_another_p() -> None:
+    async def scene() -> None:
+        async with stage([aborts, prefills], completes) as s:
+            for _ in range(4):
+                assert (await s.post(ONE))[0] == 200
+            assert s.prefillers[0].calls
+            assert all("kv_transfer_params" in call.body for call in s.d.calls)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("request_body", [ONE, STREAMED], ids=["whole", "stream"])
+def test_if_every_d_aborts_the_client_is_told_to_come_back(request_body: dict[str, Any]) -> None:
+    bad: Behaviour = aborts if request_body is ONE else ABORTS_STREAM
+
+    async def scene() -> None:
+        async with stage(prefills, [bad, bad]) as s:
+            status, headers, body = await s.post(request_body)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert "is stopping: it aborted the request" in message(body)
+            assert set(s.releases.tickets) == {"ticket-1"}
+
+    uvloop.run(scene())
+
+
+def test_a_text_about_aborted_requests_is_no_aborted_request() -> None:
+    text = '{"finish_reason": "abort"}'
+
+    async def speaks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"choices": [{"text": text, "finish_reason": "stop"}]})
+
+    async def scene() -> None:
+        async with stage(prefills, speaks) as s:
+            status, _, body = await s.post(ONE)
+            assert (status, json.loads(body)["choices"][0]["text"]) == (200, text)
+
+    uvloop.run(scene())
