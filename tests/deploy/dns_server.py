@@ -10,7 +10,7 @@ import socket
 import threading
 from enum import Enum, auto
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from tests.e2e.harness import Host
@@ -71,7 +71,7 @@ class NameServer:
             if reply is not None:
                 self._socket.sendto(reply, sender)
 
-    def _reply(self, query: "dnslib.DNSRecord") -> bytes | None:
+    def _reply(self, query: Any) -> bytes | None:
         reply, name = query.reply(), str(query.q.qname).rstrip(".")
         found = self.zone.get(name, Failure.UNKNOWN_NAME)
         if found is Failure.SILENCE:

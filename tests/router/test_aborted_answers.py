@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import Behaviour, completes, prefills, stage
-from tests.router.test_proxy import ONE, STREAMED, message, streams
+from tests.router.stubs import Behaviour, completes, prefills, stage, streams
+from tests.router.test_proxy import ONE, STREAMED, message
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
 GOOD = [b'data: {"choices":[{"text":"hello","finish_reason":null}]}\n\n', b"data: [DONE]\n\n"]

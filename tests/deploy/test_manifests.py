@@ -1,0 +1,287 @@
+"""The files under deploy/: they parse, fit Kubernetes' schemas, and name flags, variables, settings
+and paths that exist.
+"""
+
+import itertools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from tests.e2e.harness import Cluster
+
+from kvferry.cli.arguments import dashed, split_transfer_arguments
+from kvferry.cli.main import COMMANDS, make_parser
+from kvferry.config import KVTransferConfig
+from kvferry.engine.make_model.writer import make_model
+from kvferry.router.config_file import read_config_file
+from kvferry.router.fleet.services import ServiceName
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+BASE = KUBERNETES / "base"
+KUSTOMIZATIONS = ["base", "overlays/cpu-trial"]
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+SCHEMA_VERSION = "1.32"
+ROUTER_TOML = (BASE / "router.toml").read_text()
+
+
+@cache
+def rendered(name: str) -> tuple[dict[str, Any], ...]:
+    """The resources that `kubectl apply -k` would send."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed; it renders the manifests")
+    command = ["kubectl", "kustomize", str(KUBERNETES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def with_rdma(folder: Path) -> list[dict[str, Any]]:
+    """The base with the component for RDMA."""
+    paths = {name: KUBERNETES / name for name in ("base", "components")}
+    for name, path in paths.items():
+        shutil.copytree(path, folder / name)
+    (folder / "kustomization.yaml").write_text("resources: [base]\ncomponents: [components/rdma]\n")
+    command = ["kubectl", "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def deployments(name: str) -> dict[str, dict[str, Any]]:
+    """The pod specs of the deployments by name."""
+    return {
+        found["metadata"]["name"]: found["spec"]["template"]["spec"]
+        for found in rendered(name)
+        if found["kind"] == "Deployment"
+    }
+
+
+def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for deployment, spec in deployments(name).items():
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            yield deployment, container
+
+
+def kvferry_commands() -> list[list[str]]:
+    """Every command line of kvferry in manifests, units and image files, without `kvferry`."""
+    found: list[list[str]] = []
+    for name in KUSTOMIZATIONS:
+        for _, container in containers(name):
+            words = [*container.get("command", ["kvferry"]), *container["args"]]
+            hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {})
+            found += [words, list(hook.get("command", ()))]
+    for unit in UNITS:
+        text = unit.read_text().replace("\\\n", " ").replace("%i", "prefill")
+        text = text.replace("${PORT}", "8000").replace("${URL}", "http://h:1")
+        text = text.replace("${ROUTER}", "http://h:1")
+        lines = re.findall(r"^Exec(?:Start|Stop)=/\S+/(.*)$", text, re.MULTILINE)
+        found += [shlex.split(line) for line in lines]
+    for image in ("router", "engine"):
+        text = (DEPLOY / "docker" / f"Dockerfile.{image}").read_text()
+        found.append(["kvferry", *json.loads(text.rpartition("CMD ")[2])])
+    return [words[1:] for words in found if words and words[0] == "kvferry"]
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_every_resource_fits_the_schema_of_kubernetes(name: str) -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate, from the extra [dev]"
+    )
+    kinds = [found["kind"] for found in rendered(name)]
+    assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
+    for resource in rendered(name):
+        validate.validate(resource, SCHEMA_VERSION, strict=True)
+
+
+def test_the_component_for_rdma_adds_a_device_and_locked_memory(tmp_path: Path) -> None:
+    rendered("base")
+    specs = {
+        found["metadata"]["name"]: found["spec"]["template"]["spec"]["containers"][0]
+        for found in with_rdma(tmp_path)
+        if found["kind"] == "Deployment"
+    }
+    for name in ("prefill", "decode"):
+        assert specs[name]["resources"]["limits"]["rdma/hca"] == "1"
+        assert specs[name]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert "add" not in specs["router"]["securityContext"]["capabilities"]
+
+
+def test_every_command_of_kvferry_is_one_that_the_cli_accepts() -> None:
+    commands = kvferry_commands()
+    assert {words[0] for words in commands} == {
+        *("proxy", "serve", "drain", "register", "make-model")
+    }
+    for name, *rest in commands:
+        if COMMANDS[name].takes_transfer_config:
+            split = split_transfer_arguments(rest)
+            if "--help" in rest:
+                continue
+            KVTransferConfig.from_mapping(split.mapping or {})
+            make_parser(name).parse(split.rest)
+        else:
+            make_parser(name).parse([dashed(word) for word in rest])
+
+
+def test_settings_of_vllm_are_those_of_our_connector() -> None:
+    texts = [path.read_text() for path in (*BASE.glob("*.yaml"), *UNITS)]
+    found = [
+        json.loads(text)
+        for whole in texts
+        for text in re.findall(r"--kv-transfer-config[= ]'?(\{.*?\})'?$", whole, re.MULTILINE)
+    ]
+    assert [config.get("kv_connector_module_path") for config in found].count("kvferry.vllm") == 3
+    for config in found:
+        assert KVTransferConfig.from_mapping(config).kv_connector == "NixlConnector"
+
+
+def test_the_file_of_the_router_names_the_two_services() -> None:
+    options = read_config_file(ROUTER_TOML, lambda path: "a-key")
+    services = {
+        found["metadata"]["name"]: found["spec"]
+        for found in map(yaml.safe_load, _documents(BASE))
+        if found["kind"] == "Service"
+    }
+    assert {service.role: service.name for service in options.services} == {
+        "prefill": "prefill",
+        "decode": "decode",
+    }
+    for service in options.services:
+        assert isinstance(service, ServiceName)
+        assert services[service.name]["clusterIP"] == "None"
+        assert services[service.name]["ports"][0]["port"] == service.port
+
+
+def _documents(folder: Path) -> list[str]:
+    return [text for path in folder.glob("*.yaml") for text in path.read_text().split("\n---\n")]
+
+
+def test_variables_in_manifests_and_units_are_those_that_kvferry_reads() -> None:
+    named = set[str]()
+    for path in (*KUBERNETES.rglob("*.yaml"), *UNITS):
+        named |= set(re.findall(r"\bKVFERRY_[A-Z_]+\b", path.read_text()))
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert {"KVFERRY_SECRET_FILE", "KVFERRY_SIDE_CHANNEL_HOST"} <= named
+    assert [name for name in sorted(named) if f'"{name}"' not in source] == []
+
+
+def test_the_documented_secret_has_every_key_that_pods_read() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    command = next(line for line in page.splitlines() if "create secret generic" in line)
+    texts = [ROUTER_TOML, *(path.read_text() for path in BASE.glob("*.yaml"))]
+    read = {name for text in texts for name in re.findall(r"/etc/kvferry/keys/([\w-]+)", text)}
+    assert set(re.findall(r"--from-file=(\S+)", command)) == read
+    named = {name for text in texts for name in re.findall(r"secretName: ([\w-]+)", text)}
+    assert named == {command.split()[4]}
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_a_pod_may_live_longer_than_its_drain(name: str) -> None:
+    """SIGKILL comes after the grace period, which the preStop hook is part of."""
+    shutdown_s = tomllib.loads(ROUTER_TOML)["timeouts"]["shutdown"]
+    for deployment, container in containers(name):
+        if "make-model" in container["args"]:
+            continue
+        words = [*container["args"], *_hook(container)]
+        limits = [
+            float(value)
+            for flag in ("--timeout", "--shutdown-timeout", "--drain-timeout")
+            for value in _values(words, flag)
+        ]
+        if deployment == "router":
+            limits += [shutdown_s, float(_hook(container)[1])]
+        grace_s = deployments(name)[deployment]["terminationGracePeriodSeconds"]
+        assert 0 < sum(limits) < grace_s, deployment
+
+
+def _hook(container: dict[str, Any]) -> list[str]:
+    hook = container.get("lifecycle", {}).get("preStop", {})
+    return list(hook.get("exec", {}).get("command", ()))
+
+
+def _values(words: list[str], flag: str) -> list[str]:
+    joined = [word.removeprefix(f"{flag}=") for word in words if word.startswith(f"{flag}=")]
+    after = itertools.pairwise(words)
+    return joined + [value for word, value in after if word == flag]
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_no_container_has_more_rights_than_it_needs(name: str) -> None:
+    for deployment, container in containers(name):
+        security = container["securityContext"]
+        assert not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        if "vllm" not in container.get("command", ()):
+            assert security["readOnlyRootFilesystem"], deployment
+    for spec in deployments(name).values():
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert not spec["automountServiceAccountToken"]
+
+
+@pytest.mark.slow
+def test_paths_of_probes_exist_on_real_processes(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny")
+    with Cluster(tmp_path, tmp_path / "tiny") as cluster:
+        engine = cluster.serve("engine", is_plain=True).ready()
+        router = cluster.proxy([], [engine]).ready()
+        for name in KUSTOMIZATIONS:
+            for deployment, container in containers(name):
+                server = router if deployment == "router" else engine
+                for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    if kind in container:
+                        path = container[kind]["httpGet"]["path"]
+                        assert _status(server.url + path) in (200, 503), (deployment, path)
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_image_files_copy_what_exists_and_install_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    installed = set[str]()
+    for path in (DEPLOY / "docker").glob("Dockerfile.*"):
+        text = path.read_text()
+        for source in re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE):
+            assert (ROOT / source).exists(), (path.name, source)
+        installed |= set(re.findall(r"\$wheel\[(\w+)\]", text))
+    assert installed == {"router", "engine"} & set(extras)
+
+
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    """The paths of the commands do not exist here, so /bin/true takes their place."""
+    for unit in UNITS:
+        text = re.sub(r"^(Exec\w+=)/\S+", r"\1/bin/true", unit.read_text(), flags=re.MULTILINE)
+        (tmp_path / unit.name).write_text(text)
+    names = [str(tmp_path / unit.name.replace("@.", "@prefill.")) for unit in UNITS]
+    for name, unit in zip(names, UNITS, strict=True):
+        if "@" in unit.name:
+            Path(name).symlink_to(tmp_path / unit.name)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *names],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
