@@ -108,7 +108,7 @@ def generated_pages() -> dict[Path, str]:
                 f"{tier.name}-tier": settings_table(tier)
                 for tier in (CpuTierConfig, DiskTierConfig, MooncakeTierConfig, ObjectTierConfig)
             },
-            **{name: flag_table(name) for name in ("serve", "proxy", "register", "up")},
+            **{name: flag_table(name) for name in ("serve", "proxy", "register", "drain", "up")},
         },
     }
     tables["writing-a-connector.md"] = {

@@ -48,12 +48,11 @@ def rendered(name: str) -> tuple[dict[str, Any], ...]:
     return tuple(yaml.safe_load_all(done.stdout))
 
 
-def with_rdma(folder: Path) -> list[dict[str, Any]]:
-    """The base with the component for RDMA."""
-    paths = {name: KUBERNETES / name for name in ("base", "components")}
-    for name, path in paths.items():
-        shutil.copytree(path, folder / name)
-    (folder / "kustomization.yaml").write_text("resources: [base]\ncomponents: [components/rdma]\n")
+def documented(folder: Path) -> list[dict[str, Any]]:
+    """What the kustomization.yaml in docs/deployment.md makes of the base."""
+    shutil.copytree(KUBERNETES, folder / "kvferry" / "deploy" / "kubernetes")
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (folder / "kustomization.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
     command = ["kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -106,14 +105,20 @@ def test_every_resource_fits_the_schema_of_kubernetes(name: str) -> None:
         validate.validate(resource, SCHEMA_VERSION, strict=True)
 
 
-def test_the_component_for_rdma_adds_a_device_and_locked_memory(tmp_path: Path) -> None:
+def test_the_documented_kustomization_adds_rdma_replicas_and_a_registry(tmp_path: Path) -> None:
     rendered("base")
-    specs = {
-        found["metadata"]["name"]: found["spec"]["template"]["spec"]["containers"][0]
-        for found in with_rdma(tmp_path)
-        if found["kind"] == "Deployment"
+    found = {
+        resource["metadata"]["name"]: resource["spec"]
+        for resource in documented(tmp_path)
+        if resource["kind"] == "Deployment"
+    }
+    specs = {name: spec["template"]["spec"]["containers"][0] for name, spec in found.items()}
+    assert {spec["image"] for spec in specs.values()} == {
+        "REGISTRY/kvferry-router",
+        "REGISTRY/kvferry-vllm",
     }
     for name in ("prefill", "decode"):
+        assert found[name]["replicas"] == 3
         assert specs[name]["resources"]["limits"]["rdma/hca"] == "1"
         assert specs[name]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert "add" not in specs["router"]["securityContext"]["capabilities"]
