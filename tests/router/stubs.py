@@ -80,7 +80,8 @@ class StubEngine:
         if request.path == "/health":
             return web.Response()
         raw = await request.read()
-        body = json.loads(raw) if raw else {}
+        is_json = raw and not request.content_type.startswith("multipart/")
+        body = json.loads(raw) if is_json else {}
         self.calls.append(Call(request.path, request.headers.copy(), raw, body))
         self.entered.set()
         try:

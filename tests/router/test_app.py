@@ -114,7 +114,7 @@ def test_models_are_asked_of_another_when_one_takes_no_requests() -> None:
         ("GET", "/nothing", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/unknown", 404),
     ],
 )
 def test_what_is_not_there_is_a_json_error(method: str, path: str, status: int) -> None:

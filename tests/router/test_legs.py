@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError, RequestRefused
+from kvferry.router.routes.error_shapes import error_event
 from kvferry.router.serving.client_request import (
     ClientRequest,
     Handover,
@@ -14,7 +15,7 @@ from kvferry.router.serving.client_request import (
     read_client_request,
     read_prefill_answer,
 )
-from kvferry.router.serving.context import choose_request_id, error_event
+from kvferry.router.serving.context import choose_request_id
 from kvferry.types import Address
 from kvferry.web.errors import error_body
 

@@ -15,8 +15,9 @@ from http.client import HTTPException
 
 from kvferry.cli.arguments import Parser
 from kvferry.cli.register import check_router_url
-from kvferry.cli.runtime import configure_logs, stop_signals
+from kvferry.cli.runtime import add_log_arguments, log_settings, stop_signals
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.logs import configure_logs
 from kvferry.router.fleet.instance_metrics import MAX_PAGE_BYTES, InstanceReading, read_metrics
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "IdleTime", "add_arguments", "count_work", "run"]
@@ -53,6 +54,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="SECONDS",
         help="give up after this time and exit with code 1 (default: %(default)s)",
     )
+    add_log_arguments(parser)
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ def count_work(reading: InstanceReading) -> int | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    configure_logs(is_json=False)
+    configure_logs(log_settings(arguments))
     url = check_router_url(arguments.url)
     if arguments.idle < 0 or arguments.timeout <= 0:
         raise ConfigError("--idle must not be negative, and --timeout must be more than 0")

@@ -13,7 +13,13 @@ from kvferry.router.http.messages import Headers, ServerRequest
 from kvferry.router.options import AccessOptions
 from kvferry.web.api_keys import ApiKeys, key_digest
 
-__all__ = ["AccessPolicy", "tenant_without_keys"]
+__all__ = ["AccessPolicy", "credentials", "tenant_without_keys"]
+
+
+def credentials(headers: Headers) -> str | None:
+    """The Authorization header of a client; clients of Anthropic's API send `X-Api-Key` instead."""
+    sent, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if sent is None and key is not None else sent
 
 
 def tenant_without_keys(authorization: str | None, peer: str) -> str:
@@ -27,8 +33,9 @@ def tenant_without_keys(authorization: str | None, peer: str) -> str:
 
 
 # Load balancers, which have no key, ask for the health.
-_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz"})
-_ADMIN_PREFIXES = ("/admin", "/dashboard")
+_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/ping", "/readyz"})
+# An adapter is loaded for all tenants.
+_ADMIN_PREFIXES = ("/admin", "/dashboard", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 # The page and its files contain no data; the page fetches data with a key. The files are directly
 # below /dashboard: deeper paths contain request ids.
 _PAGE = ("/dashboard", "/dashboard/")
@@ -49,7 +56,7 @@ class AccessPolicy:
 
     def tenant(self, request: ServerRequest) -> str | None:
         """The tenant of a request; None if the request has no valid key."""
-        authorization = request.headers.get("authorization")
+        authorization = credentials(request.headers)
         if self.keys:
             return self.keys.find(authorization)
         return tenant_without_keys(authorization, request.peer)
@@ -83,7 +90,7 @@ class AccessPolicy:
         The client's address decides nothing: a reverse proxy on this machine has the same address
         as an operator, and so has every other user of this machine.
         """
-        sent = (headers.get("authorization") or "").partition(" ")[2].strip()
+        sent = (credentials(headers) or "").partition(" ")[2].strip()
         return self.access.admin_key != "" and hmac.compare_digest(
             sent.encode("utf-8", "surrogateescape"), self.access.admin_key.encode()
         )

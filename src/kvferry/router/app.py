@@ -31,9 +31,17 @@ from kvferry.router.http.server import ResponseParts, ResponseWriter
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
+from kvferry.router.routes.adapters import Adapters
+from kvferry.router.routes.one_instance import OneInstance
+from kvferry.router.routes.table import Api, RouteTable, is_administrative
 from kvferry.router.serving.admission import AdmissionController, AdmissionOptions
 from kvferry.router.serving.client_request import Handover
-from kvferry.router.serving.context import HttpResponse, build_error_response, choose_request_id
+from kvferry.router.serving.context import (
+    HttpResponse,
+    build_error_response,
+    choose_request_id,
+    shaped_answer,
+)
 from kvferry.router.serving.dispatch import Dispatcher
 from kvferry.router.serving.generate import GenerateHandler
 from kvferry.router.serving.instance_client import InstanceClient
@@ -51,8 +59,7 @@ _log = logging.getLogger(__name__)
 _Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 _SHOWN_ROUTE_CHARS = 100
 _MAX_PAGE_BODY = 64 * 1024
-"""Largest body except for generations: some of these routes need no key."""
-_GENERATING = ("/v1/completions", "/v1/chat/completions")
+"""Largest body of a page of the router: some of these need no key."""
 
 
 class RouterApp:
@@ -118,10 +125,12 @@ class RouterApp:
             self.access_policy,
             self.admission,
             serving,
+            OneInstance(instance_client),
             self._recent,
             time_series,
             self._access_log,
         )
+        self._engine_routes = RouteTable(options.routing.forwarded_routes)
         admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
         pages = Pages(
             options,
@@ -134,7 +143,7 @@ class RouterApp:
             time_series,
             instance_client,
         )
-        self._routes = _routes(pages, admin)
+        self._routes = _routes(pages, admin, Adapters(instance_client))
         self._resolver = ServiceResolver(
             options.services,
             options.discovery,
@@ -171,13 +180,11 @@ class RouterApp:
         large. None admits the request.
         """
         path, access_policy = request.path, self.access_policy
-        methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
+        route = self._engine_routes.find(path)
+        methods = route.methods if route is not None else tuple(self._find(path))
         cors = access_policy.cors_headers(request.headers)
         if not methods:
-            return self._refuse(
-                request,
-                build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors),
-            )
+            return self._refuse(request, _unknown_route(request, cors))
         if (
             request.method == "OPTIONS"
             and request.headers.get("access-control-request-method") is not None
@@ -195,7 +202,7 @@ class RouterApp:
                     405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]
                 ),
             )
-        is_page = path not in _GENERATING
+        is_page = route is None
         if is_page and _is_large(request):
             return self._refuse(
                 request,
@@ -231,8 +238,9 @@ class RouterApp:
         """Serve one admitted request."""
         self.metrics.active.value += 1
         try:
-            if request.path in _GENERATING:
-                await self._generate_handler.generate(request, reply)
+            route = self._engine_routes.find(request.path)
+            if route is not None:
+                await self._generate_handler.generate(route, request, reply)
             else:
                 await self._show(request, reply)
         finally:
@@ -260,8 +268,10 @@ class RouterApp:
 
     def _refuse(self, request: ServerRequest, answer: HttpResponse) -> ResponseParts:
         self._count(request, answer.status)
-        named = self._name_page(request, answer.status)
-        return answer.status, [*answer.headers, named], answer.body
+        route = self._engine_routes.find(request.path)
+        shaped = shaped_answer(route.api if route is not None else Api.OTHER, answer)
+        named = self._name_page(request, shaped.status)
+        return shaped.status, [*shaped.headers, named], shaped.body
 
     def _name_page(self, request: ServerRequest, status: int) -> tuple[str, str]:
         """The id of a request that is no generation, which its answer and its log line have."""
@@ -277,11 +287,11 @@ class RouterApp:
         self._access_log.note_page("", "", "malformed", refusal.status)
 
     def _count(self, request: ServerRequest, status: int) -> None:
-        route = (
-            request.path if request.path in _GENERATING or request.path in self._routes else "other"
-        )
+        route = self._engine_routes.find(request.path)
+        page = request.path if request.path in self._routes else "other"
         if status:
-            self.metrics.requests.add(route, str(status))
+            name = route.pattern if route is not None else page
+            self.metrics.requests.add(name, str(status))
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
@@ -320,12 +330,15 @@ def _make_fleet(options: RouterOptions, now: float) -> Fleet:
     return fleet
 
 
-def _routes(pages: Pages, admin: Admin) -> dict[str, Mapping[str, _Page]]:
+def _routes(pages: Pages, admin: Admin, adapters: Adapters) -> dict[str, Mapping[str, _Page]]:
     routes: dict[str, Mapping[str, _Page]] = {
         path: {"GET": page} for path, page in pages.routes().items()
     }
     for path, methods in admin.routes().items():
         routes[path] = {method: _from_body(answer) for method, answer in methods.items()}
+    for path, page in adapters.routes().items():
+        routes[path] = {"POST": page}
+    routes["/ping"] = {"GET": pages.health, "POST": pages.health}
     return routes
 
 
@@ -342,6 +355,13 @@ def _is_large(request: ServerRequest) -> bool:
     return request.headers.get("transfer-encoding") is not None or (
         length is not None and int(length) > _MAX_PAGE_BODY
     )
+
+
+def _unknown_route(request: ServerRequest, cors: list[tuple[str, str]]) -> HttpResponse:
+    if is_administrative(request.path):
+        message = "this route administers one engine, and the router does not forward it"
+        return build_error_response(403, f"{_route_text(request)}: {message}", headers=cors)
+    return build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors)
 
 
 def _named(request: ServerRequest) -> tuple[str, str]:

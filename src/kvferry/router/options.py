@@ -9,6 +9,7 @@ from kvferry.errors import ConfigError
 from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.services import DiscoveryOptions, ServiceName
+from kvferry.router.routes.table import check_pattern
 from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.types import FailurePolicy
 
@@ -84,8 +85,14 @@ class RoutingOptions:
     """
     max_retries: int = 2
     """Retries of one request on other instances, until the client has received a byte."""
+    forwarded_routes: tuple[str, ...] = ()
+    """Paths of further routes that one instance serves; `*` stands for any text. Other unknown
+    paths get 404. Routes that administer an engine are never forwarded.
+    """
 
     def __post_init__(self) -> None:
+        for pattern in self.forwarded_routes:
+            check_pattern(pattern)
         if self.max_retries < 0:
             raise ConfigError(f"routing.max_retries must be 0 or more, got {self.max_retries}")
 

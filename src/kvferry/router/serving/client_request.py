@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import RemoteProtocolError
+from kvferry.router.routes.table import Api
 from kvferry.types import Address
 
 __all__ = [
@@ -59,6 +60,8 @@ _NOT_FOR_PREFILL = frozenset(
         "return_prompt_text",
     )
 )
+# Of a response: P stores nothing, and its request has an id of its own.
+_NOT_FOR_PREFILL_OF_RESPONSES = frozenset(("background", "include", "previous_response_id"))
 _PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -66,6 +69,14 @@ _PREFILL_PARAMS = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
+}
+_ONE, _FALSE_TEXT = msgspec.Raw(b"1"), msgspec.Raw(b"false")
+# In the order in which engines put them into the prompt.
+_PROMPT_FIELDS = {
+    Api.RESPONSES: ("instructions", "input"),
+    Api.MESSAGES: ("system", "messages"),
+    Api.TOKENS: ("token_ids",),
+    Api.OTHER: (),
 }
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
@@ -94,6 +105,18 @@ class _LargeFields(msgspec.Struct):
     structured_outputs: msgspec.Raw = msgspec.Raw(b"")
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
     documents: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    tokens: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+    features: msgspec.Raw = msgspec.Raw(b"")
+    items: msgspec.Raw = msgspec.Raw(b"")
+    queries: msgspec.Raw = msgspec.Raw(b"")
+    query: msgspec.Raw = msgspec.Raw(b"")
+    text_1: msgspec.Raw = msgspec.Raw(b"")
+    text_2: msgspec.Raw = msgspec.Raw(b"")
+    data: msgspec.Raw = msgspec.Raw(b"")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
 
 
@@ -174,12 +197,29 @@ class ClientRequest(msgspec.Struct, frozen=True):
     """The prompts of a request with several prompts; empty if the request has one."""
     num_choices: int = 1
     """The number of choices for each of several prompts; not read if the request has one."""
+    api: Api = Api.OPENAI
+    previous_response_id: str | None = None
+    """The stored response that this one continues."""
 
     @property
     def prompt(self) -> memoryview:
-        """The JSON text of `messages` or `prompt`."""
+        """The JSON text of the fields that the prompt begins with."""
+        if self.api is not Api.OPENAI:
+            named = (self.fields.get(name) for name in _PROMPT_FIELDS[self.api])
+            return memoryview(b"".join(bytes(text) for text in named if text is not None))
         text = self.fields.get("messages") or self.fields.get("prompt")
         return memoryview(b"") if text is None else memoryview(text)
+
+    @property
+    def needs_one_instance(self) -> bool:
+        """Whether one decode instance serves the request alone: P does not have the stored
+        response that the request continues, and a response that is made in the background would
+        fetch P's blocks after the router has stopped watching.
+        """
+        return self.api is Api.RESPONSES and (
+            self.previous_response_id is not None
+            or bytes(self.fields.get("background", b"")) == b"true"
+        )
 
     @property
     def is_streamed(self) -> bool:
@@ -207,15 +247,17 @@ class ClientRequest(msgspec.Struct, frozen=True):
         P under this id why the leg failed, or release the leg.
         """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
-        one = msgspec.Raw(b"1")
         leg |= {
-            "stream": msgspec.Raw(b"false"),
-            "max_tokens": one,
+            "stream": _FALSE_TEXT,
+            **_one_token(leg, self.api),
             "kv_transfer_params": _prefill_params(push_ticket, last_turn, leg_id),
         }
-        if "max_completion_tokens" in leg:
-            leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
+
+    def with_id(self, response_id: str) -> "ClientRequest":
+        """The same request for a response that gets this id from its engine."""
+        text = msgspec.Raw(b'"%b"' % response_id.encode("ascii"))
+        return msgspec.structs.replace(self, fields=self.fields | {"request_id": text})
 
     def decode_body(
         self, handover: Handover | None, turn_id: str | None = None, leg_id: str = ""
@@ -242,6 +284,29 @@ class ClientRequest(msgspec.Struct, frozen=True):
         return _encoder.encode(self.fields | {"kv_transfer_params": params})
 
 
+def _one_token(leg: _Fields, api: Api) -> _Fields:
+    """The fields that let P generate one token; removes from `leg` what contradicts them."""
+    if api is Api.RESPONSES:
+        for key in _NOT_FOR_PREFILL_OF_RESPONSES:
+            leg.pop(key, None)
+        return {"max_output_tokens": _ONE, "store": _FALSE_TEXT}
+    if api is Api.TOKENS:
+        sampling = _object(leg.get("sampling_params"))
+        kept = {key: value for key, value in sampling.items() if key not in _NOT_FOR_PREFILL}
+        return {"sampling_params": msgspec.Raw(_encoder.encode(kept | {"max_tokens": _ONE}))}
+    if "max_completion_tokens" in leg:
+        return {"max_tokens": _ONE, "max_completion_tokens": _ONE}
+    return {"max_tokens": _ONE}
+
+
+def _object(text: msgspec.Raw | None) -> _Fields:
+    """The members of a JSON object; none if the text is something else."""
+    try:
+        return _decoder.decode(text) if text is not None else {}
+    except msgspec.ValidationError:
+        return {}
+
+
 def _prefill_params(push_ticket: str, last_turn: bytes | None, leg_id: str) -> msgspec.Raw:
     params = _PLAIN_PREFILL_PARAMS
     if push_ticket or last_turn is not None:
@@ -265,7 +330,7 @@ def _with_fields(params: msgspec.Raw, added: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"{%b%b%b" % (added, b"" if rest.startswith(b"}") else b",", rest))
 
 
-def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
+def read_client_request(body: bytes, api: Api = Api.OPENAI) -> ClientRequest | InvalidRequest:
     """Parse and check the body of a client's request."""
     if not body.strip():
         return InvalidRequest(400, "the request body is empty: send a JSON object")
@@ -280,14 +345,14 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
                 f"than {_MAX_SMALL_BYTES} bytes",
             )
         fields = _decoder.decode(body)
-        _normalise(fields)
+        _normalise(fields, api)
     except msgspec.ValidationError:
         return InvalidRequest(400, "the request body must be a JSON object")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return InvalidRequest(400, f"the request body is not valid JSON: {error}")
     except RecursionError:
         return InvalidRequest(400, "the request body is not valid JSON: it is nested too deeply")
-    prompts = _several_prompts(fields)
+    prompts = _several_prompts(fields) if api is Api.OPENAI else ()
     if isinstance(prompts, InvalidRequest):
         return prompts
     conversation = _conversation(fields.get("conversation_id"))
@@ -303,7 +368,21 @@ def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
         )
     for key in _NEVER_FORWARDED:
         fields.pop(key, None)
-    return _with_choices(fields, prompts) if prompts else ClientRequest(fields, conversation)
+    if prompts:
+        return _with_choices(fields, prompts)
+    client = ClientRequest(fields, conversation, api=api)
+    return _with_previous_response(client) if api is Api.RESPONSES else client
+
+
+def _with_previous_response(client: ClientRequest) -> ClientRequest | InvalidRequest:
+    # The id of a response says which instance has it, so the router chooses the id.
+    client.fields.pop("request_id", None)
+    previous = client.fields.get("previous_response_id")
+    try:
+        name = None if previous is None else _name_decoder.decode(previous)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return InvalidRequest(400, "previous_response_id must be a string")
+    return msgspec.structs.replace(client, previous_response_id=name)
 
 
 def _conversation(name: msgspec.Raw | None) -> str | None:
@@ -455,12 +534,18 @@ def _small_bytes(body: bytes) -> int:
     )
 
 
-def _normalise(fields: _Fields) -> None:
+def _normalise(fields: _Fields, api: Api) -> None:
     """Replace the values that engines must not get as the client wrote them."""
     if _EXTRA in fields:
         fields[_EXTRA] = _without_transfer(fields[_EXTRA])
-    if "stream" in fields:
-        fields["stream"] = _normalised_flag(fields["stream"])
+    for flag in ("stream", "background"):
+        if flag in fields:
+            fields[flag] = _normalised_flag(fields[flag])
+    if api is Api.TOKENS:
+        sampling = _object(fields.get("sampling_params"))
+        if "extra_args" in sampling:
+            sampling["extra_args"] = _without_transfer(sampling["extra_args"])
+            fields["sampling_params"] = msgspec.Raw(_encoder.encode(sampling))
 
 
 def _normalised_flag(text: msgspec.Raw) -> msgspec.Raw:

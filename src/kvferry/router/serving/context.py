@@ -17,6 +17,9 @@ from kvferry.router.fleet.members import RoutingHints
 from kvferry.router.http.messages import Headers, ServerRequest, request_fields
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.http.server import ResponseWriter
+from kvferry.router.routes.error_shapes import error_event, shape_error
+from kvferry.router.routes.response_ids import make_response_id
+from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import error_body
@@ -27,10 +30,10 @@ __all__ = [
     "RequestContext",
     "build_error_response",
     "choose_request_id",
-    "error_event",
     "forwarded_headers",
     "leg_headers",
     "new_id",
+    "shaped_answer",
     "stream_headers",
 ]
 
@@ -152,6 +155,7 @@ class RequestContext:
 
     def send(self, answer: HttpResponse) -> None:
         """Send a complete response to the client."""
+        answer = shaped_answer(self.client.api, answer)
         self.reply.send(answer.status, self.client_headers(answer.headers), answer.body)
 
     async def relay(
@@ -178,17 +182,28 @@ class RequestContext:
         if not self.reply.can_write:
             self.reply.abort()
             return
-        await self.reply.write(error_event(status, message))
+        await self.reply.write(error_event(status, message, self.client.api))
         await self.reply.finish()
+
+    def client_for(self, instance: Instance) -> ClientRequest:
+        """The request for this instance: a response gets an id that leads to it."""
+        if self.client.api is not Api.RESPONSES:
+            return self.client
+        return self.client.with_id(make_response_id(new_id(), self.tenant, instance))
 
     def client_headers(self, headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """The headers of a response, with those that every response to a client has."""
         return [*headers, ("X-Request-Id", self.request_id), *self.cors]
 
 
-def leg_headers(headers: Headers, request_id: str, authorization: str | None) -> bytes:
+def leg_headers(
+    headers: Headers,
+    request_id: str,
+    authorization: str | None,
+    content_type: str = "application/json",
+) -> bytes:
     """Encoded headers of both legs. `authorization`: the credentials sent to instances."""
-    fields = [("X-Request-Id", request_id), ("Content-Type", "application/json")]
+    fields = [("X-Request-Id", request_id), ("Content-Type", content_type)]
     if authorization is not None:
         fields.append(("Authorization", authorization))
     for name in _TRACE_HEADERS:
@@ -215,8 +230,8 @@ def stream_headers(headers: Headers) -> list[tuple[str, str]]:
 
 
 # -- errors --
-# The router's own errors, as a complete response or as the last event of a stream. Pure.
-# The format is that of an engine, because refusals of engines are passed on unchanged.
+# The router's own errors as complete responses. Pure. The format is that of an engine, because
+# refusals of engines are passed on; `shaped_answer` gives both the shape of the client's API.
 
 
 _JSON = ("Content-Type", "application/json; charset=utf-8")
@@ -234,10 +249,10 @@ def build_error_response(
     )
 
 
-def error_event(status: int, message: str) -> bytes:
-    """Server-sent event that reports why the stream ends here.
-
-    The bytes sent before may have ended inside an event. The leading empty lines close that event,
-    and have no meaning otherwise.
-    """
-    return b"\n\ndata: " + error_body(RequestRefused(message, status=status)) + b"\n\n"
+def shaped_answer(api: Api, answer: HttpResponse) -> HttpResponse:
+    """The answer, whose error has the shape of the API."""
+    body = shape_error(api, answer.status, answer.body)
+    if body is answer.body:
+        return answer
+    headers = [field for field in answer.headers if field[0].lower() != "content-type"]
+    return HttpResponse(answer.status, [_JSON, *headers], body)

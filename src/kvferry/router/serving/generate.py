@@ -8,12 +8,15 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from kvferry.router.access import AccessPolicy
+from kvferry.router.access import AccessPolicy, credentials
 from kvferry.router.access_log import AccessLog
 from kvferry.router.http.deadlines import TimeLimits
 from kvferry.router.http.messages import ServerRequest
 from kvferry.router.http.server import ResponseWriter
 from kvferry.router.options import RouterOptions
+from kvferry.router.routes.error_shapes import error_event
+from kvferry.router.routes.one_instance import OneInstance, needs_no_parsing
+from kvferry.router.routes.table import Route, Service
 from kvferry.router.serving.admission import AdmissionController, AdmissionRefused, RefusalReason
 from kvferry.router.serving.client_request import (
     ClientRequest,
@@ -25,8 +28,8 @@ from kvferry.router.serving.context import (
     RequestContext,
     build_error_response,
     choose_request_id,
-    error_event,
     leg_headers,
+    shaped_answer,
 )
 from kvferry.router.serving.dispatch import Dispatcher
 from kvferry.router.serving.several_prompts import PromptsServer
@@ -47,30 +50,40 @@ _SENTENCES = {
 
 @dataclass(slots=True)
 class GenerateHandler:
-    """Handles one completion or chat request from its headers to its log line."""
+    """Handles one request to an engine's route from its headers to its log line."""
 
     options: RouterOptions
     access_policy: AccessPolicy
     admission: AdmissionController
     serving: Dispatcher
+    one_instance: OneInstance
     recent: RecentRequests
     time_series: TimeSeries
     access_log: AccessLog
     limits: TimeLimits = field(default_factory=TimeLimits)
 
-    async def generate(self, request: ServerRequest, reply: ResponseWriter) -> None:
-        """Serve a request to /v1/completions or /v1/chat/completions."""
+    async def generate(self, route: Route, request: ServerRequest, reply: ResponseWriter) -> None:
+        """Serve a request to one of the routes of engines."""
         headers = request.headers
         request_id = choose_request_id(headers.get("x-request-id"))
         cors = self.access_policy.cors_headers(headers)
-        client = read_client_request(request.body)
+        is_opaque = needs_no_parsing(route, request)
+        client = (
+            ClientRequest({}, api=route.api)
+            if is_opaque
+            else read_client_request(request.body, route.api)
+        )
         if isinstance(client, ClientRequest) and client.prompts:
             client = _check_repeated_bytes(client, self.options.limits.max_body_bytes)
         if isinstance(client, InvalidRequest):
-            _answer(reply, build_error_response(client.status, client.message), request_id, cors)
+            refusal = build_error_response(client.status, client.message)
+            _answer(reply, shaped_answer(route.api, refusal), request_id, cors)
             self.access_log.note_page(request_id, request.method, request.path, client.status)
             return
-        fields = leg_headers(headers, request_id, self._authorization(request))
+        content_type = headers.get("content-type") if is_opaque else None
+        fields = leg_headers(
+            headers, request_id, self._authorization(request), content_type or "application/json"
+        )
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
         timeline.conversation = client.conversation_id or ""
         context = RequestContext(
@@ -97,7 +110,7 @@ class GenerateHandler:
             else:
                 try:
                     timeline.mark(RequestEvent.ADMITTED, time.monotonic())
-                    await self._serve_in_time(context)
+                    await self._serve_in_time(context, route)
                 finally:
                     self.admission.leave(entry)
             outcome = _ending(context)
@@ -107,10 +120,10 @@ class GenerateHandler:
         finally:
             self._note_end(context, outcome)
 
-    async def _serve_in_time(self, context: RequestContext) -> None:
+    async def _serve_in_time(self, context: RequestContext, route: Route) -> None:
         limit = self.limits.begin(self.options.timeouts.request)
         try:
-            await self._serve(context)
+            await self._serve(context, route)
         except asyncio.CancelledError:
             # `end` is True if the deadline cancelled the task; else the client or the server did.
             if not limit.end():
@@ -132,7 +145,10 @@ class GenerateHandler:
         finally:
             limit.end()
 
-    async def _serve(self, context: RequestContext) -> None:
+    async def _serve(self, context: RequestContext, route: Route) -> None:
+        if route.service is not Service.BOTH_LEGS or context.client.needs_one_instance:
+            await self.one_instance.serve(context, route)
+            return
         if not context.client.prompts:
             await self.serving.serve(context)
             return
@@ -154,7 +170,7 @@ class GenerateHandler:
             return
         context.stream_error = message
         if context.client.is_streamed and reply.can_write:
-            await reply.write(error_event(504, message))
+            await reply.write(error_event(504, message, context.client.api))
             await reply.finish()
         else:
             reply.abort()
@@ -166,7 +182,7 @@ class GenerateHandler:
         """
         if self.options.access.instance_key:
             return f"Bearer {self.options.access.instance_key}"
-        return None if self.access_policy.keys else request.headers.get("authorization")
+        return None if self.access_policy.keys else credentials(request.headers)
 
     def _note_end(self, context: RequestContext, outcome: RequestOutcome) -> None:
         now, timeline, status = time.monotonic(), context.timeline, context.reply.status

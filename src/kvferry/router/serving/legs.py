@@ -24,6 +24,7 @@ from kvferry.router.conversations.turns import TurnTracker
 from kvferry.router.fleet.instances import Instance, Outcome
 from kvferry.router.http.messages import AnswerTooLong, UpstreamDisconnected, UpstreamError
 from kvferry.router.http.pool import UpstreamResponse
+from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import Handover, read_prefill_answer
 from kvferry.router.serving.context import (
     HttpResponse,
@@ -215,8 +216,13 @@ def _with_reason(failure: LegFailure, reason: str) -> LegFailure:
 _log = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-# The first event of a stream; group 1 matches if the event is an error.
-_EVENT = re.compile(rb'(?:^|\n)data:[ \t]*(\{\s*"error"\s*:)?[^\n]*\n')
+# One event of a stream, with its name if it has one; `error` matches if the event is an error.
+_EVENT = re.compile(
+    rb"(?:^|\n)(?:event:[ \t]*(?P<name>[^\r\n]*)\r?\n)?"
+    rb'data:[ \t]*(?P<error>\{\s*"(?:error"\s*:|type"\s*:\s*"error"))?[^\n]*\n'
+)
+# vLLM sends these events of a response before it has computed anything.
+_BEFORE_FIRST_TOKEN = (b"response.created", b"response.queued", b"response.in_progress")
 # A stream without an event within this many bytes counts as begun.
 _MAX_START = 64 * 1024
 _DONE, _TAIL_BYTES = b"data: [DONE]", 64
@@ -245,7 +251,8 @@ class DecodeLeg:
         """
         context.mark(RequestEvent.DECODE_BEGAN, instance)
         leg_id = _new_leg_id()
-        body = context.client.decode_body(handover, context.turn_id, leg_id)
+        client = context.client_for(instance)
+        body = client.decode_body(handover, context.turn_id, leg_id)
         try:
             result = await self._ask(context, held, instance, body, leg_id, has_begun)
         except (UpstreamError, RemoteProtocolError) as error:
@@ -293,7 +300,7 @@ class DecodeLeg:
                     needs_prefill=True,
                 )
                 return await self._explain(context, call, failure, leg_id)
-            start = await self._first_event(answer) if whole is None else whole
+            start = await self._peek_first_event(answer) if whole is None else whole
             if answer.status == 200 and _ABORTED.search(start):
                 return self.instance_client.aborted(instance, call)
             call.outcome = Outcome.ANSWERED
@@ -328,11 +335,13 @@ class DecodeLeg:
         Waits for the first event, because an engine may send its response head long before the
         first token. Comment lines of the stream are skipped.
         """
-        start = await self._first_event(answer)
-        event = _EVENT.search(start)
-        return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
+        start = await self._peek_first_event(answer)
+        event = _first_event(start)
+        if event is None or event["error"] is None:
+            return None
+        return start[: event.end()] + b"\n"
 
-    async def _first_event(self, answer: UpstreamResponse) -> bytes:
+    async def _peek_first_event(self, answer: UpstreamResponse) -> bytes:
         """The bytes of a stream up to its first event, or more; they stay in the stream."""
         return await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
 
@@ -374,7 +383,10 @@ class DecodeLeg:
             TurnParamsFilter(retain).feed if context.turn_id is not None else None
         )
         # Without a length or chunks, the end of the body looks like a crash: check for [DONE].
-        if not answer.is_chunked and answer.headers.get("content-length") is None:
+        # The other APIs have no [DONE]; their clients wait for a last event of another kind.
+        has_done = context.client.api in (Api.OPENAI, Api.TOKENS)
+        is_delimited = answer.is_chunked or answer.headers.get("content-length") is not None
+        if has_done and not is_delimited:
             body_filter = _DoneChecker(body_filter).feed
         if context.facts is not None:
             body_filter = context.facts.watched(context.request_id, body_filter)
@@ -419,5 +431,11 @@ class _DoneChecker:
         return segment if self._then is None else self._then(segment)
 
 
+def _first_event(start: bytes) -> re.Match[bytes] | None:
+    """The first event that shows that D has begun to generate, or has failed."""
+    events = _EVENT.finditer(start)
+    return next((event for event in events if event["name"] not in _BEFORE_FIRST_TOKEN), None)
+
+
 def _has_first_event(start: bytes) -> bool:
-    return _EVENT.search(start) is not None or len(start) > _MAX_START
+    return _first_event(start) is not None or len(start) > _MAX_START

@@ -1,0 +1,1 @@
+"""Routes of the APIs that the router serves besides its own pages."""

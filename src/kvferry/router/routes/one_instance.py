@@ -1,0 +1,231 @@
+"""Requests that one instance serves alone: it gets the client's body, and its answer goes back.
+
+Runs on the event loop. A decode instance is asked first, because prefill instances are kept for
+prompts; then every other instance that may have the route. Which routes an instance has depends on
+its model, its version and its flags, so the router learns from the answers: an instance that does
+not know a route says so before it does any work. The router then asks the next one, and does not
+ask this one for the same route for a while.
+"""
+
+import re
+import time
+from dataclasses import dataclass, field
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import RoutingHints
+from kvferry.router.http.messages import ServerRequest, UpstreamError
+from kvferry.router.http.pool import UpstreamResponse
+from kvferry.router.routes.response_ids import find_holder
+from kvferry.router.routes.table import Route, Service
+from kvferry.router.serving.context import (
+    HttpResponse,
+    LegFailure,
+    RequestContext,
+    build_error_response,
+    forwarded_headers,
+)
+from kvferry.router.serving.instance_client import (
+    UNAVAILABLE,
+    InstanceClient,
+    TrackedLeg,
+    describe_error,
+)
+from kvferry.router.timeline import RequestEvent
+from kvferry.web.errors import error_message
+
+__all__ = ["OneInstance", "needs_no_parsing"]
+
+LACKING_S = 30.0
+"""How long an instance is not asked again for a route that it did not know. A server that restarts
+with other flags is asked again after this time.
+"""
+_MAX_LACKING = 4096
+_NOT_IMPLEMENTED = 501
+_UNKNOWN_ROUTE = re.compile(r'(?:.*: )?Not Found|\{"detail":"Not Found"\}', re.DOTALL)
+"""What engines say about a path that they do not know. They name a model that they do not know."""
+_RESPONSE_ID = re.compile(r"/v1/responses/([^/]+)")
+
+
+def needs_no_parsing(route: Route, request: ServerRequest) -> bool:
+    """Whether an instance gets the body as it is: forms, and requests without a body.
+
+    All other bodies are JSON objects, from which the router removes what only it may say.
+    """
+    if route.service is Service.BOTH_LEGS:
+        return False
+    kind = (request.headers.get("content-type") or "").partition(";")[0].strip().lower()
+    return not request.body or kind == "multipart/form-data"
+
+
+@dataclass(slots=True)
+class OneInstance:
+    """Serves requests by one instance each."""
+
+    instance_client: InstanceClient
+    _lacking: dict[tuple[Instance, str], float] = field(default_factory=dict, init=False)
+    """Until when an instance is not asked for the route with this pattern."""
+
+    async def serve(self, context: RequestContext, route: Route) -> None:
+        """Serve the request until the client has received the response."""
+        holder = self._holder(context, route)
+        if isinstance(holder, HttpResponse):
+            context.error = "no instance stores this response"
+            context.send(holder)
+            return
+        context.retries_left = self.instance_client.options.routing.max_retries
+        failure: LegFailure | None = None
+        while (instance := self._choose(context, route, holder)) is not None:
+            result = await self._run(context, route, instance)
+            if result is None:
+                return
+            context.note_failure(instance, result)
+            # "This one is full" and "this one failed" say more than "that one lacks the route".
+            if failure is None or instance not in self._without(route):
+                failure = result
+            if not self._may_retry(context, result):
+                break
+        failure = failure or self._no_instance(route)
+        context.error = failure.message
+        context.send(failure.answer or build_error_response(502, failure.message))
+
+    def _holder(self, context: RequestContext, route: Route) -> Instance | HttpResponse | None:
+        """The instance that stores the response that the request names; None: the request names
+        none.
+        """
+        response_id = context.client.previous_response_id
+        if route.service is Service.STORED_RESPONSE:
+            named = _RESPONSE_ID.match(context.http.path)
+            response_id = named[1] if named is not None else ""
+        if response_id is None:
+            return None
+        members = self.instance_client.fleet.members(Role.DECODE)
+        holder = find_holder(response_id, context.tenant, (member.instance for member in members))
+        return holder or build_error_response(
+            404, f"Response with id {response_id[:100]!r} not found on any instance of the fleet"
+        )
+
+    def _choose(
+        self, context: RequestContext, route: Route, holder: Instance | None
+    ) -> Instance | None:
+        if holder is not None:
+            return None if holder in context.tried else holder
+        tried = [*context.tried, *self._without(route)]
+        # A response is stored by the instance that makes it, and stored ones are looked for at
+        # decode instances only.
+        roles = (Role.DECODE,) if context.client.needs_one_instance else (Role.DECODE, Role.PREFILL)
+        for role in roles:
+            chosen = self.instance_client.fleet.choose(role, context.hints, time.monotonic(), tried)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
+        """Whether another instance gets the request. One that did no work costs no retry."""
+        if failure.is_final:
+            return False
+        if failure.is_refusal or failure.is_unsent:
+            return True
+        context.retries_left -= 1
+        return context.retries_left >= 0
+
+    def _no_instance(self, route: Route) -> LegFailure:
+        if self._without(route):
+            return _lacks_route(None, route)
+        message = "no instance is available; try again"
+        return LegFailure(None, message, build_error_response(UNAVAILABLE, message, 1))
+
+    async def _run(
+        self, context: RequestContext, route: Route, instance: Instance
+    ) -> LegFailure | None:
+        """Ask one instance; None once the client has its response, good or bad."""
+        context.mark(RequestEvent.DECODE_BEGAN, instance)
+        try:
+            result = await self._ask(context, route, instance)
+        except (UpstreamError, RemoteProtocolError) as error:
+            if context.is_started:
+                raise
+            result = self.instance_client.failure(instance, error)
+        if result is not None:
+            context.mark(RequestEvent.DECODE_FAILED, result.message)
+        return result
+
+    async def _ask(
+        self, context: RequestContext, route: Route, instance: Instance
+    ) -> LegFailure | None:
+        with (
+            self.instance_client.track_leg(instance, RoutingHints()) as call,
+            await self._send(context, instance) as answer,
+        ):
+            if answer.status == UNAVAILABLE:
+                return await self.instance_client.refusal(answer, instance, call)
+            if answer.status >= 500 and answer.status != _NOT_IMPLEMENTED:
+                return await self.instance_client.server_error(answer, instance, call)
+            if answer.status == 200 and answer.headers.get("content-length") is None:
+                call.outcome = Outcome.ANSWERED
+                await self._relay(context, instance, answer, call)
+                return None
+            body = await self.instance_client.read(answer)
+            call.outcome = Outcome.ANSWERED
+            if _is_unknown_route(answer.status, body):
+                return self._note_lacking(instance, route)
+            context.send(HttpResponse(answer.status, forwarded_headers(answer.headers), body))
+        return None
+
+    async def _send(self, context: RequestContext, instance: Instance) -> UpstreamResponse:
+        http, timeouts = context.http, self.instance_client.options.timeouts
+        client = context.client_for(instance)
+        return await self.instance_client.upstreams.send(
+            self.instance_client.target(instance),
+            http.method,
+            f"{http.path}?{http.query}" if http.query else http.path,
+            context.leg_headers,
+            client.decode_body(None) if context.client.fields else http.body,
+            connect_timeout_s=timeouts.connect,
+            head_timeout_s=timeouts.answer,
+        )
+
+    async def _relay(
+        self,
+        context: RequestContext,
+        instance: Instance,
+        answer: UpstreamResponse,
+        call: TrackedLeg,
+    ) -> None:
+        """Pass a stream on as it comes."""
+        try:
+            await context.relay(answer, self.instance_client.options.timeouts.idle, None)
+        except UpstreamError as error:
+            call.outcome = Outcome.FAILED
+            self.instance_client.metrics.failures.add(instance.role, instance.url)
+            message = f"{instance} did not complete its answer: {describe_error(error)}"
+            is_events = (answer.headers.get("content-type") or "").startswith("text/event-stream")
+            if is_events:
+                await context.interrupt(502, message)
+            else:
+                # An error would become part of the data.
+                context.stream_error = message
+                context.reply.abort()
+
+    def _note_lacking(self, instance: Instance, route: Route) -> LegFailure:
+        if len(self._lacking) >= _MAX_LACKING:  # bounds the memory while instances change
+            self._lacking.clear()
+        self._lacking[instance, route.pattern] = time.monotonic() + LACKING_S
+        return _lacks_route(instance, route)
+
+    def _without(self, route: Route) -> list[Instance]:
+        """The instances that lately did not know the route."""
+        now = time.monotonic()
+        known = self._lacking.items()
+        return [which for (which, name), until in known if name == route.pattern and until > now]
+
+
+def _is_unknown_route(status: int, body: bytes) -> bool:
+    if status == _NOT_IMPLEMENTED:
+        return True
+    return status == 404 and _UNKNOWN_ROUTE.fullmatch(error_message(body)) is not None
+
+
+def _lacks_route(instance: Instance | None, route: Route) -> LegFailure:
+    message = f"no instance of the fleet has the route {route.pattern}"
+    return LegFailure(instance, message, build_error_response(404, message), is_unsent=True)
