@@ -48,12 +48,14 @@ def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
 @pytest.fixture(scope="session")
 def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
     for_p, for_d, _ = documented("On one host")
-    # vLLM then serves the pages that replace weights and reset caches.
-    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}
+    # vLLM then serves the pages that replace weights and reset caches, and stores responses.
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    # It then has the route that takes token ids, and lets a client name a tool to call.
+    flags = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with Fleet(tmp_path_factory.mktemp("trio"), model) as fleet:
         p, d = (
-            fleet.vllm("prefill", transfer=for_p.transfer, environment=dev_mode),
-            fleet.vllm("decode", transfer=for_d.transfer, cores="1", environment=dev_mode),
+            fleet.vllm("prefill", *flags, transfer=for_p.transfer, environment=dev_mode),
+            fleet.vllm("decode", *flags, transfer=for_d.transfer, cores="1", environment=dev_mode),
         )
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
