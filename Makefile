@@ -25,6 +25,8 @@ LMCACHE_VENV := .venv-lmcache
 ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
+CLIENTS_VENV := .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.kvferry-setup
 PYTEST_FLAGS ?=
 # So many files are tested at a time, those with real vLLM one after the other; see tests/conftest.py. 0: in one process, to debug.
 TEST_WORKERS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
@@ -34,7 +36,7 @@ SOAK_FLAGS ?=
 SEED ?=
 DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
-TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
+TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP))
 # `make check test` makes all environments before it checks anything, side by side: pip unpacks with one core.
 CHECK_EXTRAS := $(if $(filter test,$(MAKECMDGOALS)),environments)
 
@@ -93,9 +95,9 @@ test-gpu:  ## the tests that need a GPU, real vLLM's among them (its environment
 environments:
 	@$(MAKE) --silent --jobs=3 $(STAMP) $(TEST_EXTRAS)
 
-setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router: VLLM_VERSION=
+setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), its router, and clients: VLLM_VERSION=
 
-test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes: VLLM_VERSION=
+test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP) $(CLIENTS_STAMP)  ## the connector inside real vLLM processes: VLLM_VERSION=
 	@$(COMPILE)
 	$(BIN)/python -m pytest $(VLLM_TESTS) $(PYTEST_FLAGS)
 
@@ -138,7 +140,7 @@ constraints: $(STAMP)  ## write constraints.txt from what is installed
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(GPU_VENV) $(LMCACHE_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(GPU_VENV) $(LMCACHE_VENV) $(ROUTER_VENV) $(CLIENTS_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
@@ -181,4 +183,11 @@ $(ROUTER_STAMP): Makefile
 	@test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
 	@echo "installing vllm-router $(ROUTER_VERSION) into $(ROUTER_VENV)"
 	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION) fastapi httpx httptools uvicorn uvloop
+	@touch $@
+
+# The packages through which applications ask a router, with the versions that resolve together.
+$(CLIENTS_STAMP): Makefile
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@echo "installing clients for tests into $(CLIENTS_VENV)"
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet anthropic==2.10.0 langchain-openai==1.7.3 litellm==1.83.0
 	@touch $@

@@ -1,4 +1,4 @@
-"""Runs `ask.py` in the environment of the clients, which `make setup` does not need."""
+"""Runs `ask.py` in the environment that has the clients: they bring dozens of packages along."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PATIENCE_S = 200
 def ask_with(client: str, url: str, model: str) -> dict[str, Any]:
     """What the client got from the server; skips the test where the clients are not installed."""
     if not PYTHON.exists():
-        pytest.skip("the clients are not installed here; make setup-clients does it")
+        pytest.skip("the clients are not installed here; make setup-vllm does it")
     # litellm would fetch a table of prices.
     ours = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

@@ -281,3 +281,27 @@ def test_curl_is_told_what_is_not_there(patient: Pair) -> None:
     for sent in ("{", "[]", '{"prompt": 5}', '{"prompt": []}', "\x00"):
         said = curl("--data-binary", "@-", f"{url}/v1/completions", stdin=sent.encode())
         assert (said.status, bool(said.json()["error"]["message"])) == (400, True), sent
+
+
+def test_curl_gets_the_routes_that_one_engine_serves_through_the_router(patient: Pair) -> None:
+    def ask(path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        command = ["curl", "--silent", "--max-time", "60", "--write-out", "\n%{http_code}"]
+        if body is not None:
+            command += ["--json", json.dumps(body)]
+        done = subprocess.run(
+            [*command, patient.router.url + path], capture_output=True, check=True
+        )
+        text, _, status = done.stdout.rpartition(b"\n")
+        return int(status), json.loads(text)
+
+    status, found = ask("/tokenize", {"prompt": PROMPTS[0]})
+    assert (status, found["count"]) == (200, len(found["tokens"]))
+    assert ask("/detokenize", {"tokens": found["tokens"]})[0] == 200
+    assert "version" in ask("/version")[1]
+    assert ask("/ping")[0] == 200
+    status, refusal = ask("/v1/embeddings", {"input": "a"})
+    assert status == 404
+    assert refusal["error"]["message"] == "no instance of the fleet has the route /v1/embeddings"
+    status, refusal = ask("/v1/messages", {"messages": [], "max_tokens": 1})
+    assert (status, refusal["error"]["type"]) == (404, "not_found_error")
+    assert refusal["error"]["message"] == "POST /v1/messages: Not Found"

@@ -369,12 +369,15 @@ def test_the_routes_that_generate_nothing(model: Path) -> None:
                 assert (card["id"], card["max_model_len"]) == ("tiny", MODEL_LEN)
             async with s.session.get(s.url + "/version") as answer:
                 assert "version" in await answer.json()
-            async with s.session.get(s.url + "/health") as answer:
-                assert answer.status == 200
+            asked = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+            for method, path in asked:
+                async with s.session.request(method, s.url + path) as answer:
+                    assert answer.status == 200
             engine.die("out of memory")
-            async with s.session.get(s.url + "/health") as answer:
-                assert answer.status == 503
-                assert "error" in await answer.json()
+            for method, path in asked:
+                async with s.session.request(method, s.url + path) as answer:
+                    assert answer.status == 503
+                    assert "error" in await answer.json()
 
     asyncio.run(scene())
 

@@ -247,6 +247,8 @@ def build_app(
             web.post("/v1/chat/completions", handle_chat),
             web.get("/v1/models", handle_models),
             web.get("/health", handle_health),
+            web.get("/ping", handle_health),
+            web.post("/ping", handle_health),
             web.get("/metrics", handle_metrics),
             web.get("/version", handle_version),
             web.get("/kvferry/transfers", handle_transfers),
@@ -280,7 +282,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         REQUEST_ID.set(_request_id(request))
         # Load balancers, which have no key, ask for the health.
-        if request.path != "/health" and not _has_key(request):
+        if request.path not in ("/health", "/ping") and not _has_key(request):
             return error_response(
                 RequestRefused("the API key is missing or unknown", status=401),
                 {"WWW-Authenticate": "Bearer"},
