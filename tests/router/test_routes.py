@@ -25,6 +25,7 @@ from tests.router.stubs import (
     streams,
 )
 from tests.router.test_proxy import message
+from yarl import URL
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.instances import Role, parse_instance
@@ -382,9 +383,21 @@ def test_what_administers_an_engine_is_never_forwarded() -> None:
                 assert status == 403, path
                 assert "administers one engine" in message(text)
             for path in ("/%73leep", "//sleep", "/./sleep", "/v1/../sleep"):
-                url = aiohttp.client.URL(s.url + path, encoded=True)
+                url = URL(s.url + path, encoded=True)
                 async with s.session.post(url, json={}) as answer:
                     assert answer.status == 404, path
+            assert (s.p.calls, s.d.calls) == ([], [])
+
+    uvloop.run(scene())
+
+
+def test_a_pattern_opens_no_page_of_the_router() -> None:
+    async def scene() -> None:
+        async with stage(completes, completes, forwarded_routes=("/*",)) as s:
+            for path in ("/admin/instances", LOAD, "/dashboard/requests/x", "/dashboard/state"):
+                method = "POST" if path == LOAD else "GET"
+                async with s.session.request(method, s.url + path) as answer:
+                    assert answer.status == 401, path
             assert (s.p.calls, s.d.calls) == ([], [])
 
     uvloop.run(scene())

@@ -146,10 +146,10 @@ def test_tools_and_structured_output_are_those_of_one_engine(trio: Trio) -> None
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question("structured")}],
-        "max_tokens": 64,
+        "max_tokens": 256,
         "temperature": 0.0,
     }
-    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
     tool: Any = {"type": "function", "function": {"name": "port", "parameters": schema}}
     chosen: Any = {"type": "function", "function": {"name": "port"}}
     with client_of(trio.p) as alone, client_of(trio.router) as client, loads(trio, 2):

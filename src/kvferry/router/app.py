@@ -33,7 +33,7 @@ from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
 from kvferry.router.routes.adapters import Adapters
 from kvferry.router.routes.one_instance import OneInstance
-from kvferry.router.routes.table import Api, RouteTable, is_administrative
+from kvferry.router.routes.table import Api, Route, RouteTable, is_administrative
 from kvferry.router.serving.admission import AdmissionController, AdmissionOptions
 from kvferry.router.serving.client_request import Handover
 from kvferry.router.serving.context import (
@@ -180,7 +180,7 @@ class RouterApp:
         large. None admits the request.
         """
         path, access_policy = request.path, self.access_policy
-        route = self._engine_routes.find(path)
+        route = self._route(path)
         methods = route.methods if route is not None else tuple(self._find(path))
         cors = access_policy.cors_headers(request.headers)
         if not methods:
@@ -238,7 +238,7 @@ class RouterApp:
         """Serve one admitted request."""
         self.metrics.active.value += 1
         try:
-            route = self._engine_routes.find(request.path)
+            route = self._route(request.path)
             if route is not None:
                 await self._generate_handler.generate(route, request, reply)
             else:
@@ -258,6 +258,10 @@ class RouterApp:
             answer.body,
         )
 
+    def _route(self, path: str) -> Route | None:
+        """The route of engines that the path names. A pattern never covers the router's pages."""
+        return None if self._find(path) else self._engine_routes.find(path)
+
     def _find(self, path: str) -> Mapping[str, _Page]:
         """The handlers of a path; a route with a final slash also covers the level below."""
         found = self._routes.get(path)
@@ -268,7 +272,7 @@ class RouterApp:
 
     def _refuse(self, request: ServerRequest, answer: HttpResponse) -> ResponseParts:
         self._count(request, answer.status)
-        route = self._engine_routes.find(request.path)
+        route = self._route(request.path)
         shaped = shaped_answer(route.api if route is not None else Api.OTHER, answer)
         named = self._name_page(request, shaped.status)
         return shaped.status, [*shaped.headers, named], shaped.body
@@ -287,7 +291,7 @@ class RouterApp:
         self._access_log.note_page("", "", "malformed", refusal.status)
 
     def _count(self, request: ServerRequest, status: int) -> None:
-        route = self._engine_routes.find(request.path)
+        route = self._route(request.path)
         page = request.path if request.path in self._routes else "other"
         if status:
             name = route.pattern if route is not None else page

@@ -91,43 +91,45 @@ _FORWARDED_METHODS = ("GET", "POST", "DELETE")
 # matches no pattern.
 _PLAIN_PATH = re.compile(r"(?:/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)+")
 
-_ADMINISTRATIVE = (
-    "/abort_requests",
-    "/collective_rpc",
-    "/fault_tolerance/*",
-    "/finish_weight_update",
-    "/get_world_size",
-    "/init_weight_transfer_engine",
-    "/is_paused",
-    "/is_scaling_elastic_ep",
-    "/is_sleeping",
-    "/pause",
-    "/release_kv_cache_memory",
-    "/reset_encoder_cache",
-    "/reset_mm_cache",
-    "/reset_prefix_cache",
-    "/resume",
-    "/scale_elastic_ep",
-    "/server_info",
-    "/shutdown",
-    "/shutdown_weight_transfer_engine",
-    "/sleep",
-    "/start_draft_weight_update",
-    "/start_profile",
-    "/start_weight_update",
-    "/stop_profile",
-    "/update_weight_version",
-    "/update_weights",
-    "/wake_up",
-    "/weight_checker",
-    "/weight_info",
+_ADMINISTRATIVE = frozenset(
+    (
+        "/abort_requests",
+        "/collective_rpc",
+        "/finish_weight_update",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/is_paused",
+        "/is_scaling_elastic_ep",
+        "/is_sleeping",
+        "/pause",
+        "/release_kv_cache_memory",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+        "/scale_elastic_ep",
+        "/server_info",
+        "/shutdown",
+        "/shutdown_weight_transfer_engine",
+        "/sleep",
+        "/start_draft_weight_update",
+        "/start_profile",
+        "/start_weight_update",
+        "/stop_profile",
+        "/update_weight_version",
+        "/update_weights",
+        "/wake_up",
+        "/weight_checker",
+        "/weight_info",
+    )
 )
+_ADMINISTRATIVE_PREFIX = "/fault_tolerance/"
 
 
 def is_administrative(path: str) -> bool:
     """Whether the path administers one engine; none of these is ever forwarded."""
-    plain = path.lower().rstrip("/")
-    return any(fnmatchcase(plain, pattern) for pattern in _ADMINISTRATIVE)
+    plain = path.lower()
+    return plain.rstrip("/") in _ADMINISTRATIVE or plain.startswith(_ADMINISTRATIVE_PREFIX)
 
 
 def check_pattern(pattern: str) -> None:
