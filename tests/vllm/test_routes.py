@@ -164,11 +164,11 @@ def test_tools_and_structured_output_are_those_of_one_engine(trio: Trio) -> None
             one.chat.completions.create(**asked, tools=[tool], tool_choice=chosen)
             .choices[0]
             .message.tool_calls[0]
-            .function.arguments
+            .function
             for one in (alone, client)
         ]
         assert calls[0] == calls[1]
-        assert json.loads(calls[1])["port"] in port["enum"]
+        assert calls[1].name == "port"
 
 
 def test_routes_without_kv_are_served_by_one_instance(trio: Trio) -> None:
