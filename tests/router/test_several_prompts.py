@@ -19,7 +19,8 @@ from tests.router.stubs import PARAMS, Stage, completes, hangs, prefills, stage,
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.serving.client_request import MAX_PROMPTS
-from kvferry.router.serving.several_prompts import MAX_AT_ONCE, EventSplitter, JoinedAnswer
+from kvferry.router.serving.event_splitter import EventSplitter
+from kvferry.router.serving.several_prompts import MAX_AT_ONCE, JoinedAnswer
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 

@@ -1,14 +1,13 @@
 """Serves a completion that has several prompts, and joins the answers as a single engine would.
 
-Runs on the event loop; `JoinedAnswer` and `EventSplitter` are pure. Each prompt is served like a
-request of its own: it has two legs, retries, and a request id that begins with the client's. The
-choices of a prompt get the index that an engine would give them: number of the prompt times choices
-per prompt, plus number of the choice. The first prompt that fails ends the request: the legs of the
-other prompts are cancelled, which frees their blocks. The same happens when the client disconnects.
+Runs on the event loop; `JoinedAnswer` is pure. Each prompt is served like a request of its own: it
+has two legs, retries, and a request id that begins with the client's. The choices of a prompt get
+the index that an engine would give them: number of the prompt times choices per prompt, plus number
+of the choice. The first prompt that fails ends the request: the legs of the other prompts are
+cancelled, which frees their blocks. The same happens when the client disconnects.
 """
 
 import asyncio
-import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -27,10 +26,11 @@ from kvferry.router.serving.context import (
     build_error_response,
     stream_headers,
 )
+from kvferry.router.serving.event_splitter import EventSplitter, event_data
 from kvferry.router.timeline import RequestEvent, Timeline
 from kvferry.web.errors import error_message
 
-__all__ = ["MAX_AT_ONCE", "EventSplitter", "JoinedAnswer", "PromptsServer"]
+__all__ = ["MAX_AT_ONCE", "JoinedAnswer", "PromptsServer"]
 
 MAX_AT_ONCE = 16
 """Prompts of one request that run at the same time."""
@@ -43,11 +43,6 @@ _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _choices_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
 _index_decoder: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
-# A CR before the first line feed stays in the event, where it does no harm: a pattern that starts
-# with a fixed byte is searched many times as fast as one that starts with an optional byte.
-_EVENT_END = re.compile(rb"\n\r?\n")
-_CUT_END_BYTES = 2
-"""Most bytes of an event's end that can have arrived without the rest of the end."""
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -92,9 +87,8 @@ class JoinedAnswer:
         """One event of a prompt's stream as an event of the joined stream; empty if the joined
         stream has no such event. RemoteProtocolError if the event is an error or is malformed.
         """
-        lines = [line for line in event.splitlines() if line.startswith(b"data:")]
-        data = b"\n".join(line.removeprefix(b"data:") for line in lines).strip()
-        if not data or data == b"[DONE]":  # a comment, which only keeps a connection alive
+        data = event_data(event)
+        if not data or data == b"[DONE]":
             return b""
         fields, choices = self._read(number, data)
         if not choices and "usage" in fields:
@@ -147,41 +141,6 @@ def _add_counts(into: dict[str, Any], more: dict[str, Any]) -> None:
             into[name] = known + value
         elif known is None:
             into[name] = value
-
-
-class EventSplitter:
-    """Splits a stream of server-sent events that arrives in segments of any length.
-
-    The bytes of an incomplete event are searched once and not again with every segment: the first
-    event may have megabytes (`echo` with `logprobs`), and the event loop serves all clients.
-    """
-
-    def __init__(
-        self, find_ends: Callable[[bytearray, int], Iterable[re.Match[bytes]]] = _EVENT_END.finditer
-    ) -> None:
-        """`find_ends` finds the ends of events from an offset on."""
-        self._find_ends = find_ends
-        self._incomplete = bytearray()
-
-    @property
-    def num_incomplete(self) -> int:
-        """Bytes of the event that has not arrived completely."""
-        return len(self._incomplete)
-
-    def feed(self, segment: bytes) -> list[bytes]:
-        """The events that the segment completes."""
-        searched = max(0, len(self._incomplete) - _CUT_END_BYTES)
-        self._incomplete += segment
-        events, start = [], 0
-        for end in self._find_ends(self._incomplete, searched):
-            events.append(bytes(self._incomplete[start : end.start()]))
-            start = end.end()
-        del self._incomplete[:start]
-        return events
-
-    def finish(self) -> list[bytes]:
-        """The last event, if the stream ended without the empty line after it."""
-        return [bytes(self._incomplete)] if self._incomplete.strip() else []
 
 
 # -- prompts --
