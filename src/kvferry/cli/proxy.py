@@ -112,6 +112,13 @@ def add_arguments(parser: Parser) -> None:
         "prompts, fail rejects requests (default: recompute)",
     )
     parser.add_argument(
+        "--first-token-from-prefill",
+        action="store_true",
+        default=None,
+        help="send clients the token that the prefill instance has sampled, and let decode "
+        "instances continue after it, wherever the answer stays that of one engine",
+    )
+    parser.add_argument(
         "--api-key-file",
         metavar="FILE",
         help="file with the keys that clients must send, `TENANT KEY` or `KEY` in each line",
@@ -226,7 +233,8 @@ def _members(
 
 
 def _overridden(routing: RoutingOptions, arguments: argparse.Namespace) -> RoutingOptions:
-    given = _given(arguments, ("prefill_policy", "decode_policy", "without_prefill"))
+    names = ("prefill_policy", "decode_policy", "without_prefill", "first_token_from_prefill")
+    given = _given(arguments, names)
     if "without_prefill" in given:
         given["without_prefill"] = FailurePolicy(given["without_prefill"])
     return replace(routing, **given)

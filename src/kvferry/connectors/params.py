@@ -22,6 +22,7 @@ __all__ = [
     "TransferRole",
     "TurnRetention",
     "UnsignedPeer",
+    "first_token_params",
     "read_leg_id",
     "read_params",
 ]
@@ -120,6 +121,13 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_decode"]:
         return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
     return NoTransfer(_retention(params, RETAIN_NOTHING))
+
+
+def first_token_params(max_model_len: int) -> dict[str, Any]:
+    """The parameters by which P tells a router that the token it sampled is the first token of the
+    answer, and that a completion may continue after it. Without them, P's token means nothing.
+    """
+    return {"first_token": {"max_model_len": max_model_len}}
 
 
 def read_leg_id(params: object) -> str:

@@ -511,4 +511,5 @@ def _ready_message(setup: EngineSetup, limits: SchedulerLimits) -> CoreReady:
         vocab_size=limits.vocab_size,
         engine_id="" if transfer is None else str(transfer.engine_id or ""),
         epoch=setup.epoch,
+        samples_first_tokens=not limits.has_states,
     )

@@ -196,6 +196,10 @@ class CoreReady(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     engine_id: str = ""
     epoch: str = ""
+    samples_first_tokens: bool = False
+    """Whether the token that a prefill leg samples is the first token of the answer. It is not if
+    the model has states (see `shorten_prefill_leg`).
+    """
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag=True):

@@ -201,6 +201,10 @@ class RouterMetrics:
             "kvferry:router_prefills_without_blocks",
             "Prefill answers without a ticket, so that D computed the prompt.",
         )
+        self.first_tokens = collector.counter(
+            "kvferry:router_first_tokens_from_prefill",
+            "Answers that began with the token of the prefill instance.",
+        )
         self.in_parallel = collector.counter(
             "kvferry:router_legs_at_once", "Requests whose two legs were started together (push)."
         )

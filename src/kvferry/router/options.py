@@ -89,6 +89,10 @@ class RoutingOptions:
     """Paths of further routes that one instance serves; `*` stands for any text. Other unknown
     paths get 404. Routes that administer an engine are never forwarded.
     """
+    first_token_from_prefill: bool = False
+    """Send the client the token that the prefill instance has sampled, and let a decode instance
+    continue after it, wherever the answer stays exactly that of one engine.
+    """
 
     def __post_init__(self) -> None:
         for pattern in self.forwarded_routes:

@@ -33,7 +33,10 @@ class RequestEvent(StrEnum):
     DECODE_BEGAN = "decode began"
     DECODE_FAILED = "decode failed"
     FIRST_TOKEN = "first token"
-    """The first bytes of D's answer arrived."""
+    """The first bytes of D's answer arrived, or P's token, if the client's answer begins with it.
+    """
+    CONTINUED = "continued"
+    """The first bytes of D's answer arrived after the client had received P's token."""
 
 
 class RequestOutcome(StrEnum):

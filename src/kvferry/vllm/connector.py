@@ -35,6 +35,7 @@ from kvferry.errors import ConfigError
 from kvferry.logs import LEVEL_VARIABLE, ForwardingHandler, LogSettings
 from kvferry.vllm.block_demand import BlockDemand
 from kvferry.vllm.compatibility import check_supported
+from kvferry.vllm.first_token import FirstTokenNote
 from kvferry.vllm.idle import IdleWait, find_engine_loop, longest_wait_s
 from kvferry.vllm.loaded_weights import LoadedWeights, WeightsSample, WeightsVersion
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
@@ -170,6 +171,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cache = cache_config(vllm_config, kv_cache_config, formats)
         config = with_interop(config, cache, vllm_config, kv_cache_config, is_worker)
         self._has_states = cache.has_states
+        self._first_token_note = FirstTokenNote(vllm_config, cache.has_states)
         num_state_groups = sum(group.is_state for group in cache.groups)
         self._needs = BlockDemand(
             cache.block_size, len(cache.groups) - num_state_groups, num_state_groups
@@ -389,7 +391,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._end_request(request)
-        return self._inner.request_finished(self._view(request), null_blocks_as_holes(block_ids))
+        is_delayed, params = self._inner.request_finished(
+            self._view(request), null_blocks_as_holes(block_ids)
+        )
+        return is_delayed, self._first_token_note.add_to(params, request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -403,9 +408,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id,
             )
             view = replace(view, has_unknown_states=True)
-        return self._inner.request_finished_all_groups(
+        is_delayed, params = self._inner.request_finished_all_groups(
             view, tuple(map(null_blocks_as_holes, block_ids))
         )
+        return is_delayed, self._first_token_note.add_to(params, request)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):

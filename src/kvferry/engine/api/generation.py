@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
 
+from kvferry.connectors.params import first_token_params
 from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.assembly import Delta, StopMatcher, TextAssembler
 from kvferry.engine.api.context import REQUEST_ID, Engine, context_of
@@ -333,8 +334,16 @@ class GenerationResponder:
                 tally.add(delta)
         reply = replies.whole(answers)
         reply.usage = tally.usage()
-        reply.kv_transfer_params = tally.kv_transfer_params
+        reply.kv_transfer_params = self._with_first_token(tally.kv_transfer_params)
         return web.Response(body=_encode(reply), content_type="application/json")
+
+    def _with_first_token(self, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Tell the router that a decode side may continue after the token of this prefill leg."""
+        ready, tokenizer = self._context.engine.ready, self._context.tokenizer
+        is_possible = ready.samples_first_tokens and tokenizer.is_byte_level
+        if params is None or not self._request.is_prefill_for_peer or not is_possible:
+            return params
+        return params | first_token_params(ready.max_model_len)
 
     async def _stream(
         self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter

@@ -117,7 +117,8 @@ class ModelTokenizer:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        """Whether the text of a token does not depend on the tokens before it."""
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str] = {}
         self.longest_token_chars = max(
@@ -158,7 +159,7 @@ class ModelTokenizer:
     def detokeniser(self, special: SpecialTokens) -> Detokeniser:
         whole = (
             ByteDetokeniser(self.bytes_of)
-            if self._is_byte_level
+            if self.is_byte_level
             else WindowDetokeniser(self._decode_window)
         )
         return (
@@ -180,7 +181,7 @@ class ModelTokenizer:
         if known is None:
             decoded = (
                 self.bytes_of(token_id).decode(errors="replace")
-                if self._is_byte_level
+                if self.is_byte_level
                 else self._decode_window([token_id])
             )
             known = self._text_of[token_id] = decoded
@@ -190,7 +191,7 @@ class ModelTokenizer:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if not self._is_byte_level:
+        if not self.is_byte_level:
             return self.text_of(token_id).encode()
         alphabet = _byte_alphabet()
         # A token with a character outside the alphabet (for example an added token with a space)

@@ -67,7 +67,7 @@ def state_of(timeline: Timeline) -> str:
                 state = "prefill"
             case RequestEvent.DECODE_BEGAN:
                 state = "decode"
-            case RequestEvent.FIRST_TOKEN:
+            case RequestEvent.FIRST_TOKEN | RequestEvent.CONTINUED:
                 state = "streaming"
             case (
                 RequestEvent.ADMITTED
@@ -117,7 +117,7 @@ def _prefills(timeline: Timeline, shown: FormatSubject) -> Iterator[RequestPhase
     return _tries(
         timeline,
         "prefill",
-        (RequestEvent.PREFILL_BEGAN, RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED),
+        (RequestEvent.PREFILL_BEGAN, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_ENDED),
         shown,
     )
 
@@ -125,13 +125,13 @@ def _prefills(timeline: Timeline, shown: FormatSubject) -> Iterator[RequestPhase
 def _tries(
     timeline: Timeline,
     name: str,
-    marks: tuple[RequestEvent, RequestEvent, RequestEvent],
+    marks: tuple[RequestEvent, ...],
     shown: FormatSubject,
 ) -> Iterator[RequestPhase]:
-    """Phases of all tries of one leg. `marks`: begin, end and failure; another begin also ends a
+    """Phases of all tries of one leg. `marks`: begin, failure and ends; another begin also ends a
     try.
     """
-    began, _, failed = marks
+    began, failed, *_ = marks
     made = [entry for entry in timeline.marks if entry[0] in marks]
     for index, (mark, at, instance) in enumerate(made):
         if mark is not began:
@@ -156,7 +156,12 @@ def _decodes(
         _tries(
             timeline,
             "decode",
-            (RequestEvent.DECODE_BEGAN, RequestEvent.FIRST_TOKEN, RequestEvent.DECODE_FAILED),
+            (
+                RequestEvent.DECODE_BEGAN,
+                RequestEvent.DECODE_FAILED,
+                RequestEvent.FIRST_TOKEN,
+                RequestEvent.CONTINUED,
+            ),
             shown,
         )
     )

@@ -6,7 +6,9 @@ also reads the `kv_transfer_params` of P's answer.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
@@ -30,6 +32,7 @@ MAX_PROMPTS = 256
 """Largest number of prompts in one request. Each prompt is served as a request of its own."""
 
 _Fields = dict[str, msgspec.Raw]
+_NO_FIELDS: Mapping[str, msgspec.Raw] = MappingProxyType({})
 
 # Decoders are made once: `msgspec.json.decode` with a type analyses the type on every call, which
 # takes ten times as long as decoding a short text.
@@ -186,6 +189,8 @@ class Handover(msgspec.Struct, frozen=True):
     """Set if P's answer reports push mode."""
     push_ticket: str = ""
     """Push ticket carried by both legs; empty if P answered first."""
+    answer: bytes = b""
+    """P's whole answer if the client's answer may begin with P's token (`first_token.py`)."""
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -238,13 +243,18 @@ class ClientRequest(msgspec.Struct, frozen=True):
         return ClientRequest(self.fields | {"prompt": prompt})
 
     def prefill_body(
-        self, push_ticket: str = "", last_turn: bytes | None = None, leg_id: str = ""
+        self,
+        push_ticket: str = "",
+        last_turn: bytes | None = None,
+        leg_id: str = "",
+        *,
+        extra: Mapping[str, msgspec.Raw] = _NO_FIELDS,
     ) -> bytes:
         """Body of the prefill leg: P computes the prompt, retains the blocks and returns one token.
 
         `last_turn`: the parameters that D returned at the end of the conversation's last turn.
         With the parameters P fetches the blocks that D has retained. `leg_id`: the router may ask
-        P under this id why the leg failed, or release the leg.
+        P under this id why the leg failed, or release the leg. `extra`: further fields.
         """
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         leg |= {
@@ -252,7 +262,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
             **_one_token(leg, self.api),
             "kv_transfer_params": _prefill_params(push_ticket, last_turn, leg_id),
         }
-        return _encoder.encode(leg)
+        return _encoder.encode({**leg, **extra})
 
     def with_id(self, response_id: str) -> "ClientRequest":
         """The same request for a response that gets this id from its engine."""

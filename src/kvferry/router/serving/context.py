@@ -8,21 +8,27 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvferry.errors import RequestRefused
+from kvferry.errors import RemoteProtocolError, RequestRefused
 from kvferry.router.access_log import AnswerFacts
 from kvferry.router.fleet.instances import Instance
 from kvferry.router.fleet.members import RoutingHints
-from kvferry.router.http.messages import Headers, ServerRequest, request_fields
+from kvferry.router.http.messages import (
+    Headers,
+    InvalidResponse,
+    ServerRequest,
+    request_fields,
+)
 from kvferry.router.http.pool import UpstreamResponse
 from kvferry.router.http.server import ResponseWriter
 from kvferry.router.routes.error_shapes import error_event, shape_error
 from kvferry.router.routes.response_ids import make_response_id
 from kvferry.router.routes.table import Api
 from kvferry.router.serving.client_request import ClientRequest
+from kvferry.router.serving.first_token import CONTINUED_PATH, FirstToken
 from kvferry.router.timeline import RequestEvent, Timeline
-from kvferry.web.errors import error_body
+from kvferry.web.errors import error_body, error_message
 
 __all__ = [
     "HttpResponse",
@@ -57,6 +63,10 @@ def new_id() -> str:
 # One client request on its way through the router, and the possible results of a leg.
 
 
+_JSON = ("Content-Type", "application/json; charset=utf-8")
+_EVENTS = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
+# Without this header nginx collects events until its buffer of 4 KiB is full.
+_UNBUFFERED = ("X-Accel-Buffering", "no")
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 _TO_CLIENTS = (
     "content-type",
@@ -136,6 +146,15 @@ class RequestContext:
     """What the access log shows of the engines' answers; None: the access log is off."""
     num_failed_transfers: int = 0
     """Decode legs that failed because D could not use P's KV."""
+    first_token: FirstToken | None = None
+    """P's token, if the client's answer begins with it. `client` is then the request for the rest
+    of the answer.
+    """
+    prompt: memoryview = field(init=False)
+    """The JSON text of the client's prompt, by which instances are chosen."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.client.prompt
 
     def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
@@ -149,12 +168,52 @@ class RequestContext:
             self.tried.append(self.prefiller)
 
     @property
+    def path(self) -> str:
+        """The route of both legs."""
+        return self.http.path if self.first_token is None else CONTINUED_PATH
+
+    @property
     def is_started(self) -> bool:
-        """Whether the client has received a byte: no leg may be retried then."""
-        return self.reply.is_started
+        """Whether the client has received a byte that an instance cannot repeat: no leg may be
+        retried then. Every D continues after P's token, so that token does not count.
+        """
+        first = self.first_token
+        return self.reply.is_started and (first is None or first.has_continued)
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether the answer may begin before D answers."""
+        return self.first_token is None
+
+    @property
+    def has_begun_early(self) -> bool:
+        """Whether the client has received P's token."""
+        return self.first_token is not None and self.reply.is_started
+
+    async def begin_with(self, first: FirstToken) -> None:
+        """Begin a stream with P's token, and end the answer if the token is its last. Both legs
+        serve the rest of the answer from now on.
+        """
+        is_last = first.continued is None
+        if self.client.is_streamed:
+            self.reply.start(200, self.client_headers([*_EVENTS, _UNBUFFERED]))
+            await self.reply.write(first.events())
+            if is_last:
+                await self.reply.finish()
+        elif is_last:
+            self.send(HttpResponse(200, [_JSON], first.body()))
+        self.first_token, self.client = first, first.continued or self.client
 
     def send(self, answer: HttpResponse) -> None:
-        """Send a complete response to the client."""
+        """Send a complete response to the client, or end a stream that has begun with P's token."""
+        first = self.first_token
+        if self.has_begun_early:
+            self.stream_error = error_message(answer.body)
+            self.reply.put(error_event(answer.status, self.stream_error))
+            self.reply.end()
+            return
+        if first is not None and answer.status == 200:
+            answer = replace(answer, body=first.body(answer.body))
         answer = shaped_answer(self.client.api, answer)
         self.reply.send(answer.status, self.client_headers(answer.headers), answer.body)
 
@@ -165,12 +224,37 @@ class RequestContext:
         filter: Callable[[bytes], bytes] | None,
     ) -> None:
         """Pass D's stream on to the client. Raises UpstreamError if D fails."""
+        if self.first_token is not None:
+            await self._relay_rest(self.first_token, answer, idle_timeout_s, filter)
+            return
         await answer.relay(
             self.reply,
             self.client_headers(stream_headers(answer.headers)),
             idle_timeout_s=idle_timeout_s,
             filter=filter,
         )
+
+    async def _relay_rest(
+        self,
+        first: FirstToken,
+        answer: UpstreamResponse,
+        idle_timeout_s: float,
+        filter: Callable[[bytes], bytes] | None,
+    ) -> None:
+        is_over = False
+        while not is_over:
+            segment = await answer.read_some(idle_timeout_s)
+            is_over = not segment
+            passed = segment if filter is None else filter(segment)
+            try:
+                events = first.translate(passed) if passed else b""
+                events += first.translate(b"") if is_over else b""
+            except RemoteProtocolError as error:
+                raise InvalidResponse(str(error)) from None
+            if events:
+                first.has_continued = True
+                await self.reply.write(events)
+        await self.reply.finish()
 
     async def interrupt(self, status: int, message: str) -> None:
         """End a stream that cannot be completed.
@@ -225,16 +309,12 @@ def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
 
 def stream_headers(headers: Headers) -> list[tuple[str, str]]:
     """Headers of a stream of events that are passed on to the client."""
-    # Without this header nginx collects events until its buffer of 4 KiB is full.
-    return [*forwarded_headers(headers), ("X-Accel-Buffering", "no")]
+    return [*forwarded_headers(headers), _UNBUFFERED]
 
 
 # -- errors --
 # The router's own errors as complete responses. Pure. The format is that of an engine, because
 # refusals of engines are passed on; `shaped_answer` gives both the shape of the client's API.
-
-
-_JSON = ("Content-Type", "application/json; charset=utf-8")
 
 
 def build_error_response(

@@ -27,6 +27,7 @@ from kvferry.router.serving.context import (
     RequestContext,
     build_error_response,
 )
+from kvferry.router.serving.first_token import read_first_token
 from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient
 from kvferry.router.serving.legs import DecodeLeg, FailureQuery, PrefillLeg
 from kvferry.router.serving.push import LegFinisher, PushSources, run_both_legs
@@ -141,7 +142,7 @@ class Dispatcher:
     ) -> LegFailure | None:
         """Try one P and one D; instances that refuse or are unreachable are replaced."""
         context.hints = hints = RoutingHints(
-            context.client.prompt, last_turn.prefiller if last_turn is not None else None
+            context.prompt, last_turn.prefiller if last_turn is not None else None
         )
         prefiller = self._choose(Role.PREFILL, context, hints)
         if prefiller is not None:
@@ -160,6 +161,8 @@ class Dispatcher:
             return None
         context.prefiller = prefilled.instance
         with PrefilledBlocks(self.releases, prefilled.handover) as held:
+            if await self._begin_early(context, prefilled.handover, last_turn):
+                return None
             return await self._decode_somewhere(context, held, prefilled.handover, last_turn)
 
     # -- legs one after the other --
@@ -204,6 +207,31 @@ class Dispatcher:
             self.instance_client.metrics.fallbacks.add()
             return _Prefilled(None, None)
         return failure or _no_instance(Role.PREFILL)
+
+    async def _begin_early(
+        self, context: RequestContext, handover: Handover | None, last_turn: LastTurn | None
+    ) -> bool:
+        """Begin the client's answer with P's token if the answer stays exact; True if the answer
+        ends with it.
+        """
+        first = read_first_token(context.client, handover)
+        if first is None:
+            return False
+        is_last = first.continued is None
+        hints = _decode_hints(context, last_turn)
+        # Without a D the client gets a status and not a stream that breaks off. D retains the turns
+        # of a conversation, so D also answers if P's token is the last.
+        if (
+            context.turn_id is not None
+            if is_last
+            else self._pick(self.fleet.peek, Role.DECODE, context, hints) is None
+        ):
+            return False
+        await context.begin_with(first)
+        self.instance_client.metrics.first_tokens.add()
+        if context.has_begun_early or is_last:
+            self.instance_client.note_first_token(context.timeline, time.monotonic())
+        return is_last
 
     async def _decode_somewhere(
         self,
@@ -380,7 +408,7 @@ class Dispatcher:
 
 
 def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> RoutingHints:
-    return RoutingHints(context.client.prompt, last_turn.decoder if last_turn is not None else None)
+    return RoutingHints(context.prompt, last_turn.decoder if last_turn is not None else None)
 
 
 def _no_instance(role: Role) -> LegFailure:

@@ -34,6 +34,7 @@ from kvferry.router.serving.context import (
 )
 from kvferry.router.serving.side_channel import PrefilledBlocks
 from kvferry.router.time_series import TimeSeries
+from kvferry.router.timeline import RequestEvent, Timeline
 
 __all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
 
@@ -90,12 +91,12 @@ class InstanceClient:
         body: bytes,
         on_late_response: OnLateResponse | None = None,
     ) -> Coroutine[Any, Any, UpstreamResponse]:
-        """Send one leg with the client's path and the leg's headers."""
+        """Send one leg with the leg's path and headers."""
         timeouts = self.options.timeouts
         return self.upstreams.send(
             self.target(instance),
             "POST",
-            context.http.path,
+            context.path,
             context.leg_headers,
             body,
             connect_timeout_s=timeouts.connect,
@@ -116,6 +117,11 @@ class InstanceClient:
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.probe,
         )
+
+    def note_first_token(self, timeline: Timeline, now: float) -> None:
+        timeline.mark(RequestEvent.FIRST_TOKEN, now)
+        self.metrics.ttft.observe(now - timeline.arrived)
+        self.time_series.note_ttft(now - timeline.arrived, now)
 
     def num_received(self, instance: Instance) -> int:
         return self.upstreams.num_received(self.target(instance))

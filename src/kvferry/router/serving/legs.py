@@ -14,9 +14,11 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.conversations.turn_params import TurnParamsFilter, take_turn_params
@@ -33,6 +35,7 @@ from kvferry.router.serving.context import (
     build_error_response,
     forwarded_headers,
 )
+from kvferry.router.serving.first_token import may_continue
 from kvferry.router.serving.instance_client import (
     UNAVAILABLE,
     InstanceClient,
@@ -75,14 +78,11 @@ class PrefillLeg:
         """
         context.mark(RequestEvent.PREFILL_BEGAN, instance)
         leg_id = _new_leg_id()
+        body = context.client.prefill_body(
+            push_ticket, last_turn, leg_id, extra=self._token_fields(context)
+        )
         try:
-            result = await self._ask(
-                context,
-                instance,
-                context.client.prefill_body(push_ticket, last_turn, leg_id),
-                leg_id,
-                on_late_handover,
-            )
+            result = await self._ask(context, instance, body, leg_id, on_late_handover)
         except asyncio.CancelledError:
             self.release_leg(instance, leg_id)
             raise
@@ -96,6 +96,15 @@ class PrefillLeg:
         else:
             context.mark(RequestEvent.PREFILL_ENDED, instance)
         return result
+
+    def _token_fields(self, context: RequestContext) -> Mapping[str, msgspec.Raw]:
+        """What P is asked for if the client's answer may begin with P's token."""
+        is_asked = self._may_begin_early(context) and may_continue(context.client)
+        return {"return_token_ids": msgspec.Raw(b"true")} if is_asked else {}
+
+    def _may_begin_early(self, context: RequestContext) -> bool:
+        is_allowed = self.instance_client.options.routing.first_token_from_prefill
+        return is_allowed and context.may_begin_early
 
     async def _ask(
         self,
@@ -134,6 +143,8 @@ class PrefillLeg:
         self.push_sources.learn(instance, handover)
         if handover is None:
             self.instance_client.metrics.without_blocks.add()
+        elif self._may_begin_early(context):
+            return msgspec.structs.replace(handover, answer=text)
         return handover
 
 
@@ -348,15 +359,14 @@ class DecodeLeg:
     def _note_first(self, context: RequestContext, call: TrackedLeg) -> None:
         now = time.monotonic()
         self.instance_client.fleet.note_answer(call.leg, now)
-        timeline = context.timeline
-        timeline.mark(RequestEvent.FIRST_TOKEN, now)
-        metrics, time_series = self.instance_client.metrics, self.instance_client.time_series
-        metrics.ttft.observe(now - timeline.arrived)
-        time_series.note_ttft(now - timeline.arrived, now)
-        prefilled = timeline.time_of(RequestEvent.PREFILL_ENDED)
+        if context.has_begun_early:
+            context.timeline.mark(RequestEvent.CONTINUED, now)
+        else:
+            self.instance_client.note_first_token(context.timeline, now)
+        prefilled = context.timeline.time_of(RequestEvent.PREFILL_ENDED)
         if prefilled is not None:
-            metrics.handover.observe(now - prefilled)
-            time_series.note_handover(now - prefilled, now)
+            self.instance_client.metrics.handover.observe(now - prefilled)
+            self.instance_client.time_series.note_handover(now - prefilled, now)
 
     def _send(self, context: RequestContext, call: TrackedLeg, answer: HttpResponse) -> None:
         """Send a complete response, without the parameters that D added for the router."""

@@ -173,6 +173,10 @@ class _PromptContext(RequestContext):
     def is_started(self) -> bool:
         return self.has_written
 
+    @property
+    def may_begin_early(self) -> bool:
+        return False
+
     def send(self, answer: HttpResponse) -> None:
         # In answer to a stream, D sends a complete response only if it has failed.
         if answer.status != 200 or self.client.is_streamed:

@@ -1,0 +1,419 @@
+"""First token from P: the client gets the token that P sampled, and D continues after it.
+
+Pure. P samples the first token of the answer at the end of its prefill leg. D then gets a
+completion whose prompt is the tokens of the client's prompt and P's token, and the client gets one
+answer, as from one engine. `may_continue` tells from a request, and `read_first_token` from P's
+answer, whether that answer stays exactly what one engine gives. If not, the token is dropped and D
+samples it again. The rules and their reasons are in docs/decisions/062-first-token-from-p.md.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.routes.table import Api
+from kvferry.router.serving.client_request import ClientRequest, Handover
+from kvferry.router.serving.event_splitter import EventSplitter, event_data
+
+__all__ = ["CONTINUED_PATH", "FirstToken", "may_continue", "read_first_token"]
+
+CONTINUED_PATH = "/v1/completions"
+"""The route of a decode leg that continues after P's token, and of its retries."""
+
+_Fields = dict[str, msgspec.Raw]
+_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+_list_decoder: msgspec.json.Decoder[list[_Fields]] = msgspec.json.Decoder(list[_Fields])
+_encode = msgspec.json.Encoder().encode
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_NULL = msgspec.Raw(b"null")
+
+# -- which requests --
+# A field that is in none of these tables makes a request take the usual path: its effect on an
+# answer that two engines write is not known here.
+
+_PROMPT_FIELDS = frozenset(
+    (
+        "prompt",
+        "messages",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+    )
+)
+"""Fields that only decide which tokens the prompt has: P reports the tokens, D gets no such field.
+"""
+_FORWARDED = frozenset(
+    (
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        # Counts the tokens of prompt and answer alike, so P's token counts in either place.
+        "repetition_penalty",
+        "seed",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "return_token_ids",
+        "cache_salt",
+        "priority",
+        "user",
+    )
+)
+"""Fields that act on each token alone. D gets them as the client wrote them."""
+_COUNTS = frozenset(("max_tokens", "max_completion_tokens"))
+_NEUTRAL: dict[str, frozenset[bytes]] = {
+    name: frozenset(texts)
+    for name, *texts in (
+        ("n", b"1"),
+        ("best_of", b"1", b"null"),
+        ("echo", b"false"),
+        ("logprobs", b"null"),
+        ("top_logprobs", b"0"),
+        ("prompt_logprobs", b"null"),
+        ("presence_penalty", b"0", b"0.0", b"null"),
+        ("frequency_penalty", b"0", b"0.0", b"null"),
+        ("stop", b"[]", b"null"),
+        ("bad_words", b"[]"),
+        ("min_tokens", b"0"),
+        ("use_beam_search", b"false"),
+        ("spaces_between_special_tokens", b"true"),
+        ("response_format", b"null", b'{"type":"text"}', b'{"type": "text"}'),
+        ("structured_outputs", b"null"),
+        ("tools", b"null"),
+        ("tool_choice", b"null", b'"none"'),
+        ("parallel_tool_calls", b"true", b"false", b"null"),
+    )
+}
+"""Fields that must have one of these values, with which they change nothing. D gets none of them.
+"""
+_ZERO = frozenset((b"0", b"0.0"))
+_DEFAULT_MAX_TOKENS = 16
+"""Of a completion without `max_tokens`, in vLLM and in the embedded engine."""
+_COUNT = re.compile(rb"[1-9][0-9]{0,9}")
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
+
+
+def may_continue(client: ClientRequest) -> bool:
+    """Whether an answer to this request may begin with P's token."""
+    fields = client.fields
+    if client.api is not Api.OPENAI or client.prompts:
+        return False
+    if not all(_is_harmless(name, fields) for name in fields):
+        return False
+    # The random generator of a request with a seed has another state after one token.
+    has_seed = bytes(fields.get("seed", b"null")) != b"null"
+    if has_seed and bytes(fields.get("temperature", b"")) not in _ZERO:
+        return False
+    return _has_plain_options(client) and _has_plain_limit(fields)
+
+
+def _is_harmless(name: str, fields: _Fields) -> bool:
+    if name in _PROMPT_FIELDS or name in _FORWARDED or name in _COUNTS:
+        return True
+    text = bytes(fields[name])
+    # For a completion, vLLM reads false as 0: the logprob of the sampled token.
+    is_unset = name == "logprobs" and text == b"false" and "messages" in fields
+    return is_unset or text in _NEUTRAL.get(name, ())
+
+
+def _has_plain_options(client: ClientRequest) -> bool:
+    # P does not get this field, so P does not check it.
+    text = client.fields.get("stream_options")
+    if text is None:
+        return True
+    try:
+        options = _options_decoder.decode(text)
+    except _MALFORMED:
+        return False
+    return options is None or client.is_streamed
+
+
+def _has_plain_limit(fields: _Fields) -> bool:
+    texts = [bytes(fields[name]) for name in _COUNTS if name in fields]
+    is_chat = "messages" in fields
+    return all(_COUNT.fullmatch(text) or (is_chat and text == b"null") for text in texts)
+
+
+def _max_tokens(fields: _Fields) -> int | None:
+    """The client's limit; None if there is none, which only a chat may have."""
+    if "messages" not in fields:
+        return int(bytes(fields["max_tokens"])) if "max_tokens" in fields else None
+    for name in ("max_completion_tokens", "max_tokens"):
+        text = bytes(fields.get(name, b"null"))
+        if text != b"null":
+            return int(text)
+    return None
+
+
+# -- P's answer --
+
+
+class _Limits(msgspec.Struct):
+    max_model_len: int
+
+
+class _Params(msgspec.Struct):
+    first_token: _Limits | None = None
+    """Set by a P whose token is the first token of the answer: see `kvferry.connectors.params`."""
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    message: _Message | None = None
+    """The message of a chat; None for a completion."""
+    finish_reason: str | None = None
+    token_ids: list[int] = []
+    prompt_token_ids: msgspec.Raw = _NULL
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+    prompt_token_ids: msgspec.Raw = _NULL
+
+
+_params_decoder = msgspec.json.Decoder(_Params | None)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+def read_first_token(client: ClientRequest, handover: Handover | None) -> "FirstToken | None":
+    """Read P's token from P's answer; None if the client's answer must not begin with it."""
+    # In push mode D may have begun before P answered.
+    if handover is None or not handover.answer or handover.push_source is not None:
+        return None
+    if not may_continue(client):
+        return None
+    try:
+        params = _params_decoder.decode(handover.params)
+        answer = _answer_decoder.decode(handover.answer)
+        fields = _decoder.decode(handover.answer)
+        choices = _list_decoder.decode(fields["choices"])
+    except _MALFORMED:
+        return None
+    if params is None or params.first_token is None or len(choices) != 1:
+        return None
+    choice = answer.choices[0]
+    prompt = _first_list(answer.prompt_token_ids, choice.prompt_token_ids)
+    room = params.first_token.max_model_len - answer.usage.prompt_tokens
+    limit = _limit(client.fields, room)
+    if limit is None or choice.finish_reason not in ("stop", "length"):
+        return None
+    message = choice.message
+    text = choice.text if message is None else message.content or ""
+    is_last = choice.finish_reason == "stop" or limit == 1
+    continued = None
+    if not is_last:
+        # A token without text, or with part of a character, gets its text with the next tokens.
+        is_whole = bool(text) and "\ufffd" not in text
+        if not (prompt and is_whole and len(choice.token_ids) == 1):
+            return None
+        continued = _continued(client, prompt, choice.token_ids[0], limit - 1)
+    role = None if message is None else message.role
+    token = _Token(role, text, choice.token_ids, msgspec.Raw(prompt or b"null"))
+    return FirstToken(client, continued, token, fields, choices[0])
+
+
+def _limit(fields: _Fields, room: int) -> int | None:
+    """The most tokens that the answer may have; None if engines differ in what they do. `room`: the
+    tokens that the model's length leaves for the answer.
+    """
+    is_chat = "messages" in fields
+    for name in ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",):
+        text = bytes(fields.get(name, b"null"))
+        if text != b"null":
+            # Beyond `room`, some engines answer 400 and some answer with fewer tokens.
+            return int(text) if int(text) <= room else None
+    return room if is_chat else min(room, _DEFAULT_MAX_TOKENS)
+
+
+def _first_list(*texts: msgspec.Raw) -> bytes:
+    """The first of the JSON texts that is a list and not empty; empty if there is none."""
+    return next((text for text in map(bytes, texts) if len(text) > 2 and text[:1] == b"["), b"")
+
+
+def _continued(client: ClientRequest, prompt: bytes, token: int, max_tokens: int) -> ClientRequest:
+    """The request for the tokens after the first. `prompt`: a JSON list of token ids."""
+    fields = {name: text for name, text in client.fields.items() if name in _FORWARDED}
+    fields["prompt"] = msgspec.Raw(b"%b,%d]" % (prompt[:-1], token))
+    fields["max_tokens"] = msgspec.Raw(b"%d" % max_tokens)
+    return ClientRequest(fields, client.conversation_id)
+
+
+# -- the client's answer --
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    role: str | None
+    """The role of a chat's message; None for a completion."""
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: msgspec.Raw
+
+
+@dataclass(slots=True)
+class FirstToken:
+    """P's token, and the answer that begins with it.
+
+    What D's answer does not change is the JSON text that P wrote.
+    """
+
+    client: ClientRequest
+    continued: ClientRequest | None
+    """The request for the rest of the answer; None if the answer ends with P's token."""
+    _token: _Token
+    _answer: _Fields
+    _choice: _Fields
+    has_continued: bool = field(default=False, init=False)
+    """Whether the client has received more of a stream than P's token."""
+    _splitter: EventSplitter = field(default_factory=EventSplitter, init=False)
+
+    @property
+    def _shows_ids(self) -> bool:
+        return bytes(self.client.fields.get("return_token_ids", b"")) == b"true"
+
+    # -- as a stream --
+
+    def events(self) -> bytes:
+        """The events of P's token; of the whole answer if the answer ends with it."""
+        token, prompt = self._token, {}
+        chunk: dict[str, Any] = {"index": 0, "text": token.text, "logprobs": None}
+        if self.continued is None:
+            chunk |= {name: self._choice.get(name) for name in ("finish_reason", "stop_reason")}
+        else:
+            chunk["finish_reason"] = None
+        if self._shows_ids:
+            chunk["token_ids"] = token.token_ids
+            prompt = {"prompt_token_ids": token.prompt_token_ids}
+        if token.role is None:
+            events = self._event([chunk | prompt])
+        else:
+            opening = {"index": 0, "delta": {"role": token.role, "content": ""}}
+            events = self._event([opening | {"logprobs": None, "finish_reason": None}], prompt)
+            events += self._event([_as_chat(chunk)])
+        return events if self.continued is not None else events + self._end()
+
+    def translate(self, segment: bytes) -> bytes:
+        """Turn a segment of D's stream into events for the client; b"" ends D's stream.
+
+        RemoteProtocolError if an event is malformed.
+        """
+        events = self._splitter.feed(segment) if segment else self._splitter.finish()
+        return b"".join(map(self._translated, events))
+
+    def _translated(self, event: bytes) -> bytes:
+        data = event_data(event)
+        if not data or data == b"[DONE]":
+            return event + b"\n\n"
+        answer = _read_answer(data)
+        if "error" in answer:
+            return event + b"\n\n"
+        for choice in answer["choices"]:
+            choice.pop("prompt_token_ids", None)  # they end with P's token
+        chunks = answer["choices"] if self._token.role is None else map(_as_chat, answer["choices"])
+        return self._event(list(chunks), answer)
+
+    def _end(self) -> bytes:
+        options = self.client.fields.get("stream_options")
+        plain = _options_decoder.decode(options) if options is not None else None
+        has_usage = plain is not None and plain.include_usage
+        usage = self._event([], {"usage": self._answer["usage"]}) if has_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _event(
+        self, choices: list[dict[str, Any]], more: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        kind = "text_completion" if self._token.role is None else "chat.completion.chunk"
+        same = {name: self._answer.get(name) for name in ("id", "created", "model")}
+        return b"data: %b\n\n" % _encode({**more, **same, "object": kind, "choices": choices})
+
+    # -- as a whole --
+
+    def body(self, rest: bytes | None = None) -> bytes:
+        """The complete answer. `rest`: D's answer; None if the answer ends with P's token.
+
+        RemoteProtocolError if `rest` is no completion.
+        """
+        fields: dict[str, Any] = dict(self._answer) | {"kv_transfer_params": None}
+        choice: dict[str, Any] = dict(self._choice)
+        text = self._token.text
+        if rest is not None:
+            answer = _read_answer(rest)
+            if len(answer["choices"]) != 1:
+                raise RemoteProtocolError(f"its answer has {len(answer['choices'])} choices, not 1")
+            [added] = answer["choices"]
+            text += added.get("text", "")
+            choice |= {name: added.get(name) for name in ("finish_reason", "stop_reason")}
+            choice["token_ids"] = self._token.token_ids + (added.get("token_ids") or [])
+            fields["usage"] = answer.get("usage")
+        if self._token.role is None:
+            choice["text"] = text
+        else:
+            choice["message"] = dict(_decoder.decode(self._choice["message"])) | {"content": text}
+        if not self._shows_ids:
+            for part in (fields, choice):
+                part.pop("token_ids", None)
+                part.pop("prompt_token_ids", None)
+        return _encode(fields | {"choices": [choice]})
+
+
+def _as_chat(chunk: dict[str, Any]) -> dict[str, Any]:
+    """A choice of a completion's stream as a choice of a chat's stream."""
+    rest = {name: value for name, value in chunk.items() if name not in ("index", "text")}
+    return {"index": 0, "delta": {"content": chunk.get("text", "")}, **rest}
+
+
+class _Rest(msgspec.Struct):
+    """The fields of D's answer that are changed for the client."""
+
+    choices: list[dict[str, Any]] = []
+    usage: dict[str, Any] | None = None
+
+
+_rest_decoder = msgspec.json.Decoder(_Rest)
+
+
+def _read_answer(data: bytes) -> dict[str, Any]:
+    """Read D's answer, or one event of it. The usage counts P's token as part of the answer."""
+    try:
+        rest = _rest_decoder.decode(data)
+        fields: dict[str, Any] = dict(_decoder.decode(data))
+    except _MALFORMED as error:
+        raise RemoteProtocolError(f"its answer is not a completion: {error}") from None
+    fields["choices"] = rest.choices
+    if rest.usage is not None:
+        counts = {"prompt_tokens": -1, "completion_tokens": 1}
+        fields["usage"] = rest.usage | {
+            name: rest.usage.get(name, 0) + more for name, more in counts.items()
+        }
+    return fields

@@ -1,0 +1,43 @@
+"""Tells routers whether the token that a vLLM prefill instance samples begins the client's answer.
+
+A router may then send P's token to the client and let D continue after it, as a completion whose
+prompt ends with that token (docs/decisions/062-first-token-from-p.md). The rules about the request
+are the router's; these are the ones that only the engine knows.
+"""
+
+from typing import Any
+
+from kvferry.connectors.params import first_token_params
+
+__all__ = ["FirstTokenNote"]
+
+_COUNTING_DEFAULTS = frozenset(("presence_penalty", "frequency_penalty", "max_tokens"))
+"""Defaults of the server that depend on how many tokens of the answer are not part of the prompt.
+"""
+
+
+class FirstTokenNote:
+    """Adds the note to the parameters of prefill legs that a router may continue."""
+
+    def __init__(self, vllm_config: Any, has_states: bool) -> None:
+        model = vllm_config.model_config
+        # With states, a prefill leg leaves out the last token of the prompt, so the token that it
+        # samples means nothing.
+        is_possible = (
+            not has_states
+            and not vllm_config.structured_outputs_config.reasoning_parser
+            and getattr(vllm_config, "watermark_config", None) is None
+            and not model.logits_processors
+            # The chat of these models is always parsed.
+            and model.hf_config.model_type != "gpt_oss"
+            and not _COUNTING_DEFAULTS & model.get_diff_sampling_param().keys()
+        )
+        self._note = first_token_params(model.max_model_len) if is_possible else {}
+
+    def add_to(self, params: dict[str, Any] | None, request: Any) -> dict[str, Any] | None:
+        """Return the parameters of a finished request with the note, if it applies."""
+        is_prefill = params is not None and params.get("do_remote_prefill") is True
+        # D would get the tokens of the prompt, without images and embeddings.
+        if not is_prefill or request.mm_features or request.prompt_embeds is not None:
+            return params
+        return (params or {}) | self._note
