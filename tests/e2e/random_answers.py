@@ -55,15 +55,15 @@ def random_requests(count: int, seed: int, settings: dict[str, list[Any]]) -> li
             body["prompt"] = [rng.randrange(10, 500) for _ in range(rng.randrange(1, 400))]
         longest = rng.choice([None, 1, 2, 3, 24])
         if longest is not None:
-            body[rng.choice(["max_tokens", "max_completion_tokens"]) if is_chat else "max_tokens"] = (
-                longest
-            )
-        elif is_chat:
-            # Without a limit an answer is as long as the model allows: one that stops is enough.
-            body["stop_token_ids"] = list(range(0, 500, 5))
+            body[
+                rng.choice(["max_tokens", "max_completion_tokens"]) if is_chat else "max_tokens"
+            ] = longest
         for name, values in settings.items():
             if rng.random() < 0.3:
                 body[name] = rng.choice(values)
+        if is_chat and longest is None:
+            # Such an answer may be as long as the model allows: this one stops soon.
+            body["stop_token_ids"] = list(range(0, 500, 5))
         if rng.random() < 0.7:
             body["stream"] = True
             if rng.random() < 0.5:

@@ -131,6 +131,7 @@ class Fleet(ProcessRegistry):
         prefill: Sequence[Engine],
         decode: Sequence[Engine],
         environment: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
     ) -> Engine:
         (port,) = free_ports(1)
         command = [
@@ -146,7 +147,9 @@ class Fleet(ProcessRegistry):
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
-        return self._start(OUR_ROUTER, command, environment or {}, Address(LOOPBACK, port))
+        return self._start(
+            OUR_ROUTER, [*command, *flags], environment or {}, Address(LOOPBACK, port)
+        )
 
     def router(
         self,
