@@ -47,6 +47,11 @@ BENCHMARKS = {
         "time of a decode step of the embedded engine, with and without KV arriving",
         extra="engine",
     ),
+    "first-token": BenchmarkEntry(
+        "kvferry.bench.first_token",
+        "time to the first token through the router, from D and from P",
+        extra="all",
+    ),
     "handover": BenchmarkEntry(
         "kvferry.bench.handover",
         "time from P's last token to D's first: pull, push, and push while P still computes",

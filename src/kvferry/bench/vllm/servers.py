@@ -31,10 +31,12 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
 __all__ = [
+    "LOOPBACK",
     "MODEL_NAME",
     "OURS",
     "ROLES",
     "STOCK",
+    "TRANSFER_CONFIGS",
     "PairSettings",
     "RunningServers",
     "ServerPair",
@@ -283,7 +285,7 @@ def _with_log(process: ChildProcess, what: str) -> str:
 
 OURS, STOCK = "ours", "stock"
 ROLES = ("prefill", "decode")
-_TRANSFER = {
+TRANSFER_CONFIGS = {
     OURS: {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": "kvferry.vllm",
@@ -338,7 +340,7 @@ def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
             port=ports[core],
             side_channel_port=ports[2 + core],
             core=core,
-            transfer=_TRANSFER[settings.connector] | dict(settings.transfer),
+            transfer=TRANSFER_CONFIGS[settings.connector] | dict(settings.transfer),
             environment=settings.environments.get(role, {}),
         )
         for core, role in enumerate(ROLES)
