@@ -494,3 +494,35 @@ def test_several_prompts_take_the_usual_path() -> None:
             assert not any("return_token_ids" in call.body for call in s.p.calls)
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_turn_of_a_conversation_is_retained_as_usual(is_streamed: bool) -> None:
+    turn = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d"}
+
+    async def retains(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert len(body["kv_transfer_params"]["conversation"]) == 32
+        if not is_streamed:
+            whole = d_events(is_streamed)[0] | {"kv_transfer_params": turn}
+            return web.json_response(whole)
+        sent = [*d_events(), {"id": "d", "choices": [], "kv_transfer_params": turn}]
+        return await streams([stream_of(sent)])(request, body)
+
+    async def scene() -> None:
+        async with early(samples, retains) as s:
+            for _ in range(2):
+                _, data = await chat(s, stream=is_streamed, conversation_id="c1")
+                assert b"ticket-of-d" not in data
+            tickets = [call.body["kv_transfer_params"].get("ticket") for call in s.p.calls]
+            assert tickets == [None, "ticket-of-d"]
+
+    uvloop.run(scene())
+
+
+def test_a_turn_that_ends_with_ps_token_is_answered_by_d() -> None:
+    async def scene() -> None:
+        async with early(samples, answers(200, '{"choices":[]}')) as s:
+            await chat(s, max_tokens=1, conversation_id="c1")
+            assert s.d.calls[0].path == "/v1/chat/completions"
+
+    uvloop.run(scene())
