@@ -97,7 +97,7 @@ def hybrid(
         fleet.stop(plain)
         p = fleet.vllm("prefill", *MODELS[name], *chunks, transfer=for_p.transfer, extra=LEASE)
         d = fleet.vllm("decode", *MODELS[name], transfer=for_d.transfer, extra=LEASE, cores="1")
-        router = fleet.kvferry_router([p], [d], flags=["--first-token-from-prefill"])
+        router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
         yield Hybrid(name, fleet, right, p, d, router)
 
