@@ -32,7 +32,7 @@ class Given:
     roles: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: Any = None
-    usage: tuple[int, int, int] | None = None
+    usage: tuple[int, ...] | None = None
     answer_ids: set[str] = field(default_factory=set, compare=False)
     error: str = ""
 
@@ -106,7 +106,7 @@ def _add(given: Given, part: dict[str, Any]) -> None:
     given.prompt_token_ids += part.get("prompt_token_ids") or []
     if part.get("usage"):
         names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        given.usage = tuple(part["usage"][name] for name in names)  # type: ignore[assignment]
+        given.usage = tuple(part["usage"][name] for name in names)
     for choice in part["choices"]:
         assert given.finish_reason is None, part
         given.prompt_token_ids += choice.get("prompt_token_ids") or []

@@ -32,8 +32,8 @@ MODEL_LEN = 100
 PROMPT_IDS = [5, 6, 7]
 REST = [*PROMPT_IDS, 11]
 """The prompt of the request for the tokens after P's."""
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-COMPLETION = {"prompt": "hi"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"prompt": "hi"}
 BOTH = pytest.mark.parametrize("kind", [COMPLETION, CHAT], ids=["completion", "chat"])
 
 
@@ -209,7 +209,9 @@ def test_an_answer_without_token_ids_is_dropped(kind: dict[str, Any]) -> None:
     assert first(answer, **kind) is None
 
 
-ANY_VALUE = st.sampled_from([None, 7, -1, "text", "\ufffd", [], [[]], {}, {"content": 7}])
+ANY_VALUE: st.SearchStrategy[Any] = st.sampled_from(
+    [None, 7, -1, "text", "\ufffd", [], [[]], {}, {"content": 7}]
+)
 
 
 @given(st.sampled_from([*p_answer(True), *p_answer(False)["choices"][0], "message"]), ANY_VALUE)
@@ -292,7 +294,8 @@ def test_a_stream_reads_as_one_however_it_is_cut(kind: dict[str, Any], cut: int)
 @BOTH
 @pytest.mark.parametrize("shows_ids", [True, False])
 def test_a_whole_answer_reads_as_one(kind: dict[str, Any], shows_ids: bool) -> None:
-    found = first(**kind, **({"return_token_ids": True} if shows_ids else {}))
+    asks: dict[str, Any] = {"return_token_ids": True} if shows_ids else {}
+    found = first(**kind, **asks)
     assert found is not None
     body = json.loads(found.body(json.dumps(d_events(is_streamed=False)[0]).encode()))
     [choice] = body["choices"]
