@@ -21,7 +21,7 @@ from tests.router.stubs import (
 )
 
 from kvferry.logs import TextFormatter
-from kvferry.router.access_log import phase_times
+from kvferry.router.access_log import AnswerFacts, phase_times
 from kvferry.router.timeline import RequestEvent, Timeline
 
 PROMPT, ANSWER, KEY = "the prompt text", "the answer text", "sk-client-key"
@@ -83,7 +83,7 @@ def test_a_line_has_ids_instances_tokens_bytes_and_times(lines: Lines) -> None:
         "prefill": f"http://127.0.0.1:{urls['prefill']}",
         "decode": f"http://127.0.0.1:{urls['decode']}",
         "retries": 0,
-        "prompt_tokens": 8,
+        "prompt_tokens": 7,
         "completion_tokens": 3,
         "is_streamed": False,
         "num_prompts": 1,
@@ -111,7 +111,7 @@ def test_a_stream_is_read_for_its_id_and_usage_and_reaches_the_client_unchanged(
     (line,) = lines()
     assert received == [b"".join(sent)]
     assert line["decode_request"] == ["cmpl-d1"]
-    assert (line["prompt_tokens"], line["completion_tokens"]) == (8, 2)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (7, 2)
 
 
 def test_without_usage_the_prompt_has_the_tokens_that_p_counted(lines: Lines) -> None:
@@ -130,7 +130,7 @@ def test_several_prompts_are_one_line_with_the_sums(lines: Lines) -> None:
 
     play(scene, answers(200, PREFILLED), answers(200, WHOLE), access_log=True)
     (line,) = lines()
-    assert (line["num_prompts"], line["prompt_tokens"], line["completion_tokens"]) == (3, 24, 9)
+    assert (line["num_prompts"], line["prompt_tokens"], line["completion_tokens"]) == (3, 21, 9)
 
 
 def test_a_broken_stream_has_a_line_with_its_error(lines: Lines) -> None:
@@ -224,3 +224,14 @@ def test_phases_that_did_not_happen_have_no_time() -> None:
     timeline.mark(RequestEvent.FIRST_TOKEN, 11.25)
     times = phase_times(timeline)
     assert (times["prefill_s"], times["handover_s"], times["first_token_s"]) == (0.5, 0.25, 1.25)
+
+
+def test_a_first_token_of_p_counts_as_part_of_the_answer() -> None:
+    facts = AnswerFacts()
+    facts.note_prefill("r", b'{"id": "p", "usage": {"prompt_tokens": 7, "completion_tokens": 1}}')
+    facts.note_first_token()
+    assert (facts.prompt_tokens, facts.completion_tokens) == (7, 1)
+    facts.note_decode("r", b'{"id": "d"}')
+    assert (facts.prompt_tokens, facts.completion_tokens) == (7, None)
+    facts.note_decode("r", b'{"id": "d", "usage": {"prompt_tokens": 8, "completion_tokens": 3}}')
+    assert (facts.prompt_tokens, facts.completion_tokens) == (7, 4)

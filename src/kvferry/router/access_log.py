@@ -49,6 +49,11 @@ class AnswerFacts:
     _prefill_usage: dict[str, _Usage] = field(default_factory=dict)
     """By request id of the leg: each prompt of a request has its own."""
     _decode_usage: dict[str, _Usage] = field(default_factory=dict)
+    _num_first_tokens: int = 0
+
+    def note_first_token(self) -> None:
+        """The answer begins with P's token, which D counts as part of the prompt."""
+        self._num_first_tokens += 1
 
     def note_prefill(self, request_id: str, body: bytes) -> None:
         """Read P's answer."""
@@ -66,14 +71,18 @@ class AnswerFacts:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of all prompts, as D counted them, else P; None if a count is missing."""
+        """Tokens of all prompts, as P counted them, else D; None if no count is known."""
         return _total(
-            usage.prompt_tokens for usage in {**self._prefill_usage, **self._decode_usage}.values()
+            usage.prompt_tokens for usage in {**self._decode_usage, **self._prefill_usage}.values()
         )
 
     @property
     def completion_tokens(self) -> int | None:
-        return _total(usage.completion_tokens for usage in self._decode_usage.values())
+        counts = [usage.completion_tokens for usage in self._decode_usage.values()]
+        total = _total(counts)
+        if total is None and self.decode_ids:
+            return None
+        return _total([total, self._num_first_tokens or None])
 
     def note_events(self, request_id: str, events: bytes) -> None:
         """Read events of D's stream: the first has the id, the last may have the usage."""

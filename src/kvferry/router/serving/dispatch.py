@@ -229,6 +229,8 @@ class Dispatcher:
             return False
         await context.begin_with(first)
         self.instance_client.metrics.first_tokens.add()
+        if context.facts is not None:
+            context.facts.note_first_token()
         if context.has_begun_early or is_last:
             self.instance_client.note_first_token(context.timeline, time.monotonic())
         return is_last

@@ -155,17 +155,6 @@ def _has_plain_limit(fields: _Fields) -> bool:
     return all(_COUNT.fullmatch(text) or (is_chat and text == b"null") for text in texts)
 
 
-def _max_tokens(fields: _Fields) -> int | None:
-    """The client's limit; None if there is none, which only a chat may have."""
-    if "messages" not in fields:
-        return int(bytes(fields["max_tokens"])) if "max_tokens" in fields else None
-    for name in ("max_completion_tokens", "max_tokens"):
-        text = bytes(fields.get(name, b"null"))
-        if text != b"null":
-            return int(text)
-    return None
-
-
 # -- P's answer --
 
 
