@@ -206,6 +206,8 @@ def test_a_client_cannot_choose_the_id_of_a_response() -> None:
             assert named != "resp_mine"
             assert s.d.calls[0].body["background"] is True
             assert s.p.calls == [], "a response made in the background has no prefill leg"
+            await s.post({**RESPONSE, "request_id": "resp_mine"}, "/v1/responses")
+            assert "request_id" not in s.p.calls[0].body
 
     uvloop.run(scene())
 

@@ -548,7 +548,7 @@ def _normalise(fields: _Fields, api: Api) -> None:
     """Replace the values that engines must not get as the client wrote them."""
     if _EXTRA in fields:
         fields[_EXTRA] = _without_transfer(fields[_EXTRA])
-    for flag in ("stream", "background"):
+    for flag in ("stream", "background") if api is Api.RESPONSES else ("stream",):
         if flag in fields:
             fields[flag] = _normalised_flag(fields[flag])
     if api is Api.TOKENS:
