@@ -104,7 +104,7 @@ def test_a_stored_response_is_found_again_and_continued(trio: Trio) -> None:
     asyncio.run(_check_free(trio))
 
 
-def test_messages_whole_and_streamed_are_those_of_one_engine(trio: Trio) -> None:
+def test_messages_are_those_of_one_engine(trio: Trio) -> None:
     asked = {
         "model": MODEL,
         "system": "Answer as a ferry pilot.",
