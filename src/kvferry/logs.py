@@ -39,7 +39,7 @@ __all__ = [
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "KVFERRY_LOG_LEVEL", "KVFERRY_LOG_FORMAT"
-REPEAT_INTERVAL_S = 10.0
+REPEAT_INTERVAL_S = 60.0
 MAX_KEYS = 1024
 """Kinds of messages that a filter remembers. Subjects may come from peers, so it is bounded."""
 _KEY = "repeat_key"

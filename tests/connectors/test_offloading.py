@@ -29,6 +29,7 @@ from kvferry.connectors.contract import KVCacheGroup
 from kvferry.connectors.offloading.settings import open_tiers
 from kvferry.errors import ConfigError
 from kvferry.host_memory import available_bytes
+from kvferry.logs import RepeatFilter
 from kvferry.tiers.backoff import StorageFailed
 from kvferry.tiers.base import ObjectKey
 from kvferry.tiers.commands import StoreChunks
@@ -180,7 +181,9 @@ def test_lookups_that_a_tier_cannot_answer_are_counted_and_logged_once(
     stats = side.scheduler.get_kv_connector_stats()
     assert stats is not None
     assert stats.to_dict()["tiers"]["disk"]["failed_lookups"] == 2
-    (line,) = [line for line in caplog.messages if "KV cannot be" in line]
+    repeats = RepeatFilter()
+    shown = [record.getMessage() for record in caplog.records if repeats.filter(record)]
+    (line,) = [line for line in shown if "KV cannot be" in line]
     assert "looked up tier=disk reason=the storage failed" in line
 
 
