@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.arguments import Parser, parse_device, parse_port
@@ -32,6 +33,14 @@ from kvferry.cli.cluster.local_cluster import (
     child_environment,
 )
 from kvferry.cli.cluster.processes import ProcessGroup
+from kvferry.cli.cluster.vllm_cluster import VllmCluster
+from kvferry.cli.cluster.vllm_servers import (
+    VllmFleet,
+    VllmProcess,
+    place_servers,
+    probe_vllm,
+    with_socket_directory,
+)
 from kvferry.cli.runtime import STOP_SIGNALS, add_log_arguments, log_settings, stop_signals
 from kvferry.engine.model.config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
@@ -48,7 +57,10 @@ EXAMPLES = """\
   kvferry up --prefill 2 --decode 2 --transports nixl
   kvferry up --model ~/models/Qwen3-0.6B --port 9000
   kvferry up --mode push
-  kvferry up --once"""
+  kvferry up --once
+  kvferry up --vllm Qwen/Qwen3-0.6B --prefill 2 --decode 1
+  kvferry up --vllm ~/models/Qwen3-8B --prefill-tp 2 -- --max-model-len 16384
+  kvferry up --vllm Qwen/Qwen3-0.6B --vllm-python ~/vllm/bin/python --mode push"""
 
 PROMPT = (
     "A ferry carries people, carts and letters over a river that has no bridge. It does not care "
@@ -57,6 +69,8 @@ PROMPT = (
 )
 SAMPLE_TOKENS = 16
 START_TIMEOUT_S = 300.0
+VLLM_START_TIMEOUT_S = 3600.0
+"""vLLM may have to fetch a model, load it and compile it."""
 SAMPLE_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.25
 
@@ -111,9 +125,51 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="exit after the sample request")
     add_log_arguments(parser)
+    _add_vllm_arguments(parser)
+
+
+def _add_vllm_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--vllm",
+        metavar="MODEL",
+        help="run real vLLM servers with this model, a folder or a name of the hub, instead of "
+        "embedded engines",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        metavar="PATH",
+        help="interpreter with vLLM and kvferry installed (default: this one)",
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}-tp",
+            type=int,
+            metavar="K",
+            help=f"with --vllm: tensor-parallel ranks of {role} servers (default: "
+            "--tensor-parallel-size)",
+        )
+    parser.add_argument(
+        "--connector",
+        metavar="NAME",
+        help="with --vllm: connector of all servers (default: the one of --mode)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="with --vllm: folder for one log file per server (default: a new one in the temporary "
+        "directory; it stays)",
+    )
+    parser.add_argument(
+        "vllm_flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="with --vllm: more flags for every server",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _check_vllm_arguments(arguments)
     options = UpOptions(
         prefill=arguments.prefill,
         decode=arguments.decode,
@@ -128,22 +184,80 @@ def run(arguments: argparse.Namespace) -> int:
         read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
+    vllm = _vllm_servers(options, arguments)
+    model_name = options.model_name if vllm is None else vllm.model_name
     with (
         stop_signals(),
-        _cluster(options, arguments) as (cluster, launch),
+        _cluster(options, arguments, vllm) as (cluster, launch),
         _show_logs_on_failure(cluster),
     ):
         router = _start_cluster(cluster, launch)
-        totals = _show_sample(cluster, router, options)
+        totals = _show_sample(cluster, router, model_name)
         if arguments.once:
             return 0 if totals else 1
-        _show_address(router, launch)
+        _show_address(router, launch, model_name)
         return _serve_until_stopped(cluster)
+
+
+_VLLM_ONLY = ("vllm_python", "prefill_tp", "decode_tp", "connector", "log_dir", "vllm_flags")
+
+
+def _check_vllm_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an argument that has no effect with, or without, `--vllm`."""
+    given = [name for name in _VLLM_ONLY if getattr(arguments, name) not in (None, [])]
+    if arguments.vllm is None and given:
+        name = "flags after `--`" if given[0] == "vllm_flags" else f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"{name} needs --vllm MODEL: embedded engines do not use it")
+    if arguments.vllm is not None and (arguments.model is not None or arguments.device != "cpu"):
+        raise ConfigError(
+            "--vllm names the model, and vLLM chooses the device; leave --model and --device out"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _VllmServers:
+    """The vLLM servers to start, and what clients and operators need to know of them."""
+
+    model_name: str
+    servers: Sequence[VllmProcess]
+    logs: Path
+
+
+def _vllm_servers(options: UpOptions, arguments: argparse.Namespace) -> _VllmServers | None:
+    if arguments.vllm is None:
+        return None
+    prefill_tp, decode_tp = (
+        options.tensor_parallel_size if size is None else size
+        for size in (arguments.prefill_tp, arguments.decode_tp)
+    )
+    fleet = VllmFleet(
+        arguments.vllm,
+        prefill=options.prefill,
+        decode=options.decode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        connector=arguments.connector or CONNECTORS[options.mode],
+        transports=options.transports,
+        flags=tuple(arguments.vllm_flags),
+    )
+    # Not resolved: the interpreter of a virtual environment is a link.
+    python = Path(arguments.vllm_python or sys.executable).expanduser().absolute()
+    machine = probe_vllm(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    servers = place_servers(fleet, machine, python, os.environ)
+    logs = arguments.log_dir or Path(tempfile.mkdtemp(prefix="kvferry-up-logs-"))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {logs} cannot be made ({error.strerror})") from error
+    for server in servers:
+        _print(f"{server.name}: {server.place}")
+    _print(f"logs: {logs}")
+    return _VllmServers(fleet.model_name, servers, logs)
 
 
 @contextmanager
 def _cluster(
-    options: UpOptions, arguments: argparse.Namespace
+    options: UpOptions, arguments: argparse.Namespace, vllm: _VllmServers | None
 ) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
     """Make the process group, the directory and the cluster; close all at the end.
 
@@ -158,13 +272,22 @@ def _cluster(
             file.touch(mode=0o600)
             file.write_text(secrets.token_hex(32))
         launch = LocalLaunch(options, options.model or directory / "model", key_file)
-        is_shown = arguments.log_level or arguments.log_format
-        cluster = LocalCluster(
-            launch,
-            child_environment({**os.environ, **log_settings(arguments).environment}, secret_file),
-            group.id,
-            START_TIMEOUT_S,
-            _show_line if is_shown else None,
+        environment = child_environment(
+            {**os.environ, **log_settings(arguments).environment}, secret_file
+        )
+        on_line = _show_line if arguments.log_level or arguments.log_format else None
+        cluster = (
+            LocalCluster(launch, environment, group.id, START_TIMEOUT_S, on_line)
+            if vllm is None
+            else VllmCluster(
+                launch,
+                with_socket_directory(environment, directory),
+                group.id,
+                VLLM_START_TIMEOUT_S,
+                vllm.servers,
+                vllm.logs,
+                on_line,
+            )
         )
         try:
             yield cluster, launch
@@ -182,16 +305,14 @@ def _start_cluster(cluster: LocalCluster, launch: LocalLaunch) -> Address:
     from kvferry.cli.cluster.startup_view import StartupView
 
     with StartupView(Console()) as view:
-        if launch.options.model is None:
+        if launch.options.model is None and not isinstance(cluster, VllmCluster):
             cluster.run_to_end("model", launch.make_model(), view)
         return cluster.start(launch.options.prefill, launch.options.decode, view)
 
 
-def _show_sample(
-    cluster: LocalCluster, router: Address, options: UpOptions
-) -> list[TransportTotals]:
+def _show_sample(cluster: LocalCluster, router: Address, model_name: str) -> list[TransportTotals]:
     request = {
-        "model": options.model_name,
+        "model": model_name,
         "prompt": PROMPT,
         "max_tokens": SAMPLE_TOKENS,
         "temperature": 0,
@@ -215,8 +336,8 @@ def _show_sample(
     return totals
 
 
-def _show_address(router: Address, launch: LocalLaunch) -> None:
-    model_name, key = launch.options.model_name, launch.admin_key_file.read_text()
+def _show_address(router: Address, launch: LocalLaunch, model_name: str) -> None:
+    key = launch.admin_key_file.read_text()
     _print(f"\nserving on http://{router}; try\n  {curl_command(router, model_name)}")
     # A browser does not send the part after # to the server.
     _print(f"dashboard: http://{router}/dashboard#key={key}\nCtrl-C stops all processes.")

@@ -5,19 +5,16 @@ However the benchmark ends, kill -9 included, no process is left behind (see
 """
 
 import argparse
-import json
 import os
-import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +24,12 @@ from kvferry.cli.arguments import Parser
 from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.cluster.reaper import members_of_group
+from kvferry.cli.cluster.vllm_servers import (
+    LOOPBACK,
+    free_ports,
+    server_command,
+    server_variables,
+)
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
@@ -57,12 +60,6 @@ __all__ = [
 ]
 
 
-LOOPBACK = "127.0.0.1"
-NON_EPHEMERAL_PORTS = range(20_000, 32_768)
-"""Ports below the range from which Linux assigns ports to outgoing connections.
-
-A port from the ephemeral range could be taken in the moment between the check and its use.
-"""
 MODEL_NAME = "tiny"
 START_S = 240.0
 POLL_INTERVAL_S = 0.5
@@ -91,37 +88,13 @@ class VllmServer:
         return Address(LOOPBACK, self.port)
 
     def command(self, python: Path) -> list[str]:
-        command = [
-            str(python),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(self.model),
-            "--served-model-name",
-            MODEL_NAME,
-        ]
-        command += [
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(self.port),
-            "--enforce-eager",
-            "--dtype",
-            "float32",
-        ]
-        command += ["--max-model-len", "2048", "--block-size", "32", *self.flags]
-        if self.transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(dict(self.transfer))]
-        return command
+        flags = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2048"]
+        flags += ["--block-size", "32", *self.flags]
+        return server_command(python, str(self.model), MODEL_NAME, self.port, flags, self.transfer)
 
     def variables(self) -> dict[str, str]:
         """Return the variables that the server gets in addition to our own environment."""
-        own = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        own = {**server_variables(), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         if self.core is not None:
             own["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
         if self.side_channel_port is not None:
@@ -233,20 +206,6 @@ def check_cuda(python: Path) -> None:
             f"--device cuda: the torch of {python} finds no GPU; leave the flag out, or name an "
             "interpreter whose torch does with --vllm-python"
         )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return different ports that are free now; raise KVFerryError if there are not enough."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(NON_EPHEMERAL_PORTS, len(NON_EPHEMERAL_PORTS)):
-        if len(found) == count:
-            return found
-        with suppress(OSError), socket.create_server((LOOPBACK, port)):
-            found.append(port)
-    raise KVFerryError(
-        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are "
-        "needed, but too few are free; stop the processes that listen there"
-    )
 
 
 def wait_healthy(running: RunningServers) -> None:

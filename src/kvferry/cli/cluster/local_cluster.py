@@ -203,8 +203,7 @@ class LocalCluster:
         KVFerryError names the process that failed.
         """
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-        engines = [self._start(name, self._launch.engine(), view) for name in names]
-        addresses = self._wait_healthy(engines, view)
+        addresses = self._start_engines(names, view)
         self.decoders = tuple(addresses[prefill:])
         router = self._start(
             "router", self._launch.router(addresses[:prefill], addresses[prefill:]), view
@@ -248,10 +247,17 @@ class LocalCluster:
         for child in reversed(self._children):
             child.terminate()
 
+    def _start_engines(self, names: Sequence[str], view: "StartupView") -> list[Address]:
+        engines = [self._start(name, self._launch.engine(), view) for name in names]
+        return self._wait_healthy(engines, view)
+
     def _start(self, name: str, command: Iterable[str], view: "StartupView") -> ChildProcess:
         child = ChildProcess(name, list(command), self._environment, on_line=self._on_line)
+        return self._begin(child, view)
+
+    def _begin(self, child: ChildProcess, view: "StartupView") -> ChildProcess:
         self._children.append(child)
-        view.begin(name, "starting")
+        view.begin(child.name, "starting")
         child.start(self._group)
         return child
 
@@ -261,7 +267,7 @@ class LocalCluster:
         found: dict[str, Address] = {}
         while len(found) < len(children):
             for child in [child for child in children if child.name not in found]:
-                view.show(child.name, _stage(child))
+                self._show_stage(child, view)
                 address = child.poll_address()
                 if address is not None and is_healthy(address):
                     found[child.name] = address
@@ -274,6 +280,9 @@ class LocalCluster:
                 )
             time.sleep(_POLL_INTERVAL_S)
         return [found[child.name] for child in children]
+
+    def _show_stage(self, child: ChildProcess, view: "StartupView") -> None:
+        view.show(child.name, _stage(child))
 
 
 def _stage(child: ChildProcess) -> str:

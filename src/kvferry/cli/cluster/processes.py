@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
@@ -150,8 +151,12 @@ class ChildProcess:
         environment: Mapping[str, str],
         start: ProcessStarter = spawn_process,
         on_line: Callable[[str], None] | None = None,
+        address: Address | None = None,
+        log_file: Path | None = None,
     ) -> None:
-        """`on_line` receives each line of the log, in the reader's thread."""
+        """`on_line` receives each line of the log, in the reader's thread. `address` is where the
+        process will listen, if it does not announce that itself. `log_file` gets the whole log.
+        """
         self.name = name
         self._on_line = on_line
         self._command = list(command)
@@ -160,7 +165,8 @@ class ChildProcess:
         self._process: ProcessHandle | None = None
         self._reader: threading.Thread | None = None
         self._announcements = -1
-        self._address: Address | None = None
+        self._address = address
+        self._log_file = log_file
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._was_signaled = False
 
@@ -230,7 +236,8 @@ class ChildProcess:
                 raise KVFerryError(
                     f"{self.name} closed its announcement pipe without reporting an address"
                 )
-        if self._address is None:
+        if self._process is not None and self._process.poll() is not None:
+            self._wait_for_end()
             self.check_alive()
         return self._address
 
@@ -305,9 +312,12 @@ class ChildProcess:
             self._reader.join(_LOG_DRAIN_S)
 
     def _read_log(self, stream: IO[bytes]) -> None:
-        with stream:
+        with stream, open(self._log_file or os.devnull, "wb", buffering=0) as file:
             while line := stream.readline(_LINE_BYTES):
                 text = line.decode(errors="replace").rstrip()
                 self._log.append(text)
                 if self._on_line is not None:
                     self._on_line(text)
+                # A full disk must not stop the process, which would wait for its log to be read.
+                with suppress(OSError):
+                    file.write(line)

@@ -23,6 +23,7 @@ class StartupView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._since: dict[str, float] = {}
+        self._stages: dict[str, str] = {}
         self._tasks: dict[str, TaskID] = {}
         columns = (
             SpinnerColumn(finished_text="[green]✓[/]"),
@@ -49,8 +50,14 @@ class StartupView:
                 self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}"
             )
 
+    def report(self, name: str, what: str) -> None:
+        """Show the current stage of a slow step; without a terminal, one line for each stage."""
+        if self._progress is None and self._stages.get(name) != what:
+            self._print(name, what)
+        self._stages[name] = what
+        self.show(name, what)
+
     def finish(self, name: str, what: str) -> None:
-        took_s = time.monotonic() - self._since[name]
         if self._progress is not None:
             self._progress.update(
                 self._tasks[name],
@@ -58,12 +65,13 @@ class StartupView:
                 description=f"[bold]{escape(name)}[/] {escape(what)}",
             )
         else:
-            self._console.print(
-                f"{name}: {what} after {took_s:.1f} s",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._print(name, what)
+
+    def _print(self, name: str, what: str) -> None:
+        took_s = time.monotonic() - self._since[name]
+        self._console.print(
+            f"{name}: {what} after {took_s:.1f} s", markup=False, highlight=False, soft_wrap=True
+        )
 
     def __enter__(self) -> "StartupView":
         if self._progress is not None:
